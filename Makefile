@@ -1,0 +1,58 @@
+# Every target makes its own .venv from nothing; a second call finds it ready.
+#
+#   make demo                     downloads 1.6 GB once, then shows plain and speculative decoding side by side
+#   make demo SMALL=1             the 0.5B model alone with n-gram drafts: 0.5 GB
+#   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is draft:PATH, ngram, eagle3:PATH
+#   make test | make test-all | make lint
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+# Another index for torch's builds, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+
+SMALL    ?=
+TARGET   ?=
+PROPOSER ?=
+ARGS     ?=
+
+INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
+DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
+
+.PHONY: demo test test-slow test-all lint format clean
+
+demo: $(VENV)/.demo
+	$(PY) -m specdec.demo $(DEMO) $(ARGS)
+
+test: $(VENV)/.dev
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.dev
+	$(PY) -m pytest -m slow $(ARGS)
+
+test-all: $(VENV)/.dev
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+
+$(PY):
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: touched when an installation is complete, out of date when what it was made from changes.
+$(VENV)/.demo: pyproject.toml constraints.txt | $(PY)
+	$(INSTALL) -e '.[demo]'
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(PY)
+	$(INSTALL) -e '.[demo,dev]'
+	touch $@ $(VENV)/.demo

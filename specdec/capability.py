@@ -1,0 +1,153 @@
+"""`probe`: finds out how a model can be run by `ModelRunner`, by running it.
+
+A tiny ragged batch with a branching draft, a commit that moves nodes and a pass after it, against the model's own
+uncached forward pass. Decided once per model, from its output, not from a list of names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.runner import SLIDING, ModelRunner, default_masks, forward_parameters
+
+WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a model can be used for.
+
+    Attributes:
+        masks: "dict" or "tensor" (how it takes masks: trees and ragged batches), "own" (chains of one row), or None.
+        reason: why it is not more, for warnings; empty for full capability.
+    """
+
+    masks: str | None
+    reason: str = ""
+
+    @property
+    def trees(self) -> bool:
+        return self.masks in ("dict", "tensor")
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel) -> Capability:
+    """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts."""
+    if model.config.is_encoder_decoder:
+        return Capability(None, "it is an encoder-decoder model")
+    if getattr(model, "_is_stateful", False):
+        return Capability(None, "its layers carry a recurrent state, which cannot be rolled back yet")
+    if "past_key_values" not in forward_parameters(model):
+        return Capability(None, "its forward pass takes no past_key_values")
+    with _short_windows(model):
+        reason = ""
+        if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
+            other = {"dict": "tensor", "tensor": "dict"}
+            first = default_masks(model)
+            has_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+            for masks in (first, other[first]) if has_types else (first,):
+                reason = _mismatch(model, _tree_trial, masks)
+                if not reason:
+                    return Capability(masks)
+        else:
+            reason = "its attention implementation takes no tree masks"
+        failure = _mismatch(model, _chain_trial, "own")
+        if not failure:
+            return Capability("own", f"batches and trees are out of reach: {reason}")
+        return Capability(None, failure)
+
+
+def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
+    """Empty if the trial's logits agree with the model's own, else what went wrong."""
+    try:
+        ours, reference = trial(model, masks)
+    except Exception as error:  # a model may refuse a mask or a cache in any way it likes: that is the finding
+        return f"its forward pass failed with {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+    difference = (ours.float() - reference.float()).abs().mean() / reference.float().std().clamp(min=1e-6)
+    # Rounding is near 1e-6 in float32 and 1e-2 in bfloat16; a wrong mask or position shows as 0.1 to 1.
+    bound = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    return "" if difference <= bound else f"its logits came out wrong by {float(difference):.2g} standard deviations"
+
+
+def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    runner, device = ModelRunner(model, masks), model.device
+    ids = _token_ids(model, 32)
+    prompts = [ids[:7], ids[7:11]]
+    parents = [-1, 0, 0, 1, 2]
+    ancestors = torch.eye(5, dtype=torch.bool, device=device)
+    for node in range(1, 5):
+        ancestors[node] |= ancestors[parents[node]]
+    depth = torch.tensor([0, 1, 1, 2, 2], device=device).expand(2, 5)
+    drafts = torch.stack([ids[11:16], ids[16:21]])
+    padded = torch.stack([prompts[0], torch.cat([ids[:3], prompts[1]])])
+    runner.start(2)
+    runner.extend(padded, [0, 3])
+    tree = runner.grow(drafts, depth, ancestors.expand(2, 5, 5)).logits  # (2, 5, V)
+    # Row 0 takes the path root, 2, 4; row 1 its root alone. Then one more token each.
+    runner.commit([3, 1], torch.tensor([[0, 2, 4], [0, 1, 2]], device=device))
+    last = ids[21:23, None]
+    eye = torch.ones(2, 1, 1, dtype=torch.bool, device=device)
+    after = runner.grow(last, torch.zeros(2, 1, dtype=torch.long, device=device), eye).logits  # (2, 1, V)
+
+    texts, picks = [], []
+    for b in range(2):
+        for leaf in ([0, 1, 3], [0, 2, 4]):
+            texts.append(torch.cat([prompts[b], drafts[b, leaf]]))
+            picks.append(tree[b, leaf])
+    for b, path in ((0, [0, 2, 4]), (1, [0])):
+        texts.append(torch.cat([prompts[b], drafts[b, path], last[b]]))
+        picks.append(after[b])
+    reference = [_plain_logits(model, text)[-len(pick) :] for text, pick in zip(texts, picks, strict=True)]
+    return torch.cat(picks), torch.cat(reference)
+
+
+def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    runner, device = ModelRunner(model, masks), model.device
+    ids = _token_ids(model, 12)
+    runner.start(1)
+    picks = [runner.extend(ids[None, :6], [0]).logits[0]]
+    depth = torch.arange(3, device=device)[None]
+    ones = torch.ones(3, 3, dtype=torch.bool, device=device).tril()[None]
+    chain = runner.grow(ids[None, 6:9], depth, ones, chain=True).logits[0]
+    runner.commit([2])  # the third token is rejected
+    after = runner.grow(ids[None, 9:11], depth[:, :2], ones[:, :2, :2], chain=True).logits[0]
+    picks += [chain, after]
+    accepted = _plain_logits(model, torch.cat([ids[:8], ids[9:11]]))
+    reference = [accepted[5:6], _plain_logits(model, ids[:9])[6:9], accepted[8:10]]
+    return torch.cat(picks), torch.cat(reference)
+
+
+def _plain_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """(T, V) of one text, without any cache."""
+    return model(input_ids=text[None], use_cache=False, return_dict=True).logits[0]
+
+
+def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
+    """Some ids spread over the vocabulary, always the same; end and padding ids avoided."""
+    config = model.config.get_text_config(decoder=True)
+    special = {config.pad_token_id, getattr(config, "eos_token_id", None), getattr(config, "bos_token_id", None)}
+    size = config.vocab_size
+    ids = [i for i in ((7919 * k + 13) % size for k in range(4 * count)) if i not in special]
+    return torch.tensor(ids[:count], device=model.device)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Sliding windows of a few tokens, for the length of the probe: masks are built from the config at each pass."""
+    config = model.config.get_text_config(decoder=True)
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if window is None or (types and SLIDING not in types):
+        yield
+        return
+    config.sliding_window = WINDOW
+    try:
+        yield
+    finally:
+        config.sliding_window = window

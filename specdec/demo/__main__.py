@@ -1,0 +1,80 @@
+"""`python -m specdec.demo`: the demo from the command line, `make demo` calls it."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+from specdec.demo import parts, room, weights
+from specdec.demo.loading import best_device, load, locate, number_format
+from specdec.demo.show import Show
+from specdec.generator import SpeculativeGenerator
+
+ONE_GB = 10**9  # Python, torch and the caches
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def main(
+    target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
+    proposer: str = typer.Option("", help="draft:PATH, ngram, eagle3:PATH; default: what suits the target."),
+    small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with n-gram drafts."),
+    max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
+    dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
+) -> None:
+    """Show plain and speculative decoding side by side on three prompts."""
+    console = Console(highlight=False)
+    target, proposers = choose(target, proposer, small)
+    try:
+        require_room(own_weights(target, *proposers), dtype)
+        show = prepare(console, target, proposers, max_new_tokens, dtype)
+    except (weights.UnknownWeights, room.NoRoom, parts.DownloadFailed, OSError, ValueError, ImportError) as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from error
+    show.run()
+
+
+def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
+    """The target and the proposers to show, from the command line's options."""
+    if not target:
+        target = weights.DRAFT if small else weights.TARGET
+    if proposer:
+        return target, [proposer]
+    # Only of our own target do we know a smaller model with the same tokenizer.
+    return target, [f"draft:{weights.DRAFT}", "ngram"] if target == weights.TARGET else ["ngram"]
+
+
+def own_weights(target: str, *proposers: str) -> list[str]:
+    """Which of these models the demo must fetch itself."""
+    names = [target, *(proposer.partition(":")[2] for proposer in proposers)]
+    return [name for name in names if name in weights.MODELS]
+
+
+def require_room(names: list[str], dtype: str) -> None:
+    """Raise `room.NoRoom`, before anything is downloaded, unless the models can be fetched and run."""
+    itemsize = number_format(dtype, best_device()).itemsize
+    running = sum(weights.lookup(name).parameters for name in names) * itemsize + ONE_GB
+    weights.require_room(names, running=running if names else 0)
+
+
+def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int, dtype: str) -> Show:
+    """Fetch and load the models."""
+    path = locate(target)
+    with console.status(f"loading {target}"):
+        model, tokenizer = load(path, dtype)
+    console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    generators = {}
+    for proposer in proposers:
+        kind, _, source = proposer.partition(":")
+        name = f"{kind} model" if kind == "draft" else kind
+        if kind == "draft":  # loaded here, to be in the target's number format and on its device
+            draft, _ = load(locate(source), dtype)
+            generators[name] = SpeculativeGenerator(model, draft)
+        else:
+            generators[name] = SpeculativeGenerator(model, proposer)
+    return Show(model, tokenizer, generators, console, max_new_tokens)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,73 @@
+"""`Divergence`: where two greedy texts of one model part, and how close the call was there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# bfloat16 has 8 significant bits. Rounding in each of some dozens of layers adds up to a few units in the last
+# place of a logit; a gap of more than eight of them is no near tie.
+NEAR_TIE = 8 * 2**-8
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Two texts that agree up to `index` and then go on with different tokens.
+
+    Attributes:
+        plain, speculative: the tokens there, None where that text has ended.
+        top: the largest logit there. gap: how far the second largest is below it.
+    """
+
+    index: int
+    plain: int | None
+    speculative: int | None
+    top: float
+    gap: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether rounding alone can have decided."""
+        return self.gap <= NEAR_TIE * max(1.0, abs(self.top))
+
+    def explain(self, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> str:
+        """One line for the reader."""
+        names = [_name(token, tokenizer) for token in (self.plain, self.speculative)]
+        where = f"texts part at token {self.index + 1} ({names[0]} or {names[1]})"
+        gap = f"the two best logits are {self.gap:.3f} apart there (the best is {self.top:.1f})"
+        number_format = str(dtype).removeprefix("torch.")
+        if self.near_tie:
+            why = f"in {number_format} a pass over several tokens rounds differently than one over a single token"
+            return f"{where}: {why}, and {gap}: a near tie."
+        return f"{where}: {gap}, more than rounding in {number_format} explains. Please report this."
+
+
+def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
+    """Index of the first token that differs, or that one text lacks; None if they are the same."""
+    for index, (a, b) in enumerate(zip(plain, speculative, strict=False)):
+        if a != b:
+            return index
+    shorter = min(len(plain), len(speculative))
+    return None if len(plain) == len(speculative) else shorter
+
+
+@torch.no_grad()
+def diverge(
+    model: PreTrainedModel, prompt: torch.Tensor, plain: Sequence[int], speculative: Sequence[int]
+) -> Divergence | None:
+    """Compare two continuations of `prompt` (1, T); None if they are the same."""
+    index = first_difference(plain, speculative)
+    if index is None:
+        return None
+    agreed = torch.tensor([list(plain[:index])], dtype=prompt.dtype, device=prompt.device)  # (1, index)
+    logits = model(torch.cat([prompt, agreed], dim=1), use_cache=False).logits[0, -1].float()  # (V,)
+    top, second = logits.topk(2).values.tolist()
+    tokens = [text[index] if index < len(text) else None for text in (plain, speculative)]
+    return Divergence(index, tokens[0], tokens[1], top, top - second)
+
+
+def _name(token: int | None, tokenizer: PreTrainedTokenizerBase) -> str:
+    return "the end" if token is None else repr(tokenizer.decode([token]))

@@ -1,0 +1,49 @@
+"""The demo's three prompts, each of another kind: what a draft guesses well differs between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+LIGHTHOUSE = """\
+The lighthouse at Gull Point was built in 1871 and had one keeper for every day of its working life. The keeper who \
+stayed the longest was Martha Lind, who came with her father when she was nine and left when she was seventy. Each \
+evening she climbed the hundred and twelve steps, cleaned the lens, filled the lamp and wrote one line in the log. \
+Most lines say no more than the wind and the weather. But on the night of the great storm in 1903 she wrote that the \
+sea had come up to the ninth step, that three boats had been seen from the gallery, and that all three were safe in \
+the harbour by morning. When the light was made electric in 1938, she asked to switch it on herself. The log is kept \
+in the town's library today, and visitors may turn its pages, provided that they have washed their hands."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question to a chat model."""
+
+    name: str
+    text: str
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> BatchEncoding:
+        """Inputs of `generate()`: in the tokenizer's chat template, or as it is where a model has none."""
+        if not tokenizer.chat_template:
+            return tokenizer(self.text, return_tensors="pt").to(device)
+        messages = [{"role": "user", "content": self.text}]
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).to(device)
+
+
+PROMPTS = (
+    Prompt(
+        "code",
+        "Write a Python class `LRUCache` with `get` and `put`, both in constant time, without using OrderedDict or "
+        "functools. Give the code with a short docstring for each method.",
+    ),
+    Prompt("explain", "Why does the sky look blue at noon but red at sunset? Explain it to a curious twelve-year-old."),
+    Prompt(
+        "rewrite",
+        "Rewrite the following text in the present tense. Change nothing else and answer with the text only.\n\n"
+        + LIGHTHOUSE,
+    ),
+)

@@ -1,0 +1,60 @@
+"""Whether the machine has room for a model: free disk, available memory, and one clear error where it has not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class NoRoom(RuntimeError):
+    """Disk or memory do not suffice."""
+
+
+def require(what: str, folder: Path, disk: int, memory: int, more_remedies: Sequence[str] = ()) -> None:
+    """Raise `NoRoom` unless `disk` bytes are free where `folder` lies (or will lie) and `memory` bytes available."""
+    shortages: list[str] = []
+    remedies: list[str] = []
+    free = free_disk(folder)
+    if free < disk:
+        shortages.append(f"{_gb(disk)} of disk at {folder}, where {_gb(free)} are free ({_gb(disk - free)} missing)")
+        remedies.append("free some space or set SPECDEC_CACHE to a folder on a larger disk")
+    available = available_memory()
+    if available is not None and available < memory:
+        shortages.append(f"{_gb(memory)} of memory, {_gb(available)} are available ({_gb(memory - available)} missing)")
+        remedies.append("close other programs")
+    if shortages:
+        advice = "; or ".join([*remedies, *more_remedies])
+        raise NoRoom(f"{what} needs {' and '.join(shortages)}: {advice}.")
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes free on the file system of `folder`, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def available_memory() -> int | None:
+    """Bytes of memory a new program can have; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    try:
+        # All memory, used or not: macOS gives much of it back under pressure and does not say how much.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None  # Windows
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of all files in `folder`; 0 if there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

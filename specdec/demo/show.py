@@ -1,0 +1,143 @@
+"""The demo itself: each prompt in plain decoding and with each proposer, the texts, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.demo.comparison import PLAIN, Run, Speed, pooled_report, run
+from specdec.demo.divergence import Divergence, diverge
+from specdec.demo.prompts import PROMPTS, Prompt
+from specdec.demo.streamer import ACCEPTED_STYLE, ColourStreamer
+from specdec.generator import SpeculativeGenerator
+
+WARM_UP_TOKENS = 8
+ALL = "all"
+
+
+class Show:
+    """One target and the ways to generate from it.
+
+    Args:
+        generators: specdec's, by the proposer's name.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        generators: dict[str, SpeculativeGenerator],
+        console: Console | None = None,
+        max_new_tokens: int = 128,
+    ):
+        self.model, self.tokenizer, self.generators = model, tokenizer, generators
+        self.console = console or Console(highlight=False)
+        self.max_new_tokens = max_new_tokens
+
+    def run(self, prompts: Sequence[Prompt] = PROMPTS) -> list[Run]:
+        """Generate everything, print everything; returns the runs, plain decoding first for each prompt."""
+        self._warm_up(prompts[0])
+        self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
+        runs: list[Run] = []
+        differences: list[str] = []
+        for prompt in prompts:
+            of_prompt = [self._run(method, prompt) for method in self._methods()]
+            differences += self._differences(prompt, of_prompt)
+            runs += of_prompt
+        self.console.print(summary(runs))
+        for line in differences:
+            self.console.print(line, markup=False)
+        return runs
+
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        speculative = {name: generator.generate for name, generator in self.generators.items()}
+        return {PLAIN: self.model.generate, **speculative}
+
+    def _warm_up(self, prompt: Prompt) -> None:
+        """First passes allocate buffers and choose kernels: not what is to be measured."""
+        inputs = prompt.encode(self.tokenizer, self.model.device)
+        with self.console.status("warming up"):
+            for generate in self._methods().values():
+                generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+
+    def _run(self, method: str, prompt: Prompt) -> Run:
+        self.console.rule(f"{prompt.name}: {_title(method)}", align="left")
+        generator = self.generators.get(method)
+        result = run(
+            method,
+            prompt.name,
+            self._methods()[method],
+            prompt.encode(self.tokenizer, self.model.device),
+            ColourStreamer(self.tokenizer, self.console),
+            self.max_new_tokens,
+            report=lambda: generator.last_report if generator else None,
+        )
+        speed = Speed.of([result])
+        self.console.print(f"[dim]{len(result.tokens)} tokens, {_ms(speed.time_per_token)} ms each[/dim]")
+        return result
+
+    def _differences(self, prompt: Prompt, runs: Sequence[Run]) -> list[str]:
+        inputs = prompt.encode(self.tokenizer, self.model.device)
+        lines = []
+        for other in runs[1:]:
+            difference = diverge(self.model, inputs["input_ids"], runs[0].tokens, other.tokens)
+            if difference is not None:
+                lines.append(self._explained(other, difference))
+        return lines
+
+    def _explained(self, run: Run, difference: Divergence) -> str:
+        return f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, self.model.dtype)}"
+
+
+def summary(runs: Sequence[Run]) -> Table:
+    """Every run in a line, then every method over all prompts."""
+    table = Table(
+        title="Plain and speculative decoding",
+        caption="speed-up: of the whole call per token, prefill included; ms/token: after the first token",
+    )
+    for column in ("prompt", "method", "same tokens", "speed-up", "accepted", "tokens/draft", "TTFT ms", "ms/token"):
+        table.add_column(column, justify="left" if column in ("prompt", "method") else "right")
+    prompts = list(dict.fromkeys(run.prompt for run in runs))
+    methods = list(dict.fromkeys(run.method for run in runs))
+    for prompt in [*prompts, ALL]:
+        chosen = [run for run in runs if prompt in (ALL, run.prompt)]
+        plain = [run for run in chosen if run.method == PLAIN]
+        for method in methods:
+            cells = _cells([run for run in chosen if run.method == method], plain)
+            table.add_row(
+                prompt, method, *cells, end_section=method == methods[-1], style="bold" if prompt == ALL else ""
+            )
+    return table
+
+
+def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
+    speed = Speed.of(runs)
+    times = [_ms(speed.time_to_first_token), _ms(speed.time_per_output_token)]
+    if runs == plain:
+        return ["", "", "", "", *times]
+    same = all(ours.tokens == theirs.tokens for ours, theirs in zip(runs, plain, strict=True))
+    speed_up = Speed.of(plain).time_per_token / speed.time_per_token
+    report = pooled_report(runs)
+    return [
+        "yes" if same else "no",
+        f"{speed_up:.2f}x",
+        _number(report.draft_acceptance_rate),
+        _number(report.mean_acceptance_length),
+        *times,
+    ]
+
+
+def _title(method: str) -> str:
+    return "model.generate()" if method == PLAIN else f"specdec, {method}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value == value else "-"  # NaN: nothing was drafted

@@ -1,0 +1,182 @@
+"""The decoding loop: draft, one target pass, accept, commit.
+
+Owns the order of things in a round. Knows nothing of how any of them is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.logits import NodeProcessors
+from specdec.pacing import Pacer
+from specdec.proposers.base import Context, Proposer
+from specdec.report import Stopwatch
+from specdec.runner import ModelRunner, Output
+from specdec.transcript import Transcript
+from specdec.tree import DraftTree, Verdict
+
+Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N, V)) -> verdict
+
+
+@dataclass
+class Loop:
+    """One `generate()` call over B rows.
+
+    Args:
+        target: its runner, prefilled by `run`. proposer: drafts. rule: verifies. processors: the call's own.
+        text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
+        sampling: T > 0. trees: the target can verify trees.
+    """
+
+    target: ModelRunner
+    proposer: Proposer
+    rule: Rule
+    processors: NodeProcessors
+    text: Transcript
+    pacer: Pacer
+    watch: Stopwatch
+    sampling: bool
+    trees: bool
+
+    def run(self, prefill: Output) -> None:
+        """Decode until the text is done. `prefill` holds the logits (B, 1, V) after the prompts, in the cache by now."""
+        self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
+        self._vocab_size = prefill.logits.shape[-1]
+        self._first_token(prefill)
+        if not self.text.done:
+            self.proposer.begin(self._context())
+        while not self.text.done:
+            self._round()
+        if self.text.streamer is not None:
+            self.text.streamer.end()
+
+    def _round(self) -> None:
+        text, start = self.text, self.watch.elapsed()
+
+        draft = self._pad_finished(self.proposer.propose(self._context()))
+        self.watch.mark("draft")
+
+        output = self.target.grow(
+            draft.tokens, draft.depth, draft.ancestors, chain=draft.chain, hidden_states=text.records.hidden_states is not None
+        )
+        verify_seconds = self.watch.mark("verify")
+
+        scores = self.processors(output.logits, lambda: _node_texts(text, draft))
+        verdict = self._accept_padding(draft, self.rule(draft, scores))
+        accepted, tokens = _to_host(draft, verdict)
+        self.watch.mark("accept")
+
+        active = text.active
+        text.record(verdict.path, accepted, output.logits, scores, output.hidden_states)
+        kept = text.append(tokens, accepted)
+        self.target.commit(kept, None if draft.chain else verdict.path)
+        accepted = [n if alive else 0 for n, alive in zip(accepted, active, strict=True)]
+        self.proposer.observe(draft, verdict, accepted)
+        text.settle()
+        self.target.truncate([base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)])
+        self._book(draft, active, accepted, verify_seconds, start)
+
+    def _first_token(self, prefill: Output) -> None:
+        """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
+        text, logits = self.text, prefill.logits
+        self.watch.mark("prefill")
+        draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+        scores = self.processors(logits, lambda: [[row] for row in text.tokens])
+        verdict = self.rule(draft, scores)
+        accepted, tokens = _to_host(draft, verdict)
+        text.record(verdict.path, accepted, logits, scores, None)
+        text.records.prompt_hidden_states = prefill.hidden_states
+        text.append(tokens, accepted)
+        text.settle()
+        self.watch.mark("accept")
+        self.watch.report.times_to_first_token.append(self.watch.elapsed())
+
+    def _context(self) -> Context:
+        text = self.text
+        return Context(
+            tokens=text.tokens,
+            pads=text.pads,
+            ends=text.ends,
+            active=text.active,
+            room=text.room,
+            sampling=self.sampling,
+            chains_only=not self.trees,
+            vocab_size=self._vocab_size,
+            processors=self.processors,
+            pacer=self.pacer,
+        )
+
+    def _pad_finished(self, draft: DraftTree) -> DraftTree:
+        """Rows that go on with pads (their scores are wanted) draft a chain of pads, as far as the others draft."""
+        rows = [b for b, padding in enumerate(self.text.padding) if padding]
+        if not rows or draft.size == 1:
+            return draft
+        tokens, parents = draft.tokens.clone(), draft.parents.clone()
+        chain = torch.arange(-1, draft.size - 1, device=parents.device)
+        for b in rows:
+            tokens[b, 1:] = self.text.pad_token
+            parents[b] = torch.where(chain < self.text.room[b], chain, -1)
+        return DraftTree(tokens, parents, draft.probs, draft.chain)
+
+    def _accept_padding(self, draft: DraftTree, verdict: Verdict) -> Verdict:
+        """The pads of `_pad_finished` need no verdict: all are accepted, and a pad follows."""
+        rows = [b for b, padding in enumerate(self.text.padding) if padding]
+        if not rows:
+            return verdict
+        N = draft.size
+        width = max(N, verdict.path.shape[1])
+        path = torch.arange(width, device=verdict.path.device).repeat(len(verdict.path), 1)
+        path[:, : verdict.path.shape[1]] = verdict.path
+        accepted, next_token = verdict.accepted.clone(), verdict.next_token.clone()
+        for b in rows:
+            path[b] = torch.arange(width)
+            accepted[b] = min(N - 1, self.text.room[b])
+            next_token[b] = self.text.pad_token
+        return Verdict(path[:, :N], accepted, next_token)
+
+    def _book(
+        self, draft: DraftTree, active: Sequence[bool], accepted: Sequence[int], verify_seconds: float, start: float
+    ) -> None:
+        rows = [b for b, alive in enumerate(active) if alive]
+        nodes = (draft.valid.sum(-1) - 1).tolist()
+        depths = draft.depth.amax(-1).tolist()
+        if draft.keys is not None:
+            keys = draft.keys.tolist()
+            for b in rows:
+                self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
+        if any(nodes[b] for b in rows):
+            for b in rows:
+                if nodes[b]:
+                    self.pacer.acceptance.observe("first", accepted[b] > 0)
+                if depths[b] > 1 and accepted[b] > 0:
+                    self.pacer.acceptance.observe("next", accepted[b] > 1)
+        self.watch.mark("other")
+        seconds = self.watch.elapsed() - start
+        self.pacer.observe_round(draft.tokens.numel(), verify_seconds, seconds, sum(accepted) + len(rows))
+        self.watch.report.record_round(
+            [nodes[b] for b in rows], [depths[b] for b in rows], [accepted[b] for b in rows], seconds
+        )
+
+
+def _to_host(draft: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]]]:
+    """Accepted counts and each row's new tokens: the round's one transfer from the device."""
+    packed = torch.cat([verdict.accepted[:, None], verdict.new_tokens(draft)], 1).tolist()
+    accepted = [row[0] for row in packed]
+    return accepted, [row[1 : 2 + n] for row, n in zip(packed, accepted, strict=True)]
+
+
+def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:
+    """[b][n]: row b's text up to and including node n, in `generate()`'s layout."""
+    ancestors = draft.ancestors.tolist()
+    out: list[list[Tensor]] = []
+    for b, end in enumerate(text.ends):
+        row = []
+        for seen in ancestors[b]:
+            path = [n for n, on_path in enumerate(seen) if on_path and n > 0]
+            row.append(torch.cat([text.tokens[b, :end], draft.tokens[b, path]]))
+        out.append(row)
+    return out

@@ -1,0 +1,7 @@
+"""Proposers: one file each behind the `Proposer` protocol."""
+
+from specdec.proposers.base import Context, Proposer
+from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.ngram import NgramProposer
+
+__all__ = ["Context", "DraftModelProposer", "NgramProposer", "Proposer"]

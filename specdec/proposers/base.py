@@ -1,0 +1,99 @@
+"""`Proposer`: what drafts, and `Context`: what it may look at.
+
+Knows nothing of targets, caches or the loop. A proposer needs `propose` alone; see examples/own_proposer.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.logits import NodeProcessors
+from specdec.pacing import Pacer
+from specdec.tree import DraftTree, Verdict
+
+
+@dataclass(frozen=True)
+class Context:
+    """The state of a batch between two rounds.
+
+    Attributes:
+        tokens: (B, T) int64, the text so far in `generate()`'s layout: left padding, prompt, generated tokens.
+        pads: left padding of each row. ends: column behind each row's last token, the root.
+        active: False for rows that are finished; whatever is drafted for them is ignored.
+        room: how many tokens may be drafted for each row at most.
+        sampling: False at T = 0, when drawing a draft is pointless: choose its best.
+        chains_only: the target cannot verify trees.
+        vocab_size: V, the width of the target's logits.
+        processors: the call's logits processors, to bring q close to p.
+        pacer: says how far to draft.
+    """
+
+    tokens: Tensor
+    pads: Sequence[int]
+    ends: Sequence[int]
+    active: Sequence[bool]
+    room: Sequence[int]
+    sampling: bool
+    chains_only: bool
+    vocab_size: int
+    processors: NodeProcessors
+    pacer: Pacer
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.ends)
+
+    @property
+    def rows(self) -> list[int]:
+        """Indices of the rows worth drafting for."""
+        return [b for b, active in enumerate(self.active) if active and self.room[b] > 0]
+
+    @property
+    def root(self) -> Tensor:
+        """(B,) int64, each row's last token: node 0 of its tree."""
+        index = torch.tensor([end - 1 for end in self.ends], device=self.tokens.device)
+        return self.tokens.gather(1, index[:, None])[:, 0]
+
+    def row(self, b: int) -> Tensor:
+        """(T_b,) int64, the whole text of row b, prompt included, without padding."""
+        return self.tokens[b, self.pads[b] : self.ends[b]]
+
+    def chain(self, drafts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]] | None = None) -> DraftTree:
+        """A deterministic draft of one continuation (any length, also none) per row."""
+        cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
+        longest = max(map(len, cut), default=0)
+        if longest == 0:
+            return DraftTree.root_only(self.root)
+        device = self.tokens.device
+        padded = torch.tensor([draft + [0] * (longest - len(draft)) for draft in cut], device=device)
+        labels = None
+        if keys is not None:
+            labels = torch.tensor([(list(key) + [0] * longest)[:longest] for key in keys], device=device)
+        return DraftTree.from_chain(self.root, padded, torch.tensor([len(d) for d in cut], device=device), keys=labels)
+
+
+class Proposer(ABC):
+    """Drafts tokens for the target to verify. Whatever it drafts, the output stays the target's.
+
+    A draft must say how it was made: chosen deterministically (`DraftTree.probs` None), or drawn from q, which then
+    must be the very distribution drawn from. Whether a token is drafted may depend on q, never on the token sampled.
+    """
+
+    def check(self, target: PreTrainedModel) -> None:
+        """Raise ValueError if this proposer cannot draft for `target`. Called once, at construction."""
+
+    def begin(self, context: Context) -> None:
+        """A `generate()` call starts: forget the last one. `context` holds the prompts."""
+
+    @abstractmethod
+    def propose(self, context: Context) -> DraftTree:
+        """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        """The round is over: `accepted[b]` drafted tokens of row b (and `verdict.next_token[b]`) are its text now."""

@@ -1,0 +1,321 @@
+"""`DraftModelProposer`: a smaller causal LM with the target's tokenizer drafts, one pass per drafted token.
+
+Owns the draft model's runner, whose cache follows the accepted text: nothing is fed twice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.acceptance import sample
+from specdec.proposers.base import Context, Proposer
+from specdec.runner import ModelRunner
+from specdec.tree import DraftTree, Verdict
+
+CONFIDENCES = 20  # bins of the draft's top probability
+LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
+
+
+class DraftModelProposer(Proposer):
+    """Drafts chains, or trees of a fixed shape.
+
+    At T > 0 a chain is drawn from the draft's own processed distribution q (temperature, top-k, penalties applied);
+    at T = 0 it is the draft's argmax. A chain ends where the next token is not worth its cost (see `Pacer`), judged
+    by the draft's top probability.
+
+    Args:
+        model: the draft model, or a path or hub id to load one from.
+        branching: children per node at each depth, (3, 2, 1) say, for a tree instead of a chain. At T > 0 children
+            are drawn from q without replacement if `draw`, else they are q's top tokens.
+        draw: at T > 0, draw the draft from q (True), or choose q's most probable tokens (False).
+        vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
+            vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
+            152k tokens the head is a quarter of a 0.5B draft's time.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        *,
+        branching: Sequence[int] | None = None,
+        draw: bool = True,
+        vocab: Tensor | int | None = None,
+    ):
+        if branching is not None and (not branching or any(width < 1 for width in branching)):
+            raise ValueError(f"branching needs at least one child at every depth, got {tuple(branching)}")
+        self.model = load(model) if isinstance(model, str) else model
+        self.branching, self.draw = branching, draw
+        self.vocab = _vocabulary(self.model, vocab)
+        drafting = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
+        self.runner = ModelRunner(drafting)
+        self._fed = 0  # drafted nodes in the runner's cache
+        self._passes = 0  # draft passes of this round
+
+    def check(self, target: PreTrainedModel) -> None:
+        ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
+        if abs(ours - theirs) > LARGEST_PADDING:
+            raise ValueError(
+                f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a "
+                "tokenizer. Choose a draft model of the target's family."
+            )
+        if target.device.type != self.model.device.type:
+            raise ValueError(
+                f"the draft model is on {self.model.device} and the target on {target.device}: move the draft with "
+                f"draft.to('{target.device}')"
+            )
+
+    def begin(self, context: Context) -> None:
+        self.runner.start(context.batch_size)
+        self._fed = 0
+
+    def propose(self, context: Context) -> DraftTree:
+        rows = context.rows
+        pacer = context.pacer
+        limit = min(pacer.limit, max((context.room[b] for b in rows), default=0))
+        first = [pacer.acceptance.rate("first", prior=0.8)] * len(rows)
+        if limit == 0 or not pacer.may_start(first, draft_steps=1):
+            return DraftTree.root_only(context.root)
+        start = perf_counter()
+        logits = self._catch_up(context)  # (B, 1, V)
+        if self.branching and not context.chains_only:
+            draft = self._grow_tree(context, logits, limit)
+        else:
+            draft = self._grow_chain(context, logits, limit)
+        pacer.observe_draft(perf_counter() - start, steps=max(1, self._passes))
+        return draft
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        if self._fed == 0:
+            return
+        # The target's node n is pending node n - 1 here: the root is committed already. Nodes of the last depth
+        # were never fed; accepted or not, the next catch-up feeds what is missing.
+        path = verdict.path[:, 1:] - 1
+        if draft.chain:
+            self.runner.commit([min(taken, self._fed) for taken in accepted])
+        else:
+            fed = (path < self._fed).long().cumprod(-1).sum(-1).tolist()
+            growth = [min(taken, most) for taken, most in zip(accepted, fed, strict=True)]
+            place = torch.arange(path.shape[1], device=path.device)
+            within = place < torch.tensor(growth, device=path.device)[:, None]
+            self.runner.commit(growth, torch.where(within, path, place))
+        self._fed = 0
+
+    def _catch_up(self, context: Context) -> Tensor:
+        """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
+        self._passes = 1
+        missing = [
+            max(0, end - pad - have) if active else 0
+            for end, pad, have, active in zip(
+                context.ends, context.pads, self.runner.lengths, context.active, strict=True
+            )
+        ]
+        width = max(missing)
+        ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
+        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
+        tokens = context.tokens.gather(1, columns)
+        return self._full(self.runner.extend(tokens, [width - m for m in missing]).logits, context.vocab_size)
+
+    def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
+        pacer, rows, B = context.pacer, context.rows, context.batch_size
+        draw = context.sampling and self.draw
+        drafts: list[Tensor] = []
+        probs: list[Tensor] = []
+        keys: list[list[int]] = []
+        chances = [1.0] * len(rows)
+        while True:
+            scores = self._processed(context, logits, drafts)[:, 0]  # (B, V)
+            q = scores.softmax(-1) if draw else None
+            confidence = q.amax(-1) if q is not None else _top_probability(scores)
+            key = [1 + int(c * (CONFIDENCES - 1e-3)) for c in confidence.tolist()]
+            chances = [
+                chance * pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES) if context.room[b] > len(drafts) else 0.0
+                for chance, b in zip(chances, rows, strict=True)
+            ]
+            if not pacer.worth(chances, len(drafts)):
+                break
+            token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
+            drafts.append(token)
+            keys.append(key)
+            if q is not None:
+                probs.append(q)
+            onward = [chance * pacer.acceptance.rate("next", prior=0.8) for chance in chances]
+            if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
+                break
+            M = len(drafts)
+            depth = torch.arange(M, device=token.device).expand(B, M)
+            seen = torch.ones(B, 1, M, dtype=torch.bool, device=token.device)
+            logits = self._full(
+                self.runner.grow(token[:, None], depth, seen, chain=True).logits, context.vocab_size
+            )
+            self._fed += 1
+            self._passes += 1
+        if not drafts:
+            return DraftTree.root_only(context.root)
+        lengths = torch.tensor(
+            [min(len(drafts), context.room[b]) if context.active[b] else 0 for b in range(B)], device=context.tokens.device
+        )
+        return DraftTree.from_chain(
+            context.root,
+            torch.stack(drafts, 1),
+            lengths,
+            probs=torch.stack(probs, 1) if probs else None,
+            keys=torch.tensor(keys, device=lengths.device).T,
+        )
+
+    def _grow_tree(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
+        """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
+        assert self.branching is not None
+        B, device = context.batch_size, context.tokens.device
+        draw = context.sampling and self.draw
+        tokens, parents, depth = context.root[:, None], [-1], [0]
+        q_rows: list[Tensor] = []
+        level = [0]  # node indices whose logits we have
+        for d, width in enumerate(self.branching[:limit], start=1):
+            scores = self._processed(context, logits, [], tokens, parents, level)  # (B, n, V)
+            probs = scores.softmax(-1)
+            children = _draw_without_replacement(probs, width) if draw else probs.topk(width, -1).indices
+            if draw:
+                q_rows.append(probs)
+            first = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            depth += [d] * (len(level) * width)
+            tokens = torch.cat([tokens, children.flatten(1)], 1)
+            level = list(range(first, len(parents)))
+            if d == min(limit, len(self.branching)):
+                break
+            ancestors = _ancestors(parents).to(device)[first:, 1:].expand(B, -1, -1)
+            depths = torch.tensor(depth[1:], device=device).expand(B, -1) - 1
+            logits = self._full(self.runner.grow(tokens[:, first:].clamp(min=0), depths, ancestors).logits, context.vocab_size)
+            self._fed += len(level)
+            self._passes += 1
+        q = None
+        if q_rows:
+            leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
+            q = torch.cat([*q_rows, leaves], 1)
+        return _fitted(context, tokens, parents, depth, q)
+
+    def _processed(
+        self,
+        context: Context,
+        logits: Tensor,
+        drafts: Sequence[Tensor],
+        tokens: Tensor | None = None,
+        parents: Sequence[int] = (),
+        level: Sequence[int] = (),
+    ) -> Tensor:
+        """The call's processors on the draft's logits (B, n, V), each node after its own text."""
+
+        def texts() -> list[list[Tensor]]:
+            text = [context.tokens[b, : context.ends[b]] for b in range(context.batch_size)]
+            if tokens is None:
+                return [[torch.cat([text[b], *(draft[b : b + 1] for draft in drafts)])] for b in range(len(text))]
+            paths = [_path(parents, node) for node in level]
+            return [[torch.cat([text[b], tokens[b, path].clamp(min=0)]) for path in paths] for b in range(len(text))]
+
+        return context.processors(logits, texts)
+
+    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits over the target's vocabulary: what the draft does not know gets -inf."""
+        if self.vocab is not None:
+            full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+            return full.index_copy_(-1, self.vocab.to(logits.device), logits)
+        missing = vocab_size - logits.shape[-1]
+        return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
+
+
+def load(path: str, **kwargs: Any) -> PreTrainedModel:
+    """Load a draft model in the precision it was saved in."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+
+
+def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
+    """A view of `model` sharing all weights, whose LM head knows only the tokens `vocab` (K,)."""
+    head = model.get_output_embeddings()
+    names = [name for name, module in model._modules.items() if module is head]
+    if not isinstance(head, nn.Linear) or not names:
+        raise ValueError(
+            f"cannot trim the vocabulary of {type(model).__name__}: its LM head is not a linear layer of its own. "
+            "Use vocab=None."
+        )
+    trimmed = nn.Linear(head.in_features, len(vocab), bias=head.bias is not None, device="meta")
+    index = vocab.to(head.weight.device)
+    trimmed.weight = nn.Parameter(head.weight.detach()[index].clone(), requires_grad=False)
+    if head.bias is not None:
+        trimmed.bias = nn.Parameter(head.bias.detach()[index].clone(), requires_grad=False)
+    view = copy.copy(model)
+    view._modules = {**model._modules, names[0]: trimmed}
+    return view
+
+
+def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | None:
+    size = model.config.get_text_config(decoder=True).vocab_size
+    if vocab is None or (isinstance(vocab, int) and vocab >= size):
+        return None
+    if isinstance(vocab, int):
+        if vocab < 1:
+            raise ValueError(f"vocab must be a positive number of tokens or a tensor of token ids, got {vocab}")
+        vocab = torch.arange(vocab)
+    ends = model.generation_config.eos_token_id if model.generation_config else None
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    vocab = torch.cat([vocab.long().cpu(), torch.tensor(ends, dtype=torch.long)]).unique()
+    if int(vocab[0]) < 0 or int(vocab[-1]) >= size:
+        raise ValueError(f"vocab holds token ids from {int(vocab[0])} to {int(vocab[-1])}, the draft knows 0 to {size - 1}")
+    return vocab
+
+
+def _top_probability(scores: Tensor) -> Tensor:
+    """(B,) largest softmax probability of (B, V) scores."""
+    return (scores.amax(-1) - scores.logsumexp(-1)).exp()
+
+
+def _draw_without_replacement(probs: Tensor, width: int) -> Tensor:
+    """(..., width) tokens of (..., V) probs, in the order successive draws without replacement give them.
+
+    Gumbel top-k (Kool et al. 1903.06059). Where fewer than `width` tokens have a probability, -1 fills up.
+    """
+    noise = torch.empty_like(probs).exponential_()
+    top = (probs / noise).topk(min(width, probs.shape[-1]), -1)
+    drawn = torch.where(top.values > 0, top.indices, -1)
+    return nn.functional.pad(drawn, (0, width - drawn.shape[-1]), value=-1)
+
+
+def _path(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes from the root's child down to `node`."""
+    path: list[int] = []
+    while node > 0:
+        path.insert(0, node)
+        node = parents[node]
+    return path
+
+
+def _ancestors(parents: Sequence[int]) -> Tensor:
+    """(N, N) bool for one tree shape."""
+    N = len(parents)
+    out = torch.eye(N, dtype=torch.bool)
+    for node in range(1, N):
+        out[node] |= out[parents[node]]
+    return out
+
+
+def _fitted(context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None) -> DraftTree:
+    """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
+    B, N = tokens.shape
+    room = torch.tensor([r if a else 0 for r, a in zip(context.room, context.active, strict=True)])
+    shape = torch.tensor(list(parents)).expand(B, N)
+    keep = (torch.tensor(list(depth)) <= room[:, None]).to(tokens.device) & (tokens >= 0)
+    shape = shape.to(tokens.device)
+    for node in range(1, N):  # a node goes with its parent
+        keep[:, node] &= keep[:, parents[node]]
+    if q is not None:  # where children were cut off nothing was drawn
+        drawn = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
+        for node in range(1, N):
+            drawn[:, parents[node]] |= keep[:, node]
+        q = q * drawn[..., None]
+    return DraftTree(tokens.clamp(min=0), shape.masked_fill(~keep, -1), q)

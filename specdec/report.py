@@ -1,0 +1,241 @@
+"""`Report`: what speculation brought: counts, rates, times, and their export.
+
+Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metrics.py). Knows nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+PHASES = ("prefill", "draft", "verify", "accept", "other")
+
+
+@dataclass
+class Report:
+    """Counters of one or more `generate()` calls. Rates are pooled over all steps of all rows, not averaged.
+
+    Attributes:
+        num_calls: `generate()` calls. num_plain_calls: those that ran as plain decoding.
+        num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
+        num_rounds: target passes after the prefill.
+        num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
+        num_accepted_tokens: drafted tokens that were accepted. num_emitted_tokens: accepted tokens plus one per
+            row-round (its bonus or recovered token).
+        num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
+        num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
+        seconds: wall time by phase: prefill, draft, verify, accept, other.
+        latencies: seconds per round divided by the tokens the round gave a row, one entry per token.
+        times_to_first_token: seconds, one entry per call.
+    """
+
+    num_calls: int = 0
+    num_plain_calls: int = 0
+    num_rows: int = 0
+    num_output_tokens: int = 0
+    num_rounds: int = 0
+    num_row_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    total_seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    times_to_first_token: list[float] = field(default_factory=list)
+
+    def record_round(self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float) -> None:
+        """Count one round.
+
+        Args:
+            drafted: drafted nodes of each active row. depths: its deepest draft. accepted: its accepted tokens.
+            seconds: the round's wall time.
+        """
+        self.num_rounds += 1
+        self.num_row_rounds += len(drafted)
+        for nodes, depth, taken in zip(drafted, depths, accepted, strict=True):
+            self.num_drafts += nodes > 0
+            self.num_draft_tokens += nodes
+            self.num_accepted_tokens += taken
+            _count(self.num_draft_tokens_per_pos, depth)
+            _count(self.num_accepted_tokens_per_pos, taken)
+            self.latencies += [seconds / (taken + 1)] * (taken + 1)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; NaN before any draft. A tree drafts more nodes than it can have accepted."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: tokens per drafting row-round, the bonus or recovered token included (EAGLE's tau)."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens per row and target pass, rounds without a draft included: what the target passes were divided by."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_row_rounds)
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """Entry i: share of the drafts whose (i+1)-th token was accepted (vLLM's per-position rate)."""
+        return [_ratio(count, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
+
+    @property
+    def conditional_acceptance_rate_per_pos(self) -> list[float]:
+        """Entry i: of the drafts that got to position i+1 (drafted, all before accepted), the share accepted there."""
+        reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
+        return [
+            _ratio(accepted, min(before, drafted))
+            for accepted, before, drafted in zip(
+                self.num_accepted_tokens_per_pos, reached, self.num_draft_tokens_per_pos, strict=False
+            )
+        ]
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Mean seconds from the call to its first new token."""
+        return _ratio(sum(self.times_to_first_token), len(self.times_to_first_token))
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean seconds per token and row after the first."""
+        return _ratio(sum(self.latencies), len(self.latencies))
+
+    @property
+    def time_per_output_token_p50(self) -> float:
+        return _quantile(self.latencies, 0.50)
+
+    @property
+    def time_per_output_token_p99(self) -> float:
+        return _quantile(self.latencies, 0.99)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of wall time, prefill included."""
+        return _ratio(self.num_output_tokens, self.total_seconds)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the rounds' time that is neither the target's pass nor drafting."""
+        rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
+        return _ratio(self.seconds["accept"] + self.seconds["other"], rounds)
+
+    def add(self, other: Report) -> None:
+        """Take in another report's counts."""
+        for name in (
+            "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds num_drafts "
+            "num_draft_tokens num_accepted_tokens total_seconds"
+        ).split():
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine += [0] * (len(theirs) - len(mine))
+            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+        for phase, spent in other.seconds.items():
+            self.seconds[phase] += spent
+        self.latencies += other.latencies
+        self.times_to_first_token += other.times_to_first_token
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.__init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-ready numbers (seconds, tokens, rates); undefined ones are None."""
+        names = (
+            "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_drafts num_draft_tokens "
+            "num_accepted_tokens num_accepted_tokens_per_pos draft_acceptance_rate mean_acceptance_length "
+            "tokens_per_round acceptance_rate_per_pos conditional_acceptance_rate_per_pos time_to_first_token "
+            "time_per_output_token time_per_output_token_p50 time_per_output_token_p99 tokens_per_second "
+            "total_seconds seconds overhead"
+        ).split()
+        return {name: _finite(getattr(self, name)) for name in names}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        per_pos = " ".join(f"{rate:.2f}" for rate in self.conditional_acceptance_rate_per_pos[:10]) or "-"
+        rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
+        shares = ", ".join(
+            f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in ("draft", "verify", "accept", "other")
+        )
+        rows = [
+            ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
+            ("output tokens", f"{self.num_output_tokens}"),
+            ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
+            ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens per draft"),
+            ("tokens per target pass", f"{self.tokens_per_round:.2f}"),
+            ("conditional rate per position", per_pos),
+            ("time to first token", f"{1e3 * self.time_to_first_token:.1f} ms"),
+            (
+                "time per output token",
+                f"{1e3 * self.time_per_output_token:.1f} ms (p50 {1e3 * self.time_per_output_token_p50:.1f}, "
+                f"p99 {1e3 * self.time_per_output_token_p99:.1f})",
+            ),
+            ("throughput", f"{self.tokens_per_second:.1f} tokens/s"),
+            ("where the rounds' time went", shares if rounds else "-"),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+class Stopwatch:
+    """Adds the wall time between its marks to a report's phases."""
+
+    def __init__(self, report: Report):
+        self.report = report
+        self.start = self._last = perf_counter()
+
+    def mark(self, phase: str) -> float:
+        """Book the time since the last mark under `phase`; returns it in seconds."""
+        now = perf_counter()
+        spent, self._last = now - self._last, now
+        self.report.seconds[phase] += spent
+        return spent
+
+    def elapsed(self) -> float:
+        return perf_counter() - self.start
+
+
+@contextmanager
+def timed_call(report: Report) -> Iterator[None]:
+    """Books a whole `generate()` call's wall time."""
+    start = perf_counter()
+    try:
+        yield
+    finally:
+        report.total_seconds += perf_counter() - start
+
+
+def _count(counts: list[int], length: int) -> None:
+    counts += [0] * (length - len(counts))
+    for i in range(length):
+        counts[i] += 1
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")
+
+
+def _quantile(values: list[float], q: float) -> float:
+    if not values:
+        return float("nan")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value else None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value

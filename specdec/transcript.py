@@ -1,0 +1,233 @@
+"""`Transcript`: the text of a batch while its rows run ahead of each other, and what `generate()` makes of it.
+
+Owns tokens, stopping, streaming and the recorded outputs. Rows gain tokens at their own pace; a column of the output is
+*settled* when every unfinished row has reached it, in the order and with the tensors plain decoding would have used:
+stopping criteria see each column once, the streamer gets it once. Knows nothing of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+
+@dataclass
+class Records:
+    """Per row, what the caller asked to get back: one entry per token that was chosen.
+
+    Attributes:
+        scores: processed (V,) float32 scores. logits: raw ones. hidden_states: per token, one (H,) per layer.
+        prompt_hidden_states: per layer (B, T, H), of the prefill.
+    """
+
+    scores: list[list[Tensor]] | None = None
+    logits: list[list[Tensor]] | None = None
+    hidden_states: list[list[tuple[Tensor, ...]]] | None = None
+    prompt_hidden_states: tuple[Tensor, ...] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return any(kept is not None for kept in (self.scores, self.logits, self.hidden_states))
+
+    def truncate(self, b: int, tokens: int) -> None:
+        """Forget what row b recorded behind its first `tokens` tokens."""
+        for kept in (self.scores, self.logits):
+            if kept is not None:
+                del kept[b][tokens:]
+        if self.hidden_states is not None:
+            del self.hidden_states[b][max(0, tokens - 1) :]
+
+
+@dataclass
+class Transcript:
+    """The text of B rows in `generate()`'s layout: column c of row b is its position c - pads[b].
+
+    Args:
+        prompt: (B, T) int64, left-padded.
+        pads: left padding of each row.
+        criteria: asked once per settled column.
+        pad_token: what finished rows are filled with; None if rows without an end token never finish on their own.
+        streamer: gets each settled column, as plain decoding would give it.
+        max_length: columns at which the criteria are known to end everything; bounds the draft. None: unknown.
+    """
+
+    prompt: Tensor
+    pads: list[int]
+    criteria: StoppingCriteriaList
+    pad_token: int | None
+    streamer: Any = None
+    max_length: int | None = None
+    records: Records = field(default_factory=Records)
+
+    def __post_init__(self) -> None:
+        B, T = self.prompt.shape
+        self.start = self.settled = T
+        self.tokens = self.prompt  # (B, columns), padded behind each row's end
+        self.ends = [T] * B  # column behind each row's last token
+        self.closed = [False] * B  # ended: pads follow
+        self.done = False
+        self._drafted: list[list[bool]] = [[] for _ in range(B)]
+        self._unfinished = torch.ones(B, dtype=torch.long, device=self.prompt.device)
+        self._settled_scores: list[Tensor] = []
+        self._end_tokens: set[int] = set()
+        for criterion in self.criteria:  # rows stop being drafted for as soon as they hold one of these
+            if self.pad_token is not None and hasattr(criterion, "eos_token_id"):
+                self._end_tokens |= set(criterion.eos_token_id.flatten().tolist())
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.ends)
+
+    @property
+    def active(self) -> list[bool]:
+        """Rows whose next tokens are wanted from the target."""
+        return [not closed and self._has_room(b) for b, closed in enumerate(self.closed)]
+
+    @property
+    def padding(self) -> list[bool]:
+        """Finished rows that go on with pad tokens because the caller wants their scores or hidden states too."""
+        return [closed and self.records.wanted and self._has_room(b) for b, closed in enumerate(self.closed)]
+
+    @property
+    def room(self) -> list[int]:
+        """How many tokens may be drafted for each row: one less than it may gain."""
+        most = self.max_length if self.max_length is not None else max(self.ends) + 1024
+        return [max(0, most - end - 1) for end in self.ends]
+
+    def append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int]) -> list[int]:
+        """Give each row its new tokens; returns how many it kept (a row keeps none behind its end token).
+
+        Args:
+            tokens: per row, in order. drafted: how many of them were accepted draft tokens.
+        """
+        kept, writing, padding = [], self.active, self.padding
+        for b, new in enumerate(tokens):
+            new = list(new)
+            if not (writing[b] or padding[b]):
+                new = []
+            for i, token in enumerate(new):
+                if token in self._end_tokens and not self.closed[b]:
+                    new = new[: i + 1]
+                    self.closed[b] = True
+                    self.records.truncate(b, self.ends[b] - self.start + i + 1)
+                    break
+            kept.append(len(new))
+            self._reserve(self.ends[b] + len(new))
+            if new:
+                device = self.tokens.device
+                self.tokens[b, self.ends[b] : self.ends[b] + len(new)] = torch.tensor(new, device=device)
+            self._drafted[b] += [i < drafted[b] for i in range(len(new))]
+            self.ends[b] += len(new)
+        return kept
+
+    def record(
+        self,
+        path: Tensor,
+        accepted: Sequence[int],
+        logits: Tensor,
+        scores: Tensor,
+        hidden_states: tuple[Tensor, ...] | None,
+    ) -> None:
+        """Keep, for each token that `append` is about to get, what it was chosen from.
+
+        Args:
+            path: (B, D) int64, nodes from the root; token i of row b was chosen after node path[b, i].
+            logits, scores: (B, N, V). hidden_states: per layer (B, N, H), None at the prefill.
+        """
+        records = self.records
+        if not records.wanted:
+            return
+        for b, (wanted, padding) in enumerate(zip(self.active, self.padding, strict=True)):
+            for node in path[b, : accepted[b] + 1].tolist() if wanted or padding else ():
+                if records.scores is not None:
+                    records.scores[b].append(scores[b, node].clone())
+                if records.logits is not None:
+                    records.logits[b].append(logits[b, node].float())
+                if records.hidden_states is not None and hidden_states is not None:
+                    records.hidden_states[b].append(tuple(states[b, node].clone() for states in hidden_states))
+
+    def settle(self) -> None:
+        """Settle every column that all unfinished rows have reached; sets `done` once plain decoding would stop."""
+        while not self.done and self.settled < self._frontier():
+            column = self.settled
+            self._reserve(column + 1)
+            text = self.tokens[:, : column + 1]
+            self.settled += 1
+            scores = self._score_column(column)
+            stop = self.criteria(text, scores)  # (B,) bool
+            if self.streamer is not None:
+                if hasattr(self.streamer, "on_accept"):
+                    marks = [row[column - self.start] if column - self.start < len(row) else False for row in self._drafted]
+                    self.streamer.on_accept(marks[0] if self.batch_size == 1 else marks)
+                self.streamer.put(text[:, -1].cpu())
+            self._unfinished = self._unfinished & ~stop.to(self._unfinished.device)
+            unfinished = self._unfinished.tolist()
+            self.done = not any(unfinished)
+            if self.pad_token is not None:
+                for b, alive in enumerate(unfinished):
+                    if not alive:
+                        self._close(b)
+
+    def _frontier(self) -> int:
+        """Column up to which the output is known."""
+        if self.records.wanted:
+            return min(self.ends)
+        open_ends = [end for end, closed in zip(self.ends, self.closed, strict=True) if not closed]
+        return min(open_ends) if open_ends else max(self.ends)
+
+    def _close(self, b: int) -> None:
+        """Row b is finished with the column just settled: what it wrote behind it was never asked for."""
+        if self.closed[b]:
+            return
+        self.closed[b] = True
+        self.tokens[b, self.settled :] = self.pad_token
+        self.ends[b] = self.settled
+        del self._drafted[b][self.settled - self.start :]
+        self.records.truncate(b, self.settled - self.start)
+
+    def _has_room(self, b: int) -> bool:
+        return self.max_length is None or self.ends[b] < self.max_length
+
+    def _reserve(self, columns: int) -> None:
+        have = self.tokens.shape[1]
+        if have < columns:
+            extra = max(columns - have, 256)
+            fill = self.pad_token if self.pad_token is not None else 0
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, extra), value=fill)
+
+    def _score_column(self, column: int) -> tuple[Tensor, ...] | None:
+        if self.records.scores is None:
+            return None
+        self._settled_scores.append(torch.stack([row[column - self.start] for row in self.records.scores]))
+        return tuple(self._settled_scores)
+
+    # What generate() returns
+
+    @property
+    def sequences(self) -> Tensor:
+        """(B, settled) int64."""
+        return self.tokens[:, : self.settled].clone()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """New tokens of all rows up to their ends, padding not counted."""
+        return sum(min(end, self.settled) - self.start for end in self.ends)
+
+    def recorded(self) -> dict[str, Any]:
+        """`scores`, `logits` and `hidden_states` in `generate()`'s form, None where not asked for."""
+        steps = self.settled - self.start
+        logits = hidden = None
+        if self.records.logits is not None:
+            logits = tuple(torch.stack([row[t] for row in self.records.logits]) for t in range(steps))
+        if self.records.hidden_states is not None and self.records.prompt_hidden_states is not None:
+            hidden = (self.records.prompt_hidden_states,) + tuple(
+                tuple(torch.stack(states)[:, None] for states in zip(*(row[t] for row in self.records.hidden_states), strict=True))
+                for t in range(steps - 1)
+            )
+        scores = tuple(self._settled_scores) if self.records.scores is not None else None
+        return {"scores": scores, "logits": logits, "hidden_states": hidden}
