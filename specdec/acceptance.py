@@ -72,7 +72,7 @@ def greedy(tree: DraftTree, logits: Tensor) -> Verdict:
 
     Works for every proposal, drawn or not: the output is the target's argmax sequence whatever was drafted.
     """
-    # `max` takes the first of equal maxima as `argmax` does, and is 4x faster on bfloat16 (2.2 against 0.5 ms, 8 x 152k).
+    # `max` takes the first of equal maxima as `argmax` does, 4x faster on bfloat16 (0.5 against 2.2 ms for 8 x 152k).
     return follow(tree, logits.max(-1).indices)
 
 
@@ -192,7 +192,7 @@ def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float 
         probs: (B, N, V) float32.
         epsilon: hard threshold. delta: scale of the entropy-dependent one.
     """
-    B, N = tree.tokens.shape
+    B = len(probs)
     rows = torch.arange(B, device=probs.device)
     entropy = -torch.special.xlogy(probs, probs).sum(-1)  # (B, N)
     threshold = (delta * (-entropy).exp()).clamp(max=epsilon)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from specdec.runner import SLIDING, ModelRunner, default_masks, forward_parameters
 
@@ -60,7 +60,14 @@ def probe(model: PreTrainedModel) -> Capability:
         failure = _mismatch(model, _chain_trial, "own")
         if not failure:
             return Capability("own", f"batches and trees are out of reach: {reason}")
-        return Capability(None, failure)
+        return Capability(None, _more_than_keys(model) or failure)
+
+
+def _more_than_keys(model: PreTrainedModel) -> str:
+    """Empty if the model's own cache holds keys and values alone, else what else it holds."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
+    return f"its cache holds more than keys and values ({', '.join(others)})" if others else ""
 
 
 def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
@@ -68,7 +75,8 @@ def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
     try:
         ours, reference = trial(model, masks)
     except Exception as error:  # a model may refuse a mask or a cache in any way it likes: that is the finding
-        return f"its forward pass failed with {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        first_line = str(error).partition("\n")[0][:120]
+        return f"its forward pass failed with {type(error).__name__}: {first_line}"
     difference = (ours.float() - reference.float()).abs().mean() / reference.float().std().clamp(min=1e-6)
     # Rounding is near 1e-6 in float32 and 1e-2 in bfloat16; a wrong mask or position shows as 0.1 to 1.
     bound = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
@@ -104,6 +112,8 @@ def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
         texts.append(torch.cat([prompts[b], drafts[b, path], last[b]]))
         picks.append(after[b])
     reference = [_plain_logits(model, text)[-len(pick) :] for text, pick in zip(texts, picks, strict=True)]
+    # Once with the model's own cache: some drop keys there that their uncached pass sees, and so does plain decoding.
+    reference[0][-1:] = _last_logits(model, texts[0])
     return torch.cat(picks), torch.cat(reference)
 
 
@@ -118,14 +128,32 @@ def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
     runner.commit([2])  # the third token is rejected
     after = runner.grow(ids[None, 9:11], depth[:, :2], ones[:, :2, :2], chain=True).logits[0]
     picks += [chain, after]
-    accepted = _plain_logits(model, torch.cat([ids[:8], ids[9:11]]))
+    text = torch.cat([ids[:8], ids[9:11]])
+    accepted = torch.cat([_plain_logits(model, text)[:-1], _last_logits(model, text)])
     reference = [accepted[5:6], _plain_logits(model, ids[:9])[6:9], accepted[8:10]]
     return torch.cat(picks), torch.cat(reference)
 
 
 def _plain_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """(T, V) of one text, without any cache."""
-    return model(input_ids=text[None], use_cache=False, return_dict=True).logits[0]
+    return model(input_ids=text[None], use_cache=False, return_dict=True, **_positions(model, text, 0)).logits[0]
+
+
+def _last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """(1, V) after one text, the last token behind the others in the model's own cache, as in plain decoding."""
+    prompt, last = text[None, :-1], text[None, -1:]
+    past = model(input_ids=prompt, use_cache=True, return_dict=True, **_positions(model, text[:-1], 0)).past_key_values
+    start = len(text) - 1
+    return model(
+        input_ids=last, past_key_values=past, use_cache=True, return_dict=True, **_positions(model, text[-1:], start)
+    ).logits[0]
+
+
+def _positions(model: PreTrainedModel, text: Tensor, start: int) -> dict[str, Tensor]:
+    """As `generate()` numbers them, from zero; RoBERTa's own forward pass would start at another number."""
+    if "position_ids" not in forward_parameters(model):
+        return {}
+    return {"position_ids": torch.arange(start, start + len(text), device=text.device)[None]}
 
 
 def _token_ids(model: PreTrainedModel, count: int) -> Tensor:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -163,7 +164,14 @@ class SpeculativeGenerator:
         if reason:
             self._fall_back(reason)
             output = _plain(
-                model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, synced_gpus, model_kwargs
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                synced_gpus,
+                model_kwargs,
             )
             report.num_plain_calls = 1
             sequences = output if isinstance(output, Tensor) else output.sequences
@@ -255,7 +263,7 @@ class SpeculativeGenerator:
         cache = model_kwargs.get("past_key_values")
         if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
             return "past_key_values was passed in"
-        unknown = [key for key, value in model_kwargs.items() if value is not None and key not in KNOWN_KWARGS]
+        unknown = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
         if unknown:
             return f"the model argument {unknown[0]} has no meaning for drafted tokens here"
         if input_ids.dim() != 2:
@@ -414,6 +422,11 @@ def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | N
     return None
 
 
+def _empty(value: Any) -> bool:
+    """Nothing was given; `generate()` hands a multimodal model an empty `mm_encoder_outputs` with every text."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
 def _filled(cache: Any) -> bool:
     try:
         return bool(cache.get_seq_length() > 0)
@@ -457,9 +470,8 @@ def _generate_frame() -> dict[str, Any]:
     It has the streamer and synced_gpus, but (5.17 to 5.23, generation/utils.py) drops them on the way to a
     custom_generate callable, even to one that names them; a streamer would wait for its end forever.
     """
-    frame = sys._getframe(2)
-    code = GenerationMixin.generate
-    wanted = inspect.unwrap(code).__code__
+    frame: FrameType | None = sys._getframe(2)
+    wanted = inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not wanted:
         frame = frame.f_back
     return frame.f_locals if frame is not None else {}

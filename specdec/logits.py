@@ -7,6 +7,7 @@ acceptance.
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -158,9 +159,7 @@ def _stateless(processor: Any, input_ids: Tensor, vocab_size: int) -> bool:
     declared = getattr(processor, "stateless", None)
     if declared is not None:
         return bool(declared)
-    if not hasattr(processor, "__dict__") or callable(processor) and not hasattr(type(processor), "__call__"):
-        return False
-    if type(processor).__name__ in ("function", "method", "builtin_function_or_method"):
+    if isinstance(processor, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
         return True  # a plain function is taken at its word
     try:
         trial = copy.deepcopy(processor)

@@ -43,7 +43,7 @@ class Loop:
     trees: bool
 
     def run(self, prefill: Output) -> None:
-        """Decode until the text is done. `prefill` holds the logits (B, 1, V) after the prompts, in the cache by now."""
+        """Decode until the text is done. `prefill`: logits (B, 1, V) after the prompts, which are in the cache by now."""
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._first_token(prefill)
@@ -61,7 +61,11 @@ class Loop:
         self.watch.mark("draft")
 
         output = self.target.grow(
-            draft.tokens, draft.depth, draft.ancestors, chain=draft.chain, hidden_states=text.records.hidden_states is not None
+            draft.tokens,
+            draft.depth,
+            draft.ancestors,
+            chain=draft.chain,
+            hidden_states=text.records.hidden_states is not None,
         )
         verify_seconds = self.watch.mark("verify")
 
@@ -118,7 +122,7 @@ class Loop:
         tokens, parents = draft.tokens.clone(), draft.parents.clone()
         chain = torch.arange(-1, draft.size - 1, device=parents.device)
         for b in rows:
-            tokens[b, 1:] = self.text.pad_token
+            tokens[b, 1:] = self.text.filler
             parents[b] = torch.where(chain < self.text.room[b], chain, -1)
         return DraftTree(tokens, parents, draft.probs, draft.chain)
 
@@ -135,7 +139,7 @@ class Loop:
         for b in rows:
             path[b] = torch.arange(width)
             accepted[b] = min(N - 1, self.text.room[b])
-            next_token[b] = self.text.pad_token
+            next_token[b] = self.text.filler
         return Verdict(path[:, :N], accepted, next_token)
 
     def _book(
@@ -156,7 +160,8 @@ class Loop:
                     self.pacer.acceptance.observe("next", accepted[b] > 1)
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
-        self.pacer.observe_round(draft.tokens.numel(), verify_seconds, seconds, sum(accepted) + len(rows))
+        if self.watch.report.num_rounds:  # the first round may hold a proposer's own prefill: not what a round costs
+            self.pacer.observe_round(draft.tokens.numel(), verify_seconds, seconds, sum(accepted) + len(rows))
         self.watch.report.record_round(
             [nodes[b] for b in rows], [depths[b] for b in rows], [accepted[b] for b in rows], seconds
         )

@@ -7,7 +7,9 @@ distribution, never on the token sampled from it, so pacing cannot bias the outp
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
+from statistics import median
 
 FIRST_LENGTH = 4  # drafted per row until a round has been measured
 LONGEST = 24  # drafted per row at most, when the length is automatic
@@ -19,13 +21,16 @@ class PassCost:
     The prior slope, 2% of a pass per token, is what 2 CPU cores show in bfloat16 at 8 to 16 tokens.
     """
 
-    PRIOR_SLOPE, PRIOR_WEIGHT, FORGET = 0.02, 2.0, 0.98
+    PRIOR_SLOPE, PRIOR_WEIGHT, FORGET = 0.02, 20.0, 0.98
+    OUTLIER = 1.5  # times the expected seconds; what takes longer was another program's doing
 
     def __init__(self) -> None:
         self._n = self._t = self._nn = self._nt = self._w = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
         keep = self.FORGET
+        if self.known:
+            seconds = min(seconds, self.OUTLIER * self(tokens))
         self._w = keep * self._w + 1
         self._n = keep * self._n + tokens
         self._t = keep * self._t + seconds
@@ -83,7 +88,7 @@ class Pacer:
         self.length = length
         self.verify = PassCost()
         self.acceptance = Acceptance()
-        self.draft_step = 0.0  # seconds, moving average
+        self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
 
@@ -94,6 +99,11 @@ class Pacer:
     @property
     def measured(self) -> bool:
         return self._tokens > 0
+
+    @property
+    def draft_step(self) -> float:
+        """Seconds of one draft pass: the median of recent ones."""
+        return median(self._draft_steps) if self._draft_steps else 0.0
 
     @property
     def seconds_per_token(self) -> float:
@@ -125,9 +135,8 @@ class Pacer:
         self._paused += 1
         return False
 
-    def observe_draft(self, seconds: float, steps: int) -> None:
-        if steps:
-            self.draft_step += (0.2 if self.draft_step else 1.0) * (seconds / steps - self.draft_step)
+    def observe_draft_step(self, seconds: float) -> None:
+        self._draft_steps.append(seconds)
 
     def observe_round(self, tokens: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.
@@ -137,6 +146,7 @@ class Pacer:
             gained: tokens emitted over all rows.
         """
         self.verify.observe(tokens, verify_seconds)
+        seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * self.verify(tokens))
         self._seconds = 0.9 * self._seconds + seconds
         self._tokens = 0.9 * self._tokens + gained
 

@@ -164,7 +164,8 @@ class Report:
         per_pos = " ".join(f"{rate:.2f}" for rate in self.conditional_acceptance_rate_per_pos[:10]) or "-"
         rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
         shares = ", ".join(
-            f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in ("draft", "verify", "accept", "other")
+            f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%"
+            for phase in ("draft", "verify", "accept", "other")
         )
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),

@@ -109,7 +109,7 @@ class ModelRunner:
         Returns:
             Logits (B, n, V).
         """
-        B, n = tokens.shape
+        n = tokens.shape[1]
         aligned = self._aligned()
         if chain and aligned:
             self.cache.place(self.pending, n)
@@ -172,7 +172,9 @@ class ModelRunner:
 
     def _mask_argument(self, visible: Tensor, positions: Tensor, key_positions: Tensor | None) -> Any:
         """The model's `attention_mask`: one 4D mask, or one per layer type."""
-        keys = torch.arange(visible.shape[-1], device=visible.device) if key_positions is None else key_positions[:, None]
+        keys = (
+            torch.arange(visible.shape[-1], device=visible.device) if key_positions is None else key_positions[:, None]
+        )
         distance = positions[..., None] - keys  # (B, n, end)
 
         def of(layer_type: str) -> Tensor:

@@ -84,6 +84,11 @@ class Transcript:
         return len(self.ends)
 
     @property
+    def filler(self) -> int:
+        """The token behind a row's end."""
+        return 0 if self.pad_token is None else self.pad_token
+
+    @property
     def active(self) -> list[bool]:
         """Rows whose next tokens are wanted from the target."""
         return [not closed and self._has_room(b) for b, closed in enumerate(self.closed)]
@@ -162,7 +167,9 @@ class Transcript:
             stop = self.criteria(text, scores)  # (B,) bool
             if self.streamer is not None:
                 if hasattr(self.streamer, "on_accept"):
-                    marks = [row[column - self.start] if column - self.start < len(row) else False for row in self._drafted]
+                    marks = [
+                        row[column - self.start] if column - self.start < len(row) else False for row in self._drafted
+                    ]
                     self.streamer.on_accept(marks[0] if self.batch_size == 1 else marks)
                 self.streamer.put(text[:, -1].cpu())
             self._unfinished = self._unfinished & ~stop.to(self._unfinished.device)
@@ -185,7 +192,7 @@ class Transcript:
         if self.closed[b]:
             return
         self.closed[b] = True
-        self.tokens[b, self.settled :] = self.pad_token
+        self.tokens[b, self.settled :] = self.filler
         self.ends[b] = self.settled
         del self._drafted[b][self.settled - self.start :]
         self.records.truncate(b, self.settled - self.start)
@@ -197,8 +204,7 @@ class Transcript:
         have = self.tokens.shape[1]
         if have < columns:
             extra = max(columns - have, 256)
-            fill = self.pad_token if self.pad_token is not None else 0
-            self.tokens = torch.nn.functional.pad(self.tokens, (0, extra), value=fill)
+            self.tokens = torch.nn.functional.pad(self.tokens, (0, extra), value=self.filler)
 
     def _score_column(self, column: int) -> tuple[Tensor, ...] | None:
         if self.records.scores is None:
@@ -221,13 +227,14 @@ class Transcript:
     def recorded(self) -> dict[str, Any]:
         """`scores`, `logits` and `hidden_states` in `generate()`'s form, None where not asked for."""
         steps = self.settled - self.start
-        logits = hidden = None
-        if self.records.logits is not None:
-            logits = tuple(torch.stack([row[t] for row in self.records.logits]) for t in range(steps))
-        if self.records.hidden_states is not None and self.records.prompt_hidden_states is not None:
-            hidden = (self.records.prompt_hidden_states,) + tuple(
-                tuple(torch.stack(states)[:, None] for states in zip(*(row[t] for row in self.records.hidden_states), strict=True))
-                for t in range(steps - 1)
-            )
+        records, logits, hidden = self.records, None, None
+        if records.logits is not None:
+            logits = tuple(torch.stack([row[t] for row in records.logits]) for t in range(steps))
+        if records.hidden_states is not None and records.prompt_hidden_states is not None:
+            later = []
+            for t in range(steps - 1):
+                layers = zip(*(row[t] for row in records.hidden_states), strict=True)  # per layer, B of (H,)
+                later.append(tuple(torch.stack(states)[:, None] for states in layers))
+            hidden = (records.prompt_hidden_states, *later)
         scores = tuple(self._settled_scores) if self.records.scores is not None else None
         return {"scores": scores, "logits": logits, "hidden_states": hidden}

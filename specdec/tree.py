@@ -49,7 +49,12 @@ class DraftTree:
 
     @classmethod
     def from_chain(
-        cls, root: Tensor, drafts: Tensor, lengths: Tensor | None = None, probs: Tensor | None = None, keys: Tensor | None = None
+        cls,
+        root: Tensor,
+        drafts: Tensor,
+        lengths: Tensor | None = None,
+        probs: Tensor | None = None,
+        keys: Tensor | None = None,
     ) -> DraftTree:
         """One continuation per row.
 

@@ -5,7 +5,6 @@ Owns the draft model's runner, whose cache follows the accepted text: nothing is
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.acceptance import sample
 from specdec.proposers.base import Context, Proposer
+from specdec.proposers.draft_view import int8_pays, with_int8_linears, with_trimmed_head
 from specdec.runner import ModelRunner
 from specdec.tree import DraftTree, Verdict
 
@@ -38,6 +38,8 @@ class DraftModelProposer(Proposer):
         vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
             vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
             152k tokens the head is a quarter of a 0.5B draft's time.
+        int8: read the weights as 8-bit integers while drafting single tokens (CPU, bfloat16; half a copy of the
+            weights in memory). None: where it pays.
     """
 
     def __init__(
@@ -47,16 +49,16 @@ class DraftModelProposer(Proposer):
         branching: Sequence[int] | None = None,
         draw: bool = True,
         vocab: Tensor | int | None = None,
+        int8: bool | None = None,
     ):
         if branching is not None and (not branching or any(width < 1 for width in branching)):
             raise ValueError(f"branching needs at least one child at every depth, got {tuple(branching)}")
         self.model = load(model) if isinstance(model, str) else model
         self.branching, self.draw = branching, draw
         self.vocab = _vocabulary(self.model, vocab)
-        drafting = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
-        self.runner = ModelRunner(drafting)
+        view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
+        self.runner = ModelRunner(with_int8_linears(view) if _decide(int8, self.model) else view)
         self._fed = 0  # drafted nodes in the runner's cache
-        self._passes = 0  # draft passes of this round
 
     def check(self, target: PreTrainedModel) -> None:
         ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
@@ -82,14 +84,10 @@ class DraftModelProposer(Proposer):
         first = [pacer.acceptance.rate("first", prior=0.8)] * len(rows)
         if limit == 0 or not pacer.may_start(first, draft_steps=1):
             return DraftTree.root_only(context.root)
-        start = perf_counter()
         logits = self._catch_up(context)  # (B, 1, V)
         if self.branching and not context.chains_only:
-            draft = self._grow_tree(context, logits, limit)
-        else:
-            draft = self._grow_chain(context, logits, limit)
-        pacer.observe_draft(perf_counter() - start, steps=max(1, self._passes))
-        return draft
+            return self._grow_tree(context, logits, limit)
+        return self._grow_chain(context, logits, limit)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         if self._fed == 0:
@@ -109,7 +107,6 @@ class DraftModelProposer(Proposer):
 
     def _catch_up(self, context: Context) -> Tensor:
         """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
-        self._passes = 1
         missing = [
             max(0, end - pad - have) if active else 0
             for end, pad, have, active in zip(
@@ -135,7 +132,9 @@ class DraftModelProposer(Proposer):
             confidence = q.amax(-1) if q is not None else _top_probability(scores)
             key = [1 + int(c * (CONFIDENCES - 1e-3)) for c in confidence.tolist()]
             chances = [
-                chance * pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES) if context.room[b] > len(drafts) else 0.0
+                chance * pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES)
+                if context.room[b] > len(drafts)
+                else 0.0
                 for chance, b in zip(chances, rows, strict=True)
             ]
             if not pacer.worth(chances, len(drafts)):
@@ -148,18 +147,18 @@ class DraftModelProposer(Proposer):
             onward = [chance * pacer.acceptance.rate("next", prior=0.8) for chance in chances]
             if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
                 break
+            start = perf_counter()
             M = len(drafts)
             depth = torch.arange(M, device=token.device).expand(B, M)
             seen = torch.ones(B, 1, M, dtype=torch.bool, device=token.device)
-            logits = self._full(
-                self.runner.grow(token[:, None], depth, seen, chain=True).logits, context.vocab_size
-            )
+            logits = self._full(self.runner.grow(token[:, None], depth, seen, chain=True).logits, context.vocab_size)
             self._fed += 1
-            self._passes += 1
+            pacer.observe_draft_step(perf_counter() - start)
         if not drafts:
             return DraftTree.root_only(context.root)
         lengths = torch.tensor(
-            [min(len(drafts), context.room[b]) if context.active[b] else 0 for b in range(B)], device=context.tokens.device
+            [min(len(drafts), context.room[b]) if context.active[b] else 0 for b in range(B)],
+            device=context.tokens.device,
         )
         return DraftTree.from_chain(
             context.root,
@@ -192,9 +191,10 @@ class DraftModelProposer(Proposer):
                 break
             ancestors = _ancestors(parents).to(device)[first:, 1:].expand(B, -1, -1)
             depths = torch.tensor(depth[1:], device=device).expand(B, -1) - 1
-            logits = self._full(self.runner.grow(tokens[:, first:].clamp(min=0), depths, ancestors).logits, context.vocab_size)
+            logits = self._full(
+                self.runner.grow(tokens[:, first:].clamp(min=0), depths, ancestors).logits, context.vocab_size
+            )
             self._fed += len(level)
-            self._passes += 1
         q = None
         if q_rows:
             leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
@@ -235,39 +235,29 @@ def load(path: str, **kwargs: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
 
 
-def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
-    """A view of `model` sharing all weights, whose LM head knows only the tokens `vocab` (K,)."""
-    head = model.get_output_embeddings()
-    names = [name for name, module in model._modules.items() if module is head]
-    if not isinstance(head, nn.Linear) or not names:
+def _decide(int8: bool | None, model: PreTrainedModel) -> bool:
+    pays = int8_pays(model)
+    if int8 and not pays:
         raise ValueError(
-            f"cannot trim the vocabulary of {type(model).__name__}: its LM head is not a linear layer of its own. "
-            "Use vocab=None."
+            f"int8 drafting needs a bfloat16 model of at least 50M parameters on a CPU, got {model.dtype}, "
+            f"{model.num_parameters() / 1e6:.0f}M parameters on {model.device}. Use int8=None."
         )
-    trimmed = nn.Linear(head.in_features, len(vocab), bias=head.bias is not None, device="meta")
-    index = vocab.to(head.weight.device)
-    trimmed.weight = nn.Parameter(head.weight.detach()[index].clone(), requires_grad=False)
-    if head.bias is not None:
-        trimmed.bias = nn.Parameter(head.bias.detach()[index].clone(), requires_grad=False)
-    view = copy.copy(model)
-    view._modules = {**model._modules, names[0]: trimmed}
-    return view
+    return pays if int8 is None else int8
 
 
 def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | None:
     size = model.config.get_text_config(decoder=True).vocab_size
     if vocab is None or (isinstance(vocab, int) and vocab >= size):
         return None
-    if isinstance(vocab, int):
-        if vocab < 1:
-            raise ValueError(f"vocab must be a positive number of tokens or a tensor of token ids, got {vocab}")
-        vocab = torch.arange(vocab)
+    if isinstance(vocab, int) and vocab < 1:
+        raise ValueError(f"vocab must be a positive number of tokens or a tensor of token ids, got {vocab}")
+    known = torch.arange(vocab) if isinstance(vocab, int) else vocab.long().cpu()
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = [ends] if isinstance(ends, int) else list(ends or [])
-    vocab = torch.cat([vocab.long().cpu(), torch.tensor(ends, dtype=torch.long)]).unique()
-    if int(vocab[0]) < 0 or int(vocab[-1]) >= size:
-        raise ValueError(f"vocab holds token ids from {int(vocab[0])} to {int(vocab[-1])}, the draft knows 0 to {size - 1}")
-    return vocab
+    known = torch.cat([known, torch.tensor(ends, dtype=torch.long)]).unique()
+    if int(known[0]) < 0 or int(known[-1]) >= size:
+        raise ValueError(f"vocab holds ids from {int(known[0])} to {int(known[-1])}, the draft knows 0 to {size - 1}")
+    return known
 
 
 def _top_probability(scores: Tensor) -> Tensor:
@@ -304,7 +294,9 @@ def _ancestors(parents: Sequence[int]) -> Tensor:
     return out
 
 
-def _fitted(context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None) -> DraftTree:
+def _fitted(
+    context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None
+) -> DraftTree:
     """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
     B, N = tokens.shape
     room = torch.tensor([r if a else 0 for r, a in zip(context.room, context.active, strict=True)])

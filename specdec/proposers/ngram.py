@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.proposers.base import Context, Proposer
-from specdec.tree import DraftTree, Verdict
+from specdec.tree import DraftTree
 
 KEY_POSITIONS = 32  # keys tell positions in a draft apart up to here
 
