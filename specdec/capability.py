@@ -65,7 +65,10 @@ def probe(model: PreTrainedModel) -> Capability:
 
 def _more_than_keys(model: PreTrainedModel) -> str:
     """Empty if the model's own cache holds keys and values alone, else what else it holds."""
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    try:
+        layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    except AttributeError:  # a config that does not say how many layers there are
+        return ""
     others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
     return f"its cache holds more than keys and values ({', '.join(others)})" if others else ""
 

@@ -43,7 +43,7 @@ class Loop:
     trees: bool
 
     def run(self, prefill: Output) -> None:
-        """Decode until the text is done. `prefill`: logits (B, 1, V) after the prompts, which are in the cache by now."""
+        """Decode until the text is done. `prefill`: logits (B, 1, V) after the prompts, by now in the cache."""
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._first_token(prefill)

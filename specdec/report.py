@@ -6,12 +6,13 @@ Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metri
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+LATENCIES = 100_000  # kept for the percentiles
 PHASES = ("prefill", "draft", "verify", "accept", "other")
 
 
@@ -29,7 +30,7 @@ class Report:
         num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
         num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
         seconds: wall time by phase: prefill, draft, verify, accept, other.
-        latencies: seconds per round divided by the tokens the round gave a row, one entry per token.
+        latencies: seconds per round divided by the tokens the round gave a row, one entry per token; the last 100,000.
         times_to_first_token: seconds, one entry per call.
     """
 
@@ -46,7 +47,7 @@ class Report:
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
-    latencies: list[float] = field(default_factory=list)
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     times_to_first_token: list[float] = field(default_factory=list)
 
     def record_round(self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float) -> None:
@@ -205,16 +206,6 @@ class Stopwatch:
         return perf_counter() - self.start
 
 
-@contextmanager
-def timed_call(report: Report) -> Iterator[None]:
-    """Books a whole `generate()` call's wall time."""
-    start = perf_counter()
-    try:
-        yield
-    finally:
-        report.total_seconds += perf_counter() - start
-
-
 def _count(counts: list[int], length: int) -> None:
     counts += [0] * (length - len(counts))
     for i in range(length):
@@ -225,11 +216,9 @@ def _ratio(a: float, b: float) -> float:
     return a / b if b else float("nan")
 
 
-def _quantile(values: list[float], q: float) -> float:
-    if not values:
-        return float("nan")
+def _quantile(values: Iterable[float], q: float) -> float:
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
 
 
 def _finite(value: Any) -> Any:

