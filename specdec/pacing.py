@@ -12,6 +12,7 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 
 FIRST_LENGTH = 4  # drafted per row until a round has been measured
+TRIAL_LENGTH = 2  # drafted to see whether it pays again: enough to time a draft pass
 LONGEST = 24  # drafted per row at most, when the length is automatic
 
 
@@ -91,6 +92,7 @@ class Pacer:
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
+        self._trying = False  # this round drafts only to measure anew
 
     @property
     def limit(self) -> int:
@@ -121,16 +123,20 @@ class Pacer:
             return drafted < self.length
         if not self.measured:
             return drafted < FIRST_LENGTH
+        if self._trying:
+            return drafted < TRIAL_LENGTH
         cost = draft_steps * self.draft_step + len(chances) * self.verify.per_token
         return drafted < LONGEST and sum(chances) * self.seconds_per_token > cost
 
     def may_start(self, chances: Sequence[float], draft_steps: int) -> bool:
         """Is a draft worth starting? Where it is not, ask again after ever longer pauses: texts change."""
+        self._trying = False
         if self.length is not None or not self.measured or self.worth(chances, 0, draft_steps):
             self._pause = self._paused = 0
             return self.length is None or self.length > 0
         if self._paused >= self._pause:
             self._pause, self._paused = min(2 * self._pause + 1, 31), 0
+            self._trying = True
             return True
         self._paused += 1
         return False

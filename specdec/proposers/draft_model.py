@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from specdec.acceptance import sample
 from specdec.proposers.base import Context, Proposer
-from specdec.proposers.draft_view import int8_pays, with_int8_linears, with_trimmed_head
+from specdec.proposers.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.runner import ModelRunner
 from specdec.tree import DraftTree, Verdict
 
@@ -113,11 +113,14 @@ class DraftModelProposer(Proposer):
                 context.ends, context.pads, self.runner.lengths, context.active, strict=True
             )
         ]
-        width = max(missing)
+        width, start = max(missing), perf_counter()
         ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
         columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
         tokens = context.tokens.gather(1, columns)
-        return self._full(self.runner.extend(tokens, [width - m for m in missing]).logits, context.vocab_size)
+        logits = self.runner.extend(tokens, [width - m for m in missing]).logits
+        if width <= FEW_TOKENS:  # then it costs what a draft pass costs
+            context.pacer.observe_draft_step(perf_counter() - start)
+        return self._full(logits, context.vocab_size)
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer, rows, B = context.pacer, context.rows, context.batch_size

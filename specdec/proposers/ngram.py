@@ -39,6 +39,8 @@ class NgramProposer(Proposer):
 
     def propose(self, context: Context) -> DraftTree:
         rows = context.rows
+        if context.pacer.limit == 0:
+            return DraftTree.root_only(context.root)
         found: list[list[tuple[int, list[int]]]] = [[] for _ in range(context.batch_size)]
         for b in rows:
             self._read(b, context.row(b)[len(self._texts[b]) :].tolist())
