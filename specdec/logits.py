@@ -69,7 +69,7 @@ class NodeProcessors:
 
     @property
     def context_free(self) -> bool:
-        return all(isinstance(processor, CONTEXT_FREE) for processor in self.processors)
+        return all(_reads_scores_alone(processor) for processor in self.processors)
 
     def __call__(self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]]) -> Tensor:
         """Processed scores.
@@ -87,7 +87,7 @@ class NodeProcessors:
             scores = logits.clone()
         texts: list[list[Tensor]] | None = None
         for processor in self.processors:
-            if isinstance(processor, CONTEXT_FREE):
+            if _reads_scores_alone(processor):
                 flat = scores.flatten(0, 1)
                 fast = _FAST.get(type(processor))
                 done = fast(processor, flat) if fast else processor(flat.new_empty(0, 0, dtype=torch.long), flat)
@@ -98,8 +98,16 @@ class NodeProcessors:
         return scores
 
 
+def _reads_scores_alone(processor: Any) -> bool:
+    return type(processor) in CONTEXT_FREE  # a subclass may read the text as well
+
+
 def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor) -> Tensor:
-    """Call `processor` on (B, T) texts of one length at a time, until every node of every row had its turn."""
+    """Call `processor` on (B, T) texts of one length at a time, until every node of every row had its turn.
+
+    Plain decoding never shows a processor a text that it ruled out itself. A `prefix_allowed_tokens_fn` may know
+    nothing to allow there, and raise: that is no error, for such a node is never reached, whatever its scores.
+    """
     B = len(texts)
     out = scores.clone()
     turns: dict[tuple[int, int], dict[int, int]] = {}  # (length, k-th node of that length) -> {row: node}
@@ -108,13 +116,32 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
         for n, text in enumerate(row):
             k = seen[len(text)] = seen.get(len(text), -1) + 1
             turns.setdefault((len(text), k), {})[b] = n
-    for nodes in turns.values():
-        filler = next(iter(nodes.items()))  # rows without a node of this length: any text of it, result dropped
-        picks = [(b, nodes[b]) if b in nodes else filler for b in range(B)]
-        text = torch.stack([texts[b][n] for b, n in picks])  # (B, T)
-        done = processor(text, torch.stack([scores[b, n] for b, n in picks]))  # (B, V)
+    start = [min(map(len, row)) for row in texts]  # texts of a row are one up to here
+    known: dict[tuple[int, tuple[int, ...]], int | None] = {}  # (row, drafted text) -> its node, None: ruled out
+    for (length, _), nodes in sorted(turns.items()):  # parents first
+        live: dict[int, int] = {}  # row -> node
+        ruled_out: dict[int, int] = {}
         for b, n in nodes.items():
-            out[b, n] = done[b]
+            drafted = tuple(texts[b][n][start[b] :].tolist())
+            parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: there is none
+            possible = parent == n or (parent is not None and out[b, parent, drafted[-1]] != float("-inf"))
+            (live if possible else ruled_out)[b] = n
+            known.setdefault((b, drafted), n if possible else None)
+        for group in (live, ruled_out):
+            if not group:
+                continue
+            # Rows without such a node show an earlier text of their own if they can; the result is dropped.
+            other = next(iter(group.items()))
+            picks = [(b, group.get(b, 0)) if b in group or len(texts[b][0]) >= length else other for b in range(B)]
+            text = torch.stack([texts[b][n][:length] for b, n in picks])  # (B, T)
+            try:
+                done = processor(text, torch.stack([scores[b, n] for b, n in picks]))  # (B, V)
+            except Exception:
+                if group is live:
+                    raise
+                continue
+            for b, n in group.items():
+                out[b, n] = done[b]
     return out
 
 

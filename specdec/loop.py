@@ -152,12 +152,6 @@ class Loop:
             keys = draft.keys.tolist()
             for b in rows:
                 self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
-        if any(nodes[b] for b in rows):
-            for b in rows:
-                if nodes[b]:
-                    self.pacer.acceptance.observe("first", accepted[b] > 0)
-                if depths[b] > 1 and accepted[b] > 0:
-                    self.pacer.acceptance.observe("next", accepted[b] > 1)
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
         if self.watch.report.num_rounds:  # the first round may hold a proposer's own prefill: not what a round costs

@@ -89,6 +89,7 @@ class Pacer:
         self.length = length
         self.verify = PassCost()
         self.acceptance = Acceptance()
+        self.expected_rate = 0.8  # of a token not yet looked at, moving average
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
@@ -140,6 +141,10 @@ class Pacer:
             return True
         self._paused += 1
         return False
+
+    def observe_expectation(self, rate: float) -> None:
+        """Book how likely a token just looked at was to be accepted, drafted or not."""
+        self.expected_rate += Acceptance.STEP * (rate - self.expected_rate)
 
     def observe_draft_step(self, seconds: float) -> None:
         self._draft_steps.append(seconds)

@@ -26,6 +26,7 @@ def entry(name="tiny", payloads=PAYLOADS, **changes):
         "sha256": hashlib.sha256(b"".join(payloads)).hexdigest(),
         "parameters": 1000,
         "memory": 1000,
+        "license": "none",
     }
     return weights.Weights(**fields | changes)
 

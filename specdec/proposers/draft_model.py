@@ -81,8 +81,7 @@ class DraftModelProposer(Proposer):
         rows = context.rows
         pacer = context.pacer
         limit = min(pacer.limit, max((context.room[b] for b in rows), default=0))
-        first = [pacer.acceptance.rate("first", prior=0.8)] * len(rows)
-        if limit == 0 or not pacer.may_start(first, draft_steps=1):
+        if limit == 0 or not pacer.may_start([pacer.expected_rate] * len(rows), draft_steps=1):
             return DraftTree.root_only(context.root)
         logits = self._catch_up(context)  # (B, 1, V)
         if self.branching and not context.chains_only:
@@ -134,11 +133,11 @@ class DraftModelProposer(Proposer):
             q = scores.softmax(-1) if draw else None
             confidence = q.amax(-1) if q is not None else _top_probability(scores)
             key = [1 + int(c * (CONFIDENCES - 1e-3)) for c in confidence.tolist()]
+            rates = [pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES) for b in rows]
+            pacer.observe_expectation(sum(rates) / len(rates))
             chances = [
-                chance * pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES)
-                if context.room[b] > len(drafts)
-                else 0.0
-                for chance, b in zip(chances, rows, strict=True)
+                chance * rate if context.room[b] > len(drafts) else 0.0
+                for chance, rate, b in zip(chances, rates, rows, strict=True)
             ]
             if not pacer.worth(chances, len(drafts)):
                 break
@@ -147,7 +146,7 @@ class DraftModelProposer(Proposer):
             keys.append(key)
             if q is not None:
                 probs.append(q)
-            onward = [chance * pacer.acceptance.rate("next", prior=0.8) for chance in chances]
+            onward = [chance * pacer.expected_rate for chance in chances]
             if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
                 break
             start = perf_counter()

@@ -1,0 +1,293 @@
+"""Speculative decoding against plain decoding and transformers' own assisted generation, on Spec-Bench's questions.
+
+    python benchmarks/compare.py --target PATH --draft PATH --prompts questions.jsonl --out results
+
+All methods take turns on every prompt in one process, so that the machine's drift hits them alike. Finished
+measurements are kept in --out: the same command goes on where it was stopped, and more methods, prompts or repeats
+can be added. Names may hold `*`: --methods 'hf-*,specdec-draft'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import machine
+import typer
+from identity import Difference, Identity, compare_texts
+from measure import Measurement, measure
+from memory import peak_memory
+from methods import PLAIN, Method, catalogue, select
+from options import Bench, Options
+from pass_costs import pass_costs, target_runner
+from prompts import Job
+from rich.console import Console
+from store import Record, Store
+from summary import best_of_transformers, summarise
+from table import best_lines, detail_table, number, speed_table, table, times
+from transformers.utils import logging
+
+from specdec import DraftModelProposer
+
+WARM_UP_TOKENS = 16
+MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")
+
+app = typer.Typer(add_completion=False)
+log = Console(stderr=True, highlight=False)
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
+    prompts: Annotated[Path, typer.Option(help="Spec-Bench's question file (JSONL).", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="Folder for results; an earlier run's are taken up.")],
+    draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = None,
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 2,
+    coding_apart: Annotated[bool, typer.Option(help="MT-bench's coding questions as a seventh group.")] = False,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1)] = 2,
+    methods: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
+    proposer: Annotated[list[str] | None, typer.Option(help="Another proposer string; may be repeated.")] = None,
+    lookup_tokens: Annotated[int, typer.Option(min=1, help="Fixed length of n-gram drafts.")] = 10,
+    ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram of those.")] = 3,
+    draft_lengths: Annotated[str, typer.Option(help="Fixed lengths of model drafts.")] = "2,4",
+    draft_vocab: Annotated[int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")] = 32768,
+    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads; its own choice by default.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str, typer.Option()] = "cpu",
+    seed: Annotated[int, typer.Option()] = 0,
+    pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only time passes over 1 to 32 tokens.")] = False,
+    memory: Annotated[bool, typer.Option("--memory", help="Only measure peak memory, a process per method.")] = False,
+) -> None:
+    lengths = tuple(int(length) for length in draft_lengths.split(",") if length)
+    options = Options(
+        target=target,
+        draft=draft,
+        prompts=prompts,
+        per_category=per_category,
+        coding_apart=coding_apart,
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        batch_size=batch_size,
+        seed=seed,
+        threads=threads,
+        dtype=dtype,
+        device=device,
+        lookup_tokens=lookup_tokens,
+        ngram_size=ngram_size,
+        draft_lengths=lengths,
+        draft_vocab=draft_vocab,
+        proposers=tuple(proposer or ()),
+    )
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    bench, patterns = Bench(options), [name for name in methods.split(",") if name]
+    try:
+        chosen = select(list(catalogue(bench)), patterns)
+        if pass_cost:
+            _write(out, "pass_costs", *_pass_costs(bench))
+        if memory:
+            _write(out, "memory", *_memory(options, [n for n in chosen if patterns or n in MEMORY_METHODS]))
+        if pass_cost or memory:
+            return
+        identities = _compare(bench, chosen, repeats, out)
+    except ValueError as error:
+        log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    differing = [name for name, identity in identities.items() if identity.differences]
+    if differing and str(bench.target.dtype) == "torch.float32":
+        log.print(f"error: in float32 texts must be plain decoding's; {', '.join(differing)} differ", style="red")
+        raise typer.Exit(1)
+
+
+def _compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> dict[str, Identity]:
+    store = Store(out, bench.options.fingerprinted)
+    session = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    stopped = False
+    try:
+        _run(bench, chosen, repeats, store, session)
+    except KeyboardInterrupt:
+        stopped = True
+        log.print("\nstopped; what is finished is kept, and the same command goes on from there")
+    ids = {job.id for job in bench.jobs}
+    records = [record for record in store.records if record.job in ids]
+    if not records:
+        raise typer.Exit(130)
+    identities = compare_texts(records, bench.jobs, bench.target) if bench.options.temperature == 0 else {}
+    _report(bench, records, identities, out)
+    if stopped:
+        raise typer.Exit(130)
+    return identities
+
+
+def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str) -> None:
+    """Measure what is missing: for each prompt and repeat every method in turn."""
+    wanted = [(name, job, repeat) for job in bench.jobs for repeat in range(repeats) for name in chosen]
+    missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
+    log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
+    if not missing:
+        return
+    made = catalogue(bench)
+    ready = {name: made[name]() for name in chosen if any(name == other for other, _, _ in missing)}
+    _note_session(store.folder, session, bench)
+    for method in ready.values():
+        _measure(bench, method, bench.warm_up, 0, max_new_tokens=min(WARM_UP_TOKENS, bench.options.max_new_tokens))
+    for count, (name, job, repeat) in enumerate(missing, start=1):
+        taken = _measure(bench, ready[name], job, repeat)
+        store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
+        speed = f"{taken.new_tokens / taken.seconds:.1f} tokens/s"
+        log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
+
+
+def _measure(bench: Bench, method: Method, job: Job, repeat: int, **changed: Any) -> Measurement:
+    return measure(
+        method,
+        bench.target,
+        job,
+        bench.options.generate_arguments | changed,
+        pad=bench.pad_token,
+        ends=bench.end_tokens,
+        # The same for all methods; another in each repeat, so that at T > 0 more than one text is sampled.
+        seed=bench.options.seed + 1000 * zlib.crc32(job.id.encode()) + repeat,
+    )
+
+
+def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Identity], out: Path) -> None:
+    order = list(catalogue(bench))
+    measured = list(dict.fromkeys(record.method for record in records))
+    names = [name for name in order if name in measured] + [name for name in measured if name not in order]
+    rows = summarise(records, names)
+    best = best_of_transformers(rows)
+    options, about = bench.options, machine.describe() | {"dtype": str(bench.target.dtype)}
+    jobs, repeats = {record.job for record in records}, 1 + max(record.repeat for record in records)
+    known = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
+    sessions = [session for session in known if session["session"] in {record.session for record in records}]
+    took = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}"
+    if len({session["specdec_source"] for session in sessions}) > 1:
+        took += ", between which specdec's code changed"
+    parted = [difference for identity in identities.values() for difference in identity.differences]
+    text = "\n\n".join(
+        [
+            f"# {Path(options.target).name}"
+            + (f" with {Path(options.draft).name}" if options.draft else "")
+            + f": T = {options.temperature:g}, batch {options.batch_size}, {options.max_new_tokens} new tokens",
+            f"{about['cpu']}, {about['usable_cores']} cores, {about['threads']} threads, {about['dtype']}; torch "
+            f"{about['torch']}, transformers {about['transformers']}, specdec {about['specdec']}. "
+            f"{len(jobs)} {'prompts' if options.batch_size == 1 else 'batches'}, medians of {repeats} repeats, {took}.",
+            "Speed-up over plain `generate()`, prefill included (ratio of the mean tokens/s per question):",
+            speed_table(rows, best),
+            best_lines(rows, best),
+            "Where it comes from (specdec's rates pooled over all rounds; shares are of the rounds' time):",
+            detail_table(rows, identities),
+            *(["Texts that part from plain decoding's:", _parted_table(parted)] if parted else []),
+        ]
+    )
+    content = {
+        "command": sys.argv,
+        "machine": about,
+        "settings": options.fingerprinted,
+        "sessions": sessions,
+        "methods": [
+            {f.name: getattr(row, f.name) for f in dataclasses.fields(row) if f.name != "report"}
+            | {"report": row.report.to_dict() if row.report else None}
+            for row in rows
+        ],
+        "best_of_transformers": dataclasses.asdict(best) if best else None,
+        "identity": {name: dataclasses.asdict(identity) for name, identity in identities.items()},
+        "records": [json.loads(record.to_json()) for record in records],
+    }
+    _write(out, "results", content, text)
+
+
+def _parted_table(parted: Sequence[Difference]) -> str:
+    lines = [
+        [
+            d.method,
+            d.job[:24] + (f", row {d.row}" if d.row else ""),
+            str(d.repeat),
+            str(d.divergence.index),
+            f"{d.divergence.gap:.4f}",
+            f"{d.divergence.top:.1f}",
+            "yes" if d.near_tie else "NO",
+        ]
+        for d in parted
+    ]
+    return table(["method", "question", "repeat", "position", "gap of the two best logits", "best", "near tie"], lines)
+
+
+def _pass_costs(bench: Bench) -> tuple[dict[str, Any], str]:
+    models = {"target": target_runner(bench.target)}
+    if bench.options.draft is not None:
+        models["draft"] = target_runner(bench.draft)
+        models["draft, as specdec runs it"] = DraftModelProposer(bench.draft).runner
+    costs = {name: pass_costs(runner, batch_size=bench.options.batch_size) for name, runner in models.items()}
+    base = costs["target"][1]
+    lines = [
+        [
+            name,
+            f"{1e3 * cost[1]:.1f}",
+            f"{cost[1] / base:.2f}",
+            *(f"{seconds / cost[1]:.2f}" for seconds in cost.values()),
+        ]
+        for name, cost in costs.items()
+    ]
+    head = ["tokens", "ms for 1", "of the target's", *map(str, costs["target"])]
+    content = {"machine": machine.describe() | {"dtype": str(bench.target.dtype)}, "seconds": costs}
+    title = (
+        f"A pass over n tokens per row, 300 in the cache, batch {bench.options.batch_size}, against a pass over one:"
+    )
+    return content, f"{title}\n\n{table(head, lines)}"
+
+
+def _memory(options: Options, names: Sequence[str]) -> tuple[dict[str, Any], str]:
+    figures = {name: peak_memory(options, name) for name in names}
+    base = figures[PLAIN]["peak"]
+    lines = [
+        [
+            name,
+            number(figure["loaded"]),
+            number(figure["generating"]),
+            number(figure["peak"]),
+            times(figure["peak"] / base),
+        ]
+        for name, figure in figures.items()
+    ]
+    head = ["method", "MiB after loading", "more while generating", "peak", "of plain's"]
+    return {"machine": machine.describe(), "mib": figures}, table(head, lines)
+
+
+def _note_session(folder: Path, session: str, bench: Bench) -> None:
+    about = {"session": session, "command": sys.argv, **machine.describe(), "dtype": str(bench.target.dtype)}
+    with (folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(about) + "\n")
+
+
+def _write(out: Path, name: str, content: dict[str, Any], text: str) -> None:
+    """`content` as JSON and `text` as Markdown in the folder, and the text on the screen."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(_finite(content), indent=1) + "\n")
+    (out / f"{name}.md").write_text(text + "\n")
+    print(text)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and value != value else value
+
+
+if __name__ == "__main__":
+    app()

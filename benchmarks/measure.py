@@ -1,0 +1,136 @@
+"""`measure`: one job generated in one way, with its times.
+
+All methods are timed alike, from outside: by the clock around the call, at each block a streamer is given, and by the
+number of the target's forward passes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from methods import Method
+from prompts import Job, left_padded
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from specdec import Report
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What came of a job.
+
+    Attributes:
+        tokens: the new ones of each row, up to and including its end token.
+        seconds: of the whole call, prefill included.
+        time_to_first_token: mean over the calls if there are several.
+        decode_seconds: from the first token (block) on. decode_tokens: those that came after it.
+        passes: the target's forward passes, prefill included.
+    """
+
+    tokens: list[list[int]]
+    seconds: float
+    time_to_first_token: float
+    decode_seconds: float
+    decode_tokens: int
+    passes: int
+    report: Report | None = None
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(map(len, self.tokens))
+
+
+class Clock(BaseStreamer):
+    """Notes when the first tokens come, and how many they are: assisted generation starts with a whole block."""
+
+    def __init__(self, rows: int):
+        self.rows, self.blocks = rows, 0
+        self.first_moment, self.first_tokens = float("nan"), 0
+
+    def put(self, value: Tensor) -> None:
+        self.blocks += 1
+        if self.blocks == 2:  # the first is the prompt
+            self.first_moment, self.first_tokens = perf_counter(), value.numel() // self.rows
+
+    def end(self) -> None:
+        pass
+
+
+def measure(
+    method: Method,
+    target: PreTrainedModel,
+    job: Job,
+    arguments: dict[str, Any],
+    *,
+    pad: int,
+    ends: set[int],
+    seed: int,
+) -> Measurement:
+    """Generate from `job` with `method`.
+
+    Args:
+        arguments: of `generate()`. pad: padding token. ends: end tokens. seed: torch's, set before the call.
+    """
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' advice on generation flags, once per call
+        if not method.singles:
+            return _call(method, target, job.prompts, arguments, pad, ends)
+        parts = [_call(method, target, [prompt], arguments, pad, ends) for prompt in job.prompts]
+    return Measurement(
+        tokens=[part.tokens[0] for part in parts],
+        seconds=sum(part.seconds for part in parts),
+        time_to_first_token=sum(part.time_to_first_token for part in parts) / len(parts),
+        decode_seconds=sum(part.decode_seconds for part in parts),
+        decode_tokens=sum(part.decode_tokens for part in parts),
+        passes=sum(part.passes for part in parts),
+    )
+
+
+def _call(
+    method: Method,
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    arguments: dict[str, Any],
+    pad: int,
+    ends: set[int],
+) -> Measurement:
+    inputs = left_padded(prompts, pad, target.device)
+    clock, passes = Clock(len(prompts)), 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    hook = target.register_forward_pre_hook(count)
+    try:
+        start = perf_counter()
+        output = method.generate(**inputs, **arguments, pad_token_id=pad, streamer=clock)
+        rows = output[:, inputs["input_ids"].shape[1] :].tolist()  # on an accelerator, this waits for it
+        end = perf_counter()
+    finally:
+        hook.remove()
+    tokens = [_until_end(row, ends) for row in rows]
+    return Measurement(
+        tokens=tokens,
+        seconds=end - start,
+        time_to_first_token=clock.first_moment - start,
+        decode_seconds=end - clock.first_moment,
+        decode_tokens=sum(max(0, len(row) - clock.first_tokens) for row in tokens),
+        passes=passes,
+        report=method.report(),
+    )
+
+
+def _until_end(tokens: list[int], ends: set[int]) -> list[int]:
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens

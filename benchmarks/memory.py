@@ -1,0 +1,73 @@
+"""Peak memory of a method, in a process of its own: what one leaves behind must not count for the next.
+
+`tracemalloc` does not see torch's tensors; the kernel's high-water mark of the resident set does.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import subprocess
+import sys
+from base64 import b64decode, b64encode
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from measure import measure
+from methods import catalogue
+from options import Bench, Options
+
+
+def peak_memory(options: Options, method: str) -> dict[str, float]:
+    """MiB after loading (`loaded`), at most while generating (`peak`), and the difference (`generating`).
+
+    Measured on the first job, after a warm-up. Where there is no /proc, `peak` includes what loading needed.
+    """
+    argument = b64encode(pickle.dumps((options, method))).decode()
+    done = subprocess.run([sys.executable, __file__, argument], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"measuring the memory of {method} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _measure(options: Options, name: str) -> dict[str, float]:
+    bench = Bench(options)
+    method = catalogue(bench)[name]()
+    loaded = _status("VmRSS")
+    # Loading reads the weights file through the page cache and may hold them twice; 5 resets the mark to what is
+    # resident now (Linux, proc_pid_clear_refs(5)).
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    for job in (bench.warm_up, bench.jobs[0]):
+        measure(
+            method,
+            bench.target,
+            job,
+            options.generate_arguments,
+            pad=bench.pad_token,
+            ends=bench.end_tokens,
+            seed=options.seed,
+        )
+    peak = _status("VmHWM")
+    if peak != peak:  # no /proc; macOS counts in bytes, others in KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    figures = {"loaded": loaded, "peak": peak, "generating": peak - loaded}
+    if torch.cuda.is_available():
+        figures["gpu_peak"] = torch.cuda.max_memory_allocated() / 2**20
+    return figures
+
+
+def _status(field: str) -> float:
+    """MiB from /proc/self/status."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return float("nan")
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(field + ":")), float("nan"))
+
+
+if __name__ == "__main__":
+    given, wanted = pickle.loads(b64decode(sys.argv[1]))
+    print(json.dumps(_measure(given, wanted)))

@@ -1,0 +1,132 @@
+"""`Method`: one way to generate, and the catalogue of those that are compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache, partial
+from typing import Any
+
+from options import Bench
+from transformers import PreTrainedModel
+
+from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
+from specdec.generator import as_proposer
+
+PLAIN = "plain"
+TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it
+SINGLES = ":singles"  # the batch's prompts one after the other
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to generate.
+
+    Attributes:
+        generate: takes what `model.generate()` takes. report: specdec's counts of the last call, None for others.
+        singles: call it once per prompt of a batch.
+    """
+
+    name: str
+    generate: Callable[..., Any]
+    report: Callable[[], Report | None] = lambda: None
+    singles: bool = False
+
+
+def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
+    """Every method that the options allow for, by name, in the order of the table; made only when called.
+
+    transformers' assisted generation takes one row only: in a batch, it is there as single calls, on demand.
+    """
+    options = bench.options
+    whole_vocab = cache(lambda: DraftModelProposer(bench.draft))
+    trimmed = cache(lambda: DraftModelProposer(bench.draft, vocab=options.draft_vocab))
+    ngram = partial(NgramProposer, max_ngram=options.ngram_size)
+    K = options.lookup_tokens
+    single: dict[str, Callable[[], Callable[..., Any]]] = {
+        PLAIN: lambda: bench.target.generate,
+        f"hf-lookup-{K}": lambda: lookup(bench.target, K, options.ngram_size),
+    }
+    ours: dict[str, tuple[Callable[[], Proposer], int | None]] = {
+        "specdec-ngram": (NgramProposer, None),
+        f"specdec-ngram-{K}": (ngram, K),
+    }
+    if options.draft is not None:
+        single["hf-assistant"] = lambda: assisted(bench.target, bench.draft, None)
+        ours["specdec-draft"] = (whole_vocab, None)
+        for length in options.draft_lengths:
+            single[f"hf-assistant-{length}"] = partial(_late_assisted, bench, length)
+            ours[f"specdec-draft-{length}"] = (whole_vocab, length)
+        ours[f"specdec-draft-vocab{options.draft_vocab}"] = (trimmed, None)
+    for text in options.proposers:
+        ours[f"specdec-{text}"] = (partial(as_proposer, text), None)
+
+    made: dict[str, Callable[[], Method]] = {}
+    for name, make in single.items():
+        if options.batch_size == 1 or name == PLAIN:
+            made[name] = partial(_call, name, make)
+        if options.batch_size > 1:
+            made[name + SINGLES] = partial(_call, name + SINGLES, make, singles=True)
+    for name, (proposer, fixed) in ours.items():
+        made[name] = partial(_speculative, name, bench, proposer, fixed)
+    return made
+
+
+def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """The names that match one of the patterns (`*` for any text), and plain, which all are compared with.
+
+    Without patterns: all but transformers' methods as single calls, which are slow and seldom what is asked.
+    """
+    if not patterns:
+        return [name for name in names if not (name.startswith(TRANSFORMERS) and name.endswith(SINGLES))]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
+    return [name for name in names if name == PLAIN or any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..., Any]:
+    """transformers' prompt lookup decoding."""
+    return partial(target.generate, prompt_lookup_num_tokens=tokens, max_matching_ngram_size=ngram_size)
+
+
+def assisted(target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None) -> Callable[..., Any]:
+    """transformers' assisted generation, by its default schedule or with a constant number of drafted tokens.
+
+    The number counts in the assistant's generation config alone: given to `generate()` it is ignored (transformers
+    5.23, generation/candidate_generator.py). Its confidence threshold would end constant drafts early.
+    """
+    config = copy.deepcopy(draft.generation_config)
+    if tokens is not None:
+        config.num_assistant_tokens = tokens
+        config.num_assistant_tokens_schedule = "constant"
+        config.assistant_confidence_threshold = 0.0
+
+    def generate(**kwargs: Any) -> Any:
+        before, draft.generation_config = draft.generation_config, config
+        try:
+            return target.generate(assistant_model=draft, **kwargs)
+        finally:
+            draft.generation_config = before
+
+    return generate
+
+
+def speculative(name: str, target: PreTrainedModel, proposer: Proposer, length: int | None) -> Method:
+    """specdec. A call it cannot speculate on is an error: measured as plain decoding it would pass for a result."""
+    spec = SpeculativeGenerator(target, proposer, draft_length=length, on_unsupported="error")
+    return Method(name, spec.generate, lambda: spec.last_report)
+
+
+def _late_assisted(bench: Bench, tokens: int) -> Callable[..., Any]:
+    return assisted(bench.target, bench.draft, tokens)
+
+
+def _call(name: str, make: Callable[[], Callable[..., Any]], singles: bool = False) -> Method:
+    return Method(name, make(), singles=singles)
+
+
+def _speculative(name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None) -> Method:
+    return speculative(name, bench.target, proposer(), length)

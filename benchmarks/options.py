@@ -1,0 +1,114 @@
+"""`Options`: what is measured, and `Bench`: the models, the tokenizer and the jobs that follow from it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from prompts import Job, choose, cut_into_jobs, encode, read, warm_up
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of `compare.py`, apart from what only says how much of it to run and where to put it."""
+
+    target: str
+    draft: str | None
+    prompts: Path
+    per_category: int
+    coding_apart: bool
+    max_prompt_tokens: int | None
+    max_new_tokens: int
+    temperature: float
+    batch_size: int
+    seed: int
+    threads: int | None
+    dtype: str
+    device: str
+    lookup_tokens: int
+    ngram_size: int
+    draft_lengths: tuple[int, ...]
+    draft_vocab: int
+    proposers: tuple[str, ...] = ()
+
+    @property
+    def fingerprinted(self) -> dict[str, Any]:
+        """What a finished measurement depends on, beside what its method's name says.
+
+        More prompts, methods or repeats may still be added to it.
+        """
+        names = (
+            "target draft coding_apart max_prompt_tokens max_new_tokens temperature batch_size seed threads dtype "
+            "device ngram_size"
+        ).split()
+        settings: dict[str, Any] = {name: getattr(self, name) for name in names}
+        settings["prompts"] = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
+        if self.batch_size > 1:  # which prompts share a batch depends on it
+            settings["per_category"] = self.per_category
+        return settings
+
+    @property
+    def generate_arguments(self) -> dict[str, Any]:
+        """Sampling is pure: what a model's generation config says of top-k, top-p and penalties is switched off."""
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": 1.0}
+        if self.temperature == 0:
+            return arguments | {"do_sample": False}
+        return arguments | {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Everything loaded when it is first asked for: a method without a draft model should not hold one in memory."""
+
+    options: Options
+
+    def __post_init__(self) -> None:
+        if self.options.threads is not None:
+            torch.set_num_threads(self.options.threads)
+
+    @cached_property
+    def target(self) -> PreTrainedModel:
+        return self._load(self.options.target)
+
+    @cached_property
+    def draft(self) -> PreTrainedModel:
+        if self.options.draft is None:
+            raise ValueError("this method needs a draft model: pass --draft")
+        return self._load(self.options.draft)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.options.target)
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        options = self.options
+        chosen = choose(read(options.prompts, options.coding_apart), options.per_category)
+        questions = [encode(question, self.tokenizer, options.max_prompt_tokens) for question in chosen]
+        return cut_into_jobs(questions, options.batch_size)
+
+    @cached_property
+    def warm_up(self) -> Job:
+        return warm_up(self.tokenizer, self.options.batch_size)
+
+    @property
+    def end_tokens(self) -> set[int]:
+        config = self.target.generation_config
+        ends = config.eos_token_id if config is not None else None
+        return {ends} if isinstance(ends, int) else set(ends or ())
+
+    @property
+    def pad_token(self) -> int:
+        """Behind finished rows and before short prompts; its value never shows."""
+        config = self.target.generation_config
+        given = config.pad_token_id if config is not None else None
+        return int(given) if isinstance(given, int) else min(self.end_tokens, default=0)
+
+    def _load(self, path: str) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=self.options.dtype)
+        return model.to(self.options.device).eval()

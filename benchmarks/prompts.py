@@ -1,0 +1,125 @@
+"""Spec-Bench's questions: reading, choosing and encoding them, and `Job`: the prompts of one measured call.
+
+The file is JSONL with `question_id`, `category` and `turns`; the first turn is the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.demo.prompts import Prompt
+
+# Spec-Bench reports MT-bench's eight categories as one of its six groups.
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+MIXED = "mixed"
+WARM_UP = "Name three rivers and, for each of them, a town on its banks."
+
+
+@dataclass(frozen=True)
+class Question:
+    """`group` is the row of the table it counts for."""
+
+    id: str
+    group: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one `generate()` call gets: a prompt (T,) int64 per row."""
+
+    id: str
+    group: str
+    prompts: tuple[Tensor, ...]
+
+
+def read(path: Path, coding_apart: bool = False) -> list[Question]:
+    """All questions, in the file's order.
+
+    Args:
+        coding_apart: count MT-bench's coding questions as a seventh group of their own.
+    """
+    questions = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            category, text = entry["category"], entry["turns"][0]
+            name = str(entry["question_id"])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected Spec-Bench's fields question_id, category and turns, got {error!r}"
+            ) from error
+        apart = coding_apart and category == "coding"
+        questions.append(Question(name, "mt_bench" if category in MT_BENCH and not apart else category, text))
+    if not questions:
+        raise ValueError(f"{path} holds no questions")
+    return questions
+
+
+def choose(questions: Sequence[Question], per_group: int) -> list[Question]:
+    """`per_group` questions of each group, evenly spaced over it, so that MT-bench's categories take turns."""
+    groups: dict[str, list[Question]] = {}
+    for question in questions:
+        groups.setdefault(question.group, []).append(question)
+    chosen = []
+    for members in groups.values():
+        count = min(per_group, len(members))
+        chosen += [members[i * len(members) // count] for i in range(count)]
+    return chosen
+
+
+def encode(question: Question, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> Job:
+    """One question in the tokenizer's chat template, shortened in the middle: instructions stand at either end."""
+    text, ids = question.text, _encode(question.text, tokenizer)
+    while max_tokens is not None and len(ids) > max_tokens:
+        kept = tokenizer(text, add_special_tokens=False)["input_ids"]
+        keep = len(kept) - (len(ids) - max_tokens)
+        if keep < 1:
+            raise ValueError(f"max_prompt_tokens={max_tokens} leaves nothing of question {question.id}")
+        text = tokenizer.decode(kept[: keep - keep // 2]) + tokenizer.decode(kept[len(kept) - keep // 2 :])
+        ids = _encode(text, tokenizer)
+    return Job(question.id, question.group, (ids,))
+
+
+def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
+    """Batches that take from each group in turn, as a server's do; what does not fill a batch is left out."""
+    if batch_size == 1:
+        return list(questions)
+    groups: dict[str, list[Job]] = {}
+    for question in questions:
+        groups.setdefault(question.group, []).append(question)
+    dealt = [q for layer in zip_longest(*groups.values()) for q in layer if q is not None]
+    if len(dealt) < batch_size:
+        raise ValueError(f"{len(dealt)} prompts do not fill a batch of {batch_size}: raise --per-category")
+    batches = [dealt[i : i + batch_size] for i in range(0, len(dealt) - batch_size + 1, batch_size)]
+    return [Job("+".join(q.id for q in batch), MIXED, tuple(q.prompts[0] for q in batch)) for batch in batches]
+
+
+def warm_up(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Job:
+    """A call's worth of a question that is not measured."""
+    return Job("warm-up", MIXED, (_encode(WARM_UP, tokenizer),) * batch_size)
+
+
+def left_padded(prompts: Sequence[Tensor], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` (B, T) of prompts of different lengths."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
+    return Prompt("", text).encode(tokenizer)["input_ids"][0]

@@ -1,0 +1,117 @@
+"""specdec against transformers' assisted generation where models cost next to nothing: what differs is overhead.
+
+    python benchmarks/small_pair.py
+
+A random Llama target of 5M parameters in float32, and a draft made of its first layers. The target's other layers add
+little to the residual stream, so that the draft mostly agrees.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import machine
+import torch
+import typer
+from identity import compare_texts
+from methods import PLAIN, Method, assisted, speculative
+from prompts import Job
+from summary import summarise
+from table import detail_table, table, times
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+from turns import take_turns
+
+from specdec import DraftModelProposer
+
+LAYERS, DRAFT_LAYERS, VOCAB, PROMPT_TOKENS = 6, 1, 4096, 32
+SHARPEN = 4.0  # as initialised, all tokens' logits are nearly the same and the text repeats one token
+
+app = typer.Typer(add_completion=False)
+
+
+def small_pair(disagreement: float = 0.02, seed: int = 0) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """Target and draft.
+
+    Args:
+        disagreement: weight of what the target's further layers write; at 0 the draft is always right.
+    """
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=224,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(seed)
+    target = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for weight in target.parameters():
+            if weight.dim() > 1:
+                weight.mul_(SHARPEN)
+        for layer in target.model.layers[DRAFT_LAYERS:]:
+            layer.self_attn.o_proj.weight.mul_(disagreement)
+            layer.mlp.down_proj.weight.mul_(disagreement)
+    draft = LlamaForCausalLM(LlamaConfig(**config.to_dict() | {"num_hidden_layers": DRAFT_LAYERS})).eval()
+    draft.load_state_dict({name: target.state_dict()[name] for name in draft.state_dict()})
+    return target, draft
+
+
+@app.command(help=__doc__)
+def main(
+    draft_length: Annotated[int, typer.Option(min=1, help="Constant, for both.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    disagreement: Annotated[float, typer.Option(min=0, help="0: all drafts are accepted.")] = 0.02,
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    logging.set_verbosity_error()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    target, draft = small_pair(disagreement)
+    generator = torch.Generator().manual_seed(0)
+    jobs = [
+        Job(str(i), "random", (torch.randint(1, VOCAB, (PROMPT_TOKENS,), generator=generator),)) for i in range(prompts)
+    ]
+    theirs, ours = f"hf-assistant-{draft_length}", f"specdec-draft-{draft_length}"
+    methods = [
+        Method(PLAIN, target.generate),
+        Method(theirs, assisted(target, draft, draft_length)),
+        speculative(ours, target, DraftModelProposer(draft), draft_length),
+    ]
+    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    records = take_turns(methods, target, jobs, arguments, repeats)
+    identities = compare_texts(records, jobs, target) if temperature == 0 else {}
+    plain, assistant, spec = summarise(records, [method.name for method in methods])
+    lines = [
+        ["all of the call", times(assistant.overall), times(spec.overall), times(spec.overall / assistant.overall)],
+        [
+            "decode only",
+            times(assistant.decode),
+            times(spec.decode),
+            times((spec.decode or 0) / (assistant.decode or 1)),
+        ],
+    ]
+    head = ["", f"{theirs} over plain", f"{ours} over plain", "specdec over transformers"]
+    sizes = [sum(p.numel() for p in model.parameters()) / 1e6 for model in (target, draft)]
+    print(
+        f"# A small pair at equal draft length {draft_length}, T = {temperature:g}\n\n{machine.cpu_model()}, "
+        f"{torch.get_num_threads()} threads, float32, random weights: target {sizes[0]:.1f}M parameters, draft "
+        f"{sizes[1]:.1f}M; {max_new_tokens} new tokens, {prompts} prompts, medians of {repeats} repeats.\n\n"
+        f"{table(head, lines)}\n\n{detail_table([plain, assistant, spec], identities)}"
+    )
+    if any(identity.differences for identity in identities.values()):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

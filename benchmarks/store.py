@@ -1,0 +1,106 @@
+"""`Store`: finished measurements on disk, so that a run that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measure import Measurement
+
+from specdec import Report
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measurement and what it is of.
+
+    Attributes:
+        fingerprint: of the settings. session: when the process that took it was started.
+    """
+
+    fingerprint: str
+    session: str
+    method: str
+    job: str
+    group: str
+    repeat: int
+    measurement: Measurement
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.method, self.job, self.repeat
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=list)  # reports hold deques
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        entry = json.loads(line)
+        measurement = entry.pop("measurement")
+        counts, known = measurement.pop("report"), {field.name for field in dataclasses.fields(Report)}
+        report = Report(**{name: count for name, count in counts.items() if name in known}) if counts else None
+        return cls(**entry, measurement=Measurement(**measurement, report=report))
+
+
+class Store:
+    """A folder with `settings.json` and `results.jsonl`, one line per measurement.
+
+    Args:
+        settings: what the measurements depend on; those in the folder must have been taken with the same.
+    """
+
+    def __init__(self, folder: Path, settings: dict[str, Any]):
+        self.folder = folder
+        self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+        self.records: list[Record] = []
+        folder.mkdir(parents=True, exist_ok=True)
+        self._check(settings)
+        self._lines = folder / "results.jsonl"
+        if self._lines.exists():
+            self._read()
+
+    @property
+    def done(self) -> set[tuple[str, str, int]]:
+        return {record.key for record in self.records}
+
+    def append(self, record: Record) -> None:
+        with self._lines.open("a", encoding="utf-8") as file:
+            file.write(record.to_json() + "\n")
+        self.records.append(record)
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        path = self.folder / "settings.json"
+        if not path.exists():
+            path.write_text(json.dumps(settings, indent=2) + "\n")
+            return
+        before = json.loads(path.read_text())
+        changed = [
+            f"{name} was {before.get(name)!r} and is {settings.get(name)!r}"
+            for name in sorted(before.keys() | settings.keys())
+            if before.get(name) != settings.get(name)
+        ]
+        if changed:
+            raise ValueError(
+                f"{self.folder} holds results of other settings ({'; '.join(changed)}): choose another --out"
+            )
+
+    def _read(self) -> None:
+        content = self._lines.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):  # the process was stopped while it wrote the last line
+            self._lines.write_bytes(whole)
+        for number, line in enumerate(whole.decode().splitlines(), start=1):
+            try:
+                record = Record.from_json(line)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self._lines}, line {number} cannot be read ({error}): delete the line") from error
+            if record.fingerprint != self.fingerprint:
+                raise ValueError(
+                    f"{self._lines}, line {number} was measured with other settings ({record.fingerprint}, now "
+                    f"{self.fingerprint}): choose another --out"
+                )
+            self.records.append(record)

@@ -1,0 +1,152 @@
+"""What the measurements come to: speed-ups by Spec-Bench's protocol, and specdec's own figures, pooled.
+
+Spec-Bench: tokens/s of each question, prefill included, averaged over questions; the ratio to plain decoding's average
+is the speed-up. Repeats of a question count as their median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from measure import Measurement
+from methods import PLAIN, TRANSFORMERS
+from store import Record
+
+from specdec import Report
+
+Figure = Callable[[Measurement], float]
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One method's row.
+
+    Attributes:
+        jobs: measured for it and for plain decoding alike.
+        by_group, overall: speed-ups over plain. decode: overall, of the tokens after the first only; None where all
+            calls ended with their first tokens. mean: over the groups.
+        tokens_per_pass: per row and target pass, prefill included.
+        report: specdec's counts over all calls; None for other methods.
+    """
+
+    name: str
+    jobs: int
+    by_group: dict[str, float]
+    overall: float
+    mean: float
+    decode: float | None
+    tokens_per_second: float
+    tokens_per_pass: float
+    time_to_first_token: float
+    time_per_output_token: float
+    report: Report | None
+
+    @property
+    def of_transformers(self) -> bool:
+        return self.name.startswith(TRANSFORMERS)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best that transformers' own assisted generation does: one setting for all groups, and one for each group."""
+
+    single: str
+    single_mean: float
+    per_group: dict[str, str]
+    per_group_mean: float
+
+
+def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSummary]:
+    """A row for each of the methods `names` that has results beside plain's."""
+    by_method = {name: [record for record in records if record.method == name] for name in names}
+    plain_jobs = _jobs(by_method.get(PLAIN, []))
+    rows = []
+    for name, own in by_method.items():
+        common = _jobs(own) & plain_jobs
+        if not common:
+            continue
+        own = [record for record in own if record.job in common]
+        plain = [record for record in by_method[PLAIN] if record.job in common]
+        groups = list(dict.fromkeys(record.group for record in own))
+        by_group = {
+            group: _ratio([r for r in own if r.group == group], [r for r in plain if r.group == group], _speed)
+            for group in groups
+        }
+        at_once = {r.job for r in own + plain if not r.measurement.decode_tokens}
+        decoded, plain_decoded = ([r for r in some if r.job not in at_once] for some in (own, plain))
+        taken = [record.measurement for record in own]
+        rows.append(
+            MethodSummary(
+                name=name,
+                jobs=len(common),
+                by_group=by_group,
+                overall=_ratio(own, plain, _speed),
+                mean=fmean(by_group.values()),
+                decode=_ratio(decoded, plain_decoded, _decode_speed) if decoded else None,
+                tokens_per_second=_average(own, _speed),
+                tokens_per_pass=sum(m.new_tokens / len(m.tokens) for m in taken) / sum(_passes(r) for r in own),
+                time_to_first_token=_average(own, lambda m: m.time_to_first_token),
+                time_per_output_token=_average(own, lambda m: m.seconds * len(m.tokens) / m.new_tokens),
+                report=_pooled(taken),
+            )
+        )
+    return rows
+
+
+def best_of_transformers(rows: Sequence[MethodSummary]) -> Best | None:
+    """None where none was measured. Only settings measured on as many jobs as the best-measured are compared."""
+    theirs = [row for row in rows if row.of_transformers]
+    if not theirs:
+        return None
+    most = max(row.jobs for row in theirs)
+    theirs = [row for row in theirs if row.jobs == most]
+    single = max(theirs, key=lambda row: row.mean)
+    chosen = {group: max(theirs, key=lambda row: row.by_group[group]) for group in single.by_group}
+    return Best(
+        single.name,
+        single.mean,
+        {group: row.name for group, row in chosen.items()},
+        fmean(row.by_group[group] for group, row in chosen.items()),
+    )
+
+
+def _speed(m: Measurement) -> float:
+    return m.new_tokens / m.seconds
+
+
+def _decode_speed(m: Measurement) -> float:
+    return m.decode_tokens / m.decode_seconds
+
+
+def _passes(record: Record) -> float:
+    """Target passes that each row took part in: of single calls, each row had its own."""
+    measurement = record.measurement
+    return measurement.passes / (len(measurement.tokens) if record.method.endswith(":singles") else 1)
+
+
+def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> float:
+    return _average(own, figure) / _average(plain, figure)
+
+
+def _average(records: Sequence[Record], figure: Figure) -> float:
+    """Over jobs, of the median over repeats."""
+    by_job: dict[str, list[float]] = {}
+    for record in records:
+        by_job.setdefault(record.job, []).append(figure(record.measurement))
+    return fmean(median(values) for values in by_job.values())
+
+
+def _jobs(records: Sequence[Record]) -> set[str]:
+    return {record.job for record in records}
+
+
+def _pooled(measurements: Sequence[Measurement]) -> Report | None:
+    reports = [m.report for m in measurements if m.report is not None]
+    if not reports:
+        return None
+    total = Report()
+    for report in reports:
+        total.add(report)
+    return total

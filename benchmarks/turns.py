@@ -1,0 +1,33 @@
+"""Methods taking turns over a few jobs, A B A B, so that the machine's drift hits them alike. Keeps nothing on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from measure import measure
+from methods import Method
+from prompts import Job
+from store import Record
+from transformers import PreTrainedModel
+
+
+def take_turns(
+    methods: Sequence[Method],
+    target: PreTrainedModel,
+    jobs: Sequence[Job],
+    arguments: dict[str, Any],
+    repeats: int,
+    *,
+    pad: int = 0,
+    ends: frozenset[int] | set[int] = frozenset(),
+) -> list[Record]:
+    """Measure every method `repeats` times on every job, after a call each that is not counted."""
+
+    def one(method: Method, job: Job, seed: int) -> Record:
+        taken = measure(method, target, job, arguments, pad=pad, ends=set(ends), seed=seed)
+        return Record("", "", method.name, job.id, job.group, seed, taken)
+
+    for method in methods:
+        one(method, jobs[0], 0)
+    return [one(method, job, repeat) for job in jobs for repeat in range(repeats) for method in methods]

@@ -1,0 +1,337 @@
+"""The benchmarks: their bookkeeping by hand, and a run of each on a tiny random model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from specdec import Report
+from tests.tiny import randomised
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
+
+import compare
+import overhead
+import small_pair
+from identity import compare_texts
+from measure import Measurement
+from methods import PLAIN, Method, assisted, select
+from options import Bench
+from prompts import Job, choose, cut_into_jobs, encode, left_padded, read
+from store import Record, Store
+from summary import best_of_transformers, summarise
+from turns import take_turns
+
+QUESTIONS = [
+    ("81", "writing", "ab ab ab"),
+    ("121", "coding", "def ab ab"),
+    ("161", "translation", "x y x y x y"),
+    ("241", "qa", "who is who"),
+]
+NAMES = (
+    "plain hf-lookup-10 hf-assistant hf-assistant-2 hf-assistant-4 specdec-ngram specdec-ngram-10 specdec-draft "
+    "specdec-draft-2 specdec-draft-4 specdec-draft-vocab100"
+).split()
+COUNT = len(QUESTIONS) * len(NAMES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocab = {character: i for i, character in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"])}
+    inner = Tokenizer(models.BPE(vocab, merges=[("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Target, and a draft that is the target with noise on its weights."""
+    made = []
+    for noise in (0.0, 0.05):
+        config = LlamaConfig(
+            vocab_size=257,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = randomised(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.add_(noise * weight.std() * torch.randn_like(weight))
+        made.append(model)
+    return made
+
+
+@pytest.fixture(scope="module")
+def files(pair, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("benchmarks")
+    for name, model in zip(("target", "draft"), pair, strict=True):
+        model.save_pretrained(folder / name)
+    tokenizer.save_pretrained(folder / "target")
+    lines = [json.dumps({"question_id": int(i), "category": c, "turns": [text]}) for i, c, text in QUESTIONS]
+    (folder / "questions.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def run(files, out, *arguments):
+    command = f"--target {files}/target --draft {files}/draft --prompts {files}/questions.jsonl --out {out} --threads 1"
+    command += " --max-new-tokens 6 --repeats 1 --draft-vocab 100"
+    return CliRunner().invoke(compare.app, [*command.split(), *arguments])
+
+
+@pytest.fixture(scope="module")
+def finished(files):
+    out = files / "out"
+    result = run(files, out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """The finished results, to be tampered with."""
+    for file in finished.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def first_cells(text):
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+
+
+def lines_of(out):
+    return (out / "results.jsonl").read_text().splitlines()
+
+
+class TestCompare:
+    def test_measures_every_method_on_every_prompt(self, finished):
+        keys = [(r["method"], r["job"], r["repeat"]) for r in map(json.loads, lines_of(finished))]
+        assert sorted(keys) == sorted((name, question[0], 0) for name in NAMES for question in QUESTIONS)
+        assert [method for method, _, _ in keys[: len(NAMES)]] == NAMES  # taking turns on each prompt
+
+    def test_tables_have_a_row_per_method_and_a_column_per_group(self, finished):
+        text = (finished / "results.md").read_text()
+        cells = first_cells(text)
+        assert cells.count("plain") == 2
+        assert all(cells.count(name) == (3 if name.startswith("specdec") else 2) for name in NAMES[1:])
+        assert "| all questions | mean of groups | mt_bench" in text
+        assert "Best of transformers' assisted settings" in text
+
+    def test_json_says_what_was_measured_and_on_what(self, finished):
+        content = json.loads((finished / "results.json").read_text())
+        assert [row["name"] for row in content["methods"]] == NAMES
+        assert {"cpu", "torch", "transformers", "specdec", "threads", "dtype"} <= content["machine"].keys()
+        draft = content["methods"][NAMES.index("specdec-draft-4")]
+        assert draft["report"]["num_draft_tokens"] > 0
+        assert draft["tokens_per_pass"] > 1
+        assert all(
+            identity["compared"] == 4 and not identity["differences"] for identity in content["identity"].values()
+        )
+
+    def test_a_finished_run_measures_nothing_again(self, files, copied):
+        before = lines_of(copied)
+        result = run(files, copied)
+        assert result.exit_code == 0, result.output
+        assert f"{COUNT} measurements, {COUNT} of them finished" in result.output
+        assert lines_of(copied) == before
+
+    def test_goes_on_behind_a_half_written_line(self, files, copied):
+        before = lines_of(copied)
+        (copied / "results.jsonl").write_text("\n".join(before[:-2]) + "\n" + before[-2][:50])
+        result = run(files, copied)
+        assert result.exit_code == 0, result.output
+        after = lines_of(copied)
+        assert after[:-2] == before[:-2]
+        assert [json.loads(line)["method"] for line in after[-2:]] == NAMES[-2:]
+        assert "2 sessions" in result.output
+
+    @pytest.mark.parametrize("argument", ["--temperature", "--max-new-tokens", "--seed"])
+    def test_refuses_results_of_other_settings(self, files, finished, argument):
+        result = run(files, finished, argument, "1")
+        assert result.exit_code == 2
+        assert f"{argument.lstrip('-').replace('-', '_')} was" in result.output
+
+    def test_a_differing_text_in_float32_is_an_error(self, files, copied):
+        lines = [json.loads(line) for line in lines_of(copied)]
+        lines[-1]["measurement"]["tokens"][0][3] = 256 - lines[-1]["measurement"]["tokens"][0][3]
+        (copied / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = run(files, copied)
+        assert result.exit_code == 1
+        assert "3 of 4" in result.output
+
+    def test_names_the_methods_when_one_is_unknown(self, files, tmp_path):
+        result = run(files, tmp_path, "--methods", "eagle")
+        assert result.exit_code == 2
+        assert "specdec-draft-2" in result.output
+
+    def test_batches_run_without_transformers_assistants_but_with_single_calls(self, files, tmp_path):
+        result = run(files, tmp_path, "--batch-size", "3", "--temperature", "1", "--methods", "plain*,specdec-ngram")
+        assert result.exit_code == 0, result.output
+        records = [json.loads(line) for line in lines_of(tmp_path)]
+        assert [r["method"] for r in records] == ["plain", "plain:singles", "specdec-ngram"]
+        assert all(len(r["measurement"]["tokens"]) == 3 for r in records)
+        assert [r["measurement"]["passes"] for r in records[:2]] == [6, 18]
+
+    def test_pass_costs(self, files, tmp_path):
+        result = run(files, tmp_path, "--pass-costs")
+        assert result.exit_code == 0, result.output
+        assert list(json.loads((tmp_path / "pass_costs.json").read_text())["seconds"]["target"])[-1] == "32"
+
+    @pytest.mark.slow
+    def test_memory_of_fresh_processes(self, files, tmp_path):
+        result = run(files, tmp_path, "--memory", "--methods", "plain,specdec-ngram")
+        assert result.exit_code == 0, result.output
+        assert first_cells(result.output)[2:] == ["plain", "specdec-ngram"]
+
+
+def record(method, job="q", group="g", seconds=1.0, tokens=((1, 2, 3, 4),), repeat=0):
+    counts = {"time_to_first_token": 0.1, "decode_seconds": 0.9 * seconds, "decode_tokens": 3, "passes": 4}
+    tokens = [list(row) for row in tokens]
+    return Record("f", "s", method, job, group, repeat, Measurement(tokens=tokens, seconds=seconds, **counts))
+
+
+class TestSummary:
+    def test_speed_up_is_the_ratio_of_mean_tokens_per_second(self):
+        times = [("plain", "a", 1.0), ("plain", "b", 4.0), ("x", "a", 0.5), ("x", "b", 4.0)]
+        rows = summarise([record(method, job, job, seconds) for method, job, seconds in times], ["plain", "x"])
+        assert rows[1].by_group == {"a": 2.0, "b": 1.0}
+        assert rows[1].overall == pytest.approx((8 + 1) / (4 + 1))
+        assert rows[1].mean == 1.5
+
+    def test_repeats_count_as_their_median(self):
+        records = [record("plain", seconds=1.0, repeat=i) for i in range(3)]
+        records += [record("x", seconds=seconds, repeat=i) for i, seconds in enumerate((9.0, 0.5, 0.1))]
+        assert summarise(records, ["plain", "x"])[1].overall == 2
+
+    def test_only_prompts_that_plain_was_measured_on_count(self):
+        records = [record("plain", "a"), record("x", "a", seconds=0.5), record("x", "b", seconds=0.001)]
+        assert summarise(records, ["plain", "x"])[1].overall == 2
+
+    def test_best_of_transformers_is_one_setting_or_one_per_group(self):
+        speeds = {"plain": (1, 1), "hf-a": (2, 1), "hf-b": (1, 1.5), "specdec-c": (9, 9)}
+        records = [record(n, str(i), str(i), 1 / s) for n, pair in speeds.items() for i, s in enumerate(pair)]
+        best = best_of_transformers(summarise(records, list(speeds)))
+        assert (best.single, best.single_mean) == ("hf-a", pytest.approx(1.5))
+        assert best.per_group == {"0": "hf-a", "1": "hf-b"}
+        assert best.per_group_mean == pytest.approx(1.75)
+
+    def test_a_record_survives_the_file(self, tmp_path):
+        report = Report()
+        report.record_round([3], [3], [2], 0.5)
+        measurement = Measurement([[1]], 1.0, 0.1, 0.9, 0, 1, report)
+        store = Store(tmp_path, {"a": 1})
+        store.append(Record(store.fingerprint, "s", "m", "j", "g", 0, measurement))
+        [again] = Store(tmp_path, {"a": 1}).records
+        assert again.measurement.report.mean_acceptance_length == 3
+        assert again.measurement.report.time_per_output_token == report.time_per_output_token
+
+
+class TestIdentity:
+    def test_says_where_texts_part_and_how_close_it_was(self, pair):
+        target, prompt = pair[0], torch.tensor([5, 6, 7])
+        text = target.generate(prompt[None], max_new_tokens=5, do_sample=False)[0, 3:].tolist()
+        logits = target(torch.cat([prompt, torch.tensor(text[:2])])[None]).logits[0, -1]
+        first, second = logits.topk(2).values.tolist()
+        changed = [*text[:2], int(logits.topk(2).indices[1]), *text[3:]]
+        records = [record(PLAIN, tokens=[text]), record("same", tokens=[text]), record("other", tokens=[changed])]
+        found = compare_texts(records, [Job("q", "g", (prompt,))], target)
+        assert str(found["same"]) == "1 of 1"
+        [difference] = found["other"].differences
+        assert difference.divergence.index == 2
+        assert difference.divergence.gap == pytest.approx(first - second, abs=1e-4)
+        assert str(found["other"]).startswith("0 of 1; ")
+
+
+class TestPrompts:
+    def test_groups_are_spec_benchs(self, files):
+        path = files / "questions.jsonl"
+        assert [q.group for q in read(path)] == ["mt_bench", "mt_bench", "translation", "qa"]
+        assert [q.group for q in read(path, coding_apart=True)] == ["mt_bench", "coding", "translation", "qa"]
+        assert [q.id for q in choose(read(path), 1)] == ["81", "161", "241"]
+
+    def test_a_line_that_is_no_question_is_named(self, tmp_path):
+        (tmp_path / "q.jsonl").write_text('{"prompt": "hello"}\n')
+        with pytest.raises(ValueError, match="line 1: expected .*question_id"):
+            read(tmp_path / "q.jsonl")
+
+    def test_long_prompts_lose_their_middle(self, files, tokenizer):
+        question = read(files / "questions.jsonl")[2]
+        [ids] = encode(question, tokenizer, max_tokens=4).prompts
+        assert tokenizer.decode(ids) == "x  y"
+
+    def test_batches_take_from_each_group_in_turn(self):
+        questions = [Job(name, name[0], (torch.tensor([1]),)) for name in ("a1", "a2", "a3", "b1", "b2")]
+        assert [job.id for job in cut_into_jobs(questions, 2)] == ["a1+b1", "a2+b2"]
+        padded = left_padded([torch.tensor([1]), torch.tensor([2, 3])], 9, torch.device("cpu"))
+        assert padded["input_ids"].tolist() == [[9, 1], [2, 3]]
+        assert padded["attention_mask"].tolist() == [[0, 1], [1, 1]]
+
+
+class TestMethods:
+    def test_plain_is_always_among_them(self):
+        assert select(["plain", "hf-a", "specdec-b"], ["spec*"]) == ["plain", "specdec-b"]
+
+    def test_single_calls_of_transformers_are_on_demand(self):
+        names = ["plain", "plain:singles", "hf-a:singles", "specdec-b"]
+        assert select(names, []) == ["plain", "plain:singles", "specdec-b"]
+        assert select(names, ["hf-*"]) == ["plain", "hf-a:singles"]
+
+    def test_assistant_drafts_the_constant_number(self, pair):
+        """What `num_assistant_tokens` given to `generate()` would not do."""
+        target, draft = pair
+        before, passes = draft.generation_config, []
+        hook = draft.register_forward_pre_hook(lambda *_: passes.append(1))
+        try:
+            job = Job("q", "g", (torch.tensor([5, 6, 7, 5, 6]),))
+            arguments = {"max_new_tokens": 40, "do_sample": False}
+            records = take_turns([Method("m", assisted(target, draft, 3))], target, [job], arguments, 1)
+        finally:
+            hook.remove()
+        rounds = 2 * records[0].measurement.passes  # the warm-up call was the same
+        assert 3 * rounds - 2 * 4 <= len(passes) <= 3 * rounds  # the last rounds have room for fewer
+        assert draft.generation_config is before
+
+
+def test_small_pair_agrees_without_disagreement():
+    target, draft = small_pair.small_pair(disagreement=0.0)
+    tokens = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        assert torch.equal(target(tokens).logits.argmax(-1), draft(tokens).logits.argmax(-1))
+    assert 4e6 < sum(weight.numel() for weight in target.parameters()) < 6e6
+
+
+def test_small_pair_runs():
+    result = CliRunner().invoke(small_pair.app, "--prompts 1 --repeats 1 --max-new-tokens 12 --threads 1".split())
+    assert result.exit_code == 0, result.output
+    assert "specdec over transformers" in result.output
+
+
+def test_overhead_runs(files, tmp_path):
+    command = f"--target {files}/target --max-new-tokens 6 --repeats 1 --out {tmp_path}/o.md --threads 1"
+    result = CliRunner().invoke(overhead.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "o.md").read_text().strip() == result.output.strip()
+    assert first_cells(result.output)[2:4] == ["plain", "specdec, draft length 0"]
+
+
+def test_a_bench_without_a_draft_says_so(files):
+    options = type("O", (), {"draft": None, "threads": None})()
+    with pytest.raises(ValueError, match="--draft"):
+        _ = Bench(options).draft

@@ -1,0 +1,304 @@
+"""The demo on a tiny random model, through the real code path."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from specdec import SpeculativeGenerator
+from specdec.demo import __main__ as command
+from specdec.demo import room, weights
+from specdec.demo.comparison import PLAIN, Run, Speed
+from specdec.demo.divergence import Divergence, diverge, first_difference
+from specdec.demo.loading import DTYPES, best_device, best_dtype, load, locate, number_format
+from specdec.demo.prompts import LIGHTHOUSE, PROMPTS, Prompt
+from specdec.demo.show import Show
+from specdec.demo.streamer import ColourStreamer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Bytes, and one merge: every character that is not ASCII takes several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {character: index for index, character in enumerate([*alphabet, "ab", "<end>"])}
+    inner = Tokenizer(models.BPE(vocab, merges=[("a", "b")]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>", pad_token="<end>")
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=258,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        eos_token_id=257,
+        pad_token_id=257,
+        bos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def screen(colours=False):
+    system = "standard" if colours else None
+    console = Console(file=io.StringIO(), width=120, force_terminal=colours, color_system=system, highlight=False)
+    return console, lambda: console.file.getvalue()
+
+
+def stream(tokenizer, tokens, accepted=None, colours=False):
+    console, text = screen(colours)
+    streamer = ColourStreamer(tokenizer, console)
+    streamer.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    for index, token in enumerate(tokens):
+        if accepted is not None:
+            streamer.on_accept(accepted[index])
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    return text(), streamer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("plain words\n  and lines", id="ascii"),
+        pytest.param("Überraschung, naïve", id="two bytes"),
+        pytest.param("漢字 and 🙂🙃", id="three and four bytes"),
+        pytest.param("[bold]not markup[/bold] :smile:", id="markup"),
+        pytest.param("", id="nothing"),
+    ],
+)
+def test_the_streamed_text_is_the_decoded_text(tokenizer, text):
+    assert stream(tokenizer, tokenizer(text).input_ids)[0] == text + "\n"
+
+
+def test_the_streamer_hides_the_prompt_and_special_tokens_and_times_each_token(tokenizer):
+    tokens = [*tokenizer("xyz").input_ids, tokenizer.eos_token_id]
+    text, streamer = stream(tokenizer, tokens)
+    assert text == "xyz\n"
+    assert len(streamer.times) == 4
+    assert streamer.times == sorted(streamer.times)
+
+
+def test_an_unfinished_character_is_shown_at_the_end(tokenizer):
+    assert stream(tokenizer, tokenizer("x🙂").input_ids[:-1])[0] == "x\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "accepted", "expected"),
+    [
+        pytest.param("xyz", [False, True, False], "x\x1b[32my\x1b[0mz\n", id="one of three"),
+        pytest.param("xy", None, "xy\n", id="plain generate says nothing"),
+        pytest.param("é", [True, True], "\x1b[32mé\x1b[0m\n", id="both bytes of a character"),
+        pytest.param("é", [True, False], "é\n", id="one byte of a character"),
+    ],
+)
+def test_accepted_tokens_are_coloured(tokenizer, text, accepted, expected):
+    assert stream(tokenizer, tokenizer(text).input_ids, accepted, colours=True)[0] == expected
+
+
+def test_specdec_tells_the_streamer_of_accepted_tokens(model, tokenizer):
+    spec = SpeculativeGenerator(model, model)  # its own draft: every draft is right
+    inputs = tokenizer("hello", return_tensors="pt")
+    console, text = screen(colours=True)
+    streamer = ColourStreamer(tokenizer, console)
+    output = spec.generate(**inputs, max_new_tokens=24, do_sample=False, streamer=streamer)
+    assert len(streamer.times) == output.shape[1] - inputs.input_ids.shape[1]
+    assert "\x1b[32m" in text()
+
+
+@pytest.mark.parametrize(
+    ("plain", "speculative", "expected"),
+    [
+        pytest.param([1, 2, 3], [1, 2, 3], None, id="same"),
+        pytest.param([1, 2, 3], [1, 4, 3], 1, id="second differs"),
+        pytest.param([1, 2], [1, 2, 3], 2, id="one is longer"),
+        pytest.param([], [], None, id="both empty"),
+    ],
+)
+def test_first_difference(plain, speculative, expected):
+    assert first_difference(plain, speculative) == expected
+
+
+def test_divergence_measures_the_gap_where_texts_part(model, tokenizer):
+    prompt = tokenizer("hello", return_tensors="pt").input_ids
+    assert diverge(model, prompt, [5, 6], [5, 6]) is None
+    difference = diverge(model, prompt, [5, 6, 7], [5, 8, 7])
+    logits = model(torch.cat([prompt, torch.tensor([[5]])], dim=1)).logits[0, -1]
+    best = logits.topk(2).values
+    assert (difference.index, difference.plain, difference.speculative) == (1, 6, 8)
+    assert difference.top == pytest.approx(best[0].item(), rel=1e-5)
+    assert difference.gap == pytest.approx((best[0] - best[1]).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("gap", "near", "words"),
+    [
+        pytest.param(0.125, True, "in bfloat16 a pass over several tokens rounds differently", id="near tie"),
+        pytest.param(3.0, False, "more than rounding in bfloat16 explains. Please report this", id="no tie"),
+    ],
+)
+def test_divergence_explains_itself_in_one_line(tokenizer, gap, near, words):
+    plain, other = tokenizer("xy").input_ids
+    difference = Divergence(index=4, plain=plain, speculative=other, top=20.0, gap=gap)
+    line = difference.explain(tokenizer, torch.bfloat16)
+    assert difference.near_tie(torch.bfloat16) == near
+    assert not difference.near_tie(torch.float32)
+    assert line.startswith("texts part at token 5 ('x' or 'y')")
+    assert words in line
+    assert "\n" not in line
+    assert "the end" in Divergence(4, None, other, 20.0, gap).explain(tokenizer, torch.bfloat16)
+
+
+def test_speed_pools_runs():
+    one = Run("ngram", "a", tokens=[1, 2, 3], seconds=4.0, times=[1.0, 2.0, 3.0])
+    two = Run("ngram", "b", tokens=[1], seconds=2.0, times=[2.0])
+    assert Speed.of([one, two]) == Speed(time_to_first_token=1.5, time_per_token=1.5, time_per_output_token=1.0)
+
+
+def test_prompts_are_three_kinds_and_fit_any_tokenizer(tokenizer):
+    assert [prompt.name for prompt in PROMPTS] == ["code", "explain", "rewrite"]
+    assert 120 <= len(LIGHTHOUSE.split()) <= 180
+    assert tokenizer.decode(PROMPTS[1].encode(tokenizer)["input_ids"][0]) == PROMPTS[1].text
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
+    try:
+        assert tokenizer.decode(Prompt("x", "hi").encode(tokenizer)["input_ids"][0]) == "<user>hi:"
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_show_compares_every_method_on_every_prompt(model, tokenizer):
+    console, text = screen()
+    generators = {"ngram": SpeculativeGenerator(model, "ngram"), "draft": SpeculativeGenerator(model, model)}
+    prompts = (Prompt("one", "hello hello hello"), Prompt("two", "ab ab ab"))
+    runs = Show(model, tokenizer, generators, console, max_new_tokens=16).run(prompts)
+    assert [(run.prompt, run.method) for run in runs] == [
+        (prompt, method) for prompt in ("one", "two") for method in (PLAIN, "ngram", "draft")
+    ]
+    for first in (0, 3):  # float32: the same tokens
+        assert runs[first].tokens == runs[first + 1].tokens == runs[first + 2].tokens
+    table = [line.split() for line in text().splitlines()]
+    pooled = next(index for index, words in enumerate(table) if words[:2] == ["all", PLAIN])
+    assert [words[:2] for words in table[pooled + 1 : pooled + 3]] == [["ngram", "yes"], ["draft", "yes"]]
+    assert "please report" not in text().lower()
+
+
+def test_a_difference_is_shown_and_explained(model, tokenizer):
+    show = Show(model, tokenizer, {}, screen()[0], max_new_tokens=8)
+    prompt = Prompt("one", "hello")
+    plain = Run(PLAIN, "one", [5, 6], 1.0, [0.5, 1.0])
+    other = Run("ngram", "one", [5, 7], 1.0, [0.5, 1.0])
+    (line,) = show._differences(prompt, [plain, other])
+    assert line.startswith("one, ngram: texts part at token 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        pytest.param(("", "", False), (weights.TARGET, [f"draft:{weights.DRAFT}", "ngram"]), id="default"),
+        pytest.param(("", "", True), (weights.DRAFT, ["ngram"]), id="small"),
+        pytest.param(("some/model", "", False), ("some/model", ["ngram"]), id="another target"),
+        pytest.param(("", "ngram", False), (weights.TARGET, ["ngram"]), id="one proposer"),
+        pytest.param(("some/model", "eagle3:x", False), ("some/model", ["eagle3:x"]), id="both"),
+    ],
+)
+def test_choose(options, expected):
+    assert command.choose(*options) == expected
+
+
+def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
+    assert command.own_weights(weights.TARGET, f"draft:{weights.DRAFT}", "ngram") == [weights.TARGET, weights.DRAFT]
+    assert command.own_weights("some/model", "draft:other/model") == []
+    monkeypatch.setattr(weights, "fetch", lambda name, cache_dir: tmp_path / name)
+    assert locate(weights.DRAFT) == str(tmp_path / weights.DRAFT)
+    assert locate("some/model") == "some/model"
+
+
+def test_number_format_follows_the_hardware(monkeypatch):
+    assert best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    monkeypatch.setattr("specdec.demo.loading.cpu_has_bfloat16", lambda: False)
+    assert best_dtype(torch.device("cpu")) == torch.float32
+    assert number_format("float16", best_device()) == DTYPES["float16"]
+    with pytest.raises(ValueError, match="dtype is 'int3' where one of auto, bfloat16, .* was expected"):
+        number_format("int3", best_device())
+
+
+def test_load_gives_the_asked_number_format(folder):
+    loaded, tokenizer = load(folder, "float32")
+    assert loaded.dtype == torch.float32
+    assert not loaded.training
+    assert tokenizer("ab").input_ids == [256]
+
+
+def test_the_command_runs_on_any_folder(folder):
+    arguments = ["--target", folder, "--proposer", f"draft:{folder}", "--max-new-tokens", "8", "--dtype", "float32"]
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "float32 on" in result.output
+    assert "Plain and speculative decoding" in result.output
+
+
+def test_the_command_says_what_is_missing_before_it_downloads(monkeypatch, tmp_path):
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(room, "free_disk", lambda folder: 10**9)
+    monkeypatch.setattr(weights, "fetch", lambda *arguments: pytest.fail("a download was begun"))
+    result = CliRunner().invoke(command.app, [])
+    assert result.exit_code == 1
+    assert "missing" in result.output
+    assert "make demo SMALL=1" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(["--proposer", "nonsense"], "nonsense", id="proposer"),
+        pytest.param(["--dtype", "int3"], "int3", id="dtype"),
+    ],
+)
+def test_the_command_names_a_wrong_option(folder, arguments, words):
+    result = CliRunner().invoke(command.app, ["--target", folder, *arguments])
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+@pytest.mark.slow
+def test_the_demo_as_a_program(folder):
+    arguments = ["--target", folder, "--max-new-tokens", "8", "--dtype", "float32"]
+    result = subprocess.run(
+        [sys.executable, "-m", "specdec.demo", *arguments], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "ngram" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_small_model_writes_the_same_text():
+    path = weights.cached(weights.DRAFT)
+    if path is None:
+        pytest.skip(f"needs `python -m specdec.demo.weights {weights.DRAFT}`")
+    loaded, tokenizer = load(str(path), "float32")
+    spec = SpeculativeGenerator(loaded, "ngram")
+    inputs = PROMPTS[2].encode(tokenizer)
+    arguments = {**inputs, "max_new_tokens": 24, "do_sample": False}
+    assert torch.equal(loaded.generate(**arguments), spec.generate(**arguments))
+    assert spec.last_report.num_accepted_tokens > 0

@@ -1,0 +1,29 @@
+"""Every causal-LM family of the installed transformers; `python -m tests.families` makes the table of it."""
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests import families
+
+# Left padding changes the model's own plain output of a row, ours is what the row gets alone.
+OWN_BATCHES_DIFFER = {"git"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def test_family_writes_what_plain_decoding_writes(name):
+    row = families.try_family(name)
+    if row.result == families.NOT_RUN:
+        pytest.skip(row.why)
+    if "fails" in row.result and families.SAME not in row.result:
+        pytest.skip(f"{row.result}: {row.why}")
+    if name in OWN_BATCHES_DIFFER:
+        assert "equals plain row by row" in row.result
+    else:
+        assert row.result == families.SAME
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "roberta", "bloom", "mamba", "deepseek_v3"])
+def test_some_families(name):
+    """A family of each kind, quickly."""
+    test_family_writes_what_plain_decoding_writes(name)

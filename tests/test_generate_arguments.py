@@ -1,0 +1,470 @@
+"""Every argument of `generate()`: the same sequences, side outputs, streams and errors as plain `generate()`."""
+
+import threading
+
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    pipeline,
+)
+from transformers.generation import StoppingCriteria
+
+from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, Unsupported
+from tests import tiny
+from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
+
+NEW = 20
+LETTERS = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # token 0 pads
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """One letter a token."""
+    made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS + "-")}, unk_token="_"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="_", padding_side="left")
+
+
+@pytest.fixture(params=["ngram", "tree"])
+def spec(request, llama):
+    """A proposer with some hits, and one whose trees are mostly right."""
+    proposer = NgramProposer() if request.param == "ngram" else DraftModelProposer(llama, branching=(3, 2, 1))
+    return SpeculativeGenerator(llama, proposer, draft_length=4)
+
+
+@pytest.fixture(params=[(9,), (9, 1, 5)], ids=["single", "ragged"])
+def inputs(request):
+    return tiny.prompts(*request.param)
+
+
+@pytest.fixture
+def ends(llama, inputs):
+    """End tokens that stop the rows of `inputs` at different steps."""
+    output = llama.generate(**inputs, do_sample=False, max_new_tokens=NEW)
+    width = inputs["input_ids"].shape[1]
+    return sorted({int(row[width + step]) for row, step in zip(output, (6, 14, 10), strict=False)})
+
+
+def same(spec, arguments, speculated=True):
+    """Run both with fresh `arguments()` and compare all that comes back; returns what specdec returned."""
+    plain, mine = {"do_sample": False} | arguments(), {"do_sample": False} | arguments()
+    for kwargs in (plain, mine):
+        if "max_length" not in kwargs and "generation_config" not in kwargs:
+            kwargs.setdefault("max_new_tokens", NEW)
+    before = spec.report.num_plain_calls
+    expected = spec.model.generate(**plain)
+    ours = spec.generate(**mine)
+    assert not difference(expected, ours, plain.get("streamer"), mine.get("streamer"), mine)
+    assert spec.report.num_plain_calls - before == (0 if speculated else 1)
+    return ours
+
+
+class ScoresAbove(StoppingCriteria):
+    """Looks at the scores it is given: one entry per step, that step's rows."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert scores is not None
+        assert len(scores[-1]) == len(input_ids)
+        assert scores[-1].gather(1, input_ids[:, -1:]).shape == (len(input_ids), 1)
+        return torch.full((len(input_ids),), len(scores) >= 7)
+
+
+def some_tokens(row, text):
+    return [token for token in range(tiny.VOCAB) if (token + row + len(text)) % 3]
+
+
+# Arguments as a function of the end tokens: whatever keeps a state is made anew for each call.
+ARGUMENTS = {
+    "nothing": lambda ends: {},
+    "eos_token_id": lambda ends: {"eos_token_id": ends[0]},
+    "eos_token_id list": lambda ends: {"eos_token_id": ends},
+    "min_new_tokens": lambda ends: {"eos_token_id": ends, "min_new_tokens": 8},
+    "min_length": lambda ends: {"eos_token_id": ends, "min_length": 17},
+    "max_length": lambda ends: {"max_length": 21},
+    "max_length and eos": lambda ends: {"max_length": 21, "eos_token_id": ends},
+    "max_time": lambda ends: {"max_time": 1e6},
+    "max_time, no time": lambda ends: {"max_time": 0.0},
+    "pad_token_id": lambda ends: {"pad_token_id": 33, "eos_token_id": ends},
+    "repetition_penalty": lambda ends: {"repetition_penalty": 1.3},
+    "no_repeat_ngram_size": lambda ends: {"no_repeat_ngram_size": 2},
+    "bad_words_ids": lambda ends: {"bad_words_ids": [[5], [7, 9], [ends[0]]]},
+    "sequence_bias": lambda ends: {"sequence_bias": [[[5], 4.0], [[ends[0]], -5.0]]},
+    "suppress_tokens": lambda ends: {"suppress_tokens": [*ends, 3]},
+    "prefix_allowed_tokens_fn": lambda ends: {"prefix_allowed_tokens_fn": some_tokens},
+    "logits_processor": lambda ends: {"logits_processor": LogitsProcessorList([NoTokenTwice()])},
+    "criterion per row": lambda ends: {
+        "stopping_criteria": StoppingCriteriaList([EndsAfter(ends[0], 9)]),
+        "eos_token_id": ends[-1],
+    },
+    "criterion per row, no eos": lambda ends: {"stopping_criteria": StoppingCriteriaList([EndsAfter(ends[0], 9)])},
+    "criterion on all rows": lambda ends: {"stopping_criteria": StoppingCriteriaList([AllTogether()])},
+    "criterion on scores": lambda ends: {
+        "stopping_criteria": StoppingCriteriaList([ScoresAbove()]),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    },
+    "streamer": lambda ends: {"streamer": Recorder()},
+    "streamer and eos": lambda ends: {"streamer": Recorder(), "eos_token_id": ends},
+    "return_dict": lambda ends: {"return_dict_in_generate": True, "eos_token_id": ends},
+    "output_scores": lambda ends: {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": ends},
+    "output_logits": lambda ends: {"return_dict_in_generate": True, "output_logits": True, "eos_token_id": ends},
+    "output_hidden_states": lambda ends: {
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+        "eos_token_id": ends,
+    },
+    "all outputs, processed": lambda ends: {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "output_hidden_states": True,
+        "repetition_penalty": 1.3,
+        "eos_token_id": ends,
+        "streamer": Recorder(),
+    },
+    "outputs without return_dict": lambda ends: {"output_scores": True},
+    "generation_config": lambda ends: {"generation_config": GenerationConfig(max_new_tokens=12, pad_token_id=0)},
+    "generation_config, overridden": lambda ends: {
+        "generation_config": GenerationConfig(max_new_tokens=12, pad_token_id=0, repetition_penalty=1.2),
+        "max_new_tokens": 9,
+        "eos_token_id": ends,
+    },
+    "prefill_chunk_size": lambda ends: {"prefill_chunk_size": 4},
+    "prefill_chunk_size of one": lambda ends: {"prefill_chunk_size": 1},
+    "cache_implementation static": lambda ends: {"cache_implementation": "static"},
+    "num_return_sequences of one": lambda ends: {"num_return_sequences": 1},
+    "synced_gpus": lambda ends: {"synced_gpus": False},
+}
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_argument(spec, inputs, ends, argument):
+    same(spec, lambda: {**inputs, **ARGUMENTS[argument](ends)})
+
+
+# Input in other forms
+
+
+def test_positional_inputs(spec, single):
+    expected = spec.model.generate(single["input_ids"], max_new_tokens=NEW, do_sample=False)
+    assert spec.generate(single["input_ids"], max_new_tokens=NEW, do_sample=False).tolist() == expected.tolist()
+    config = GenerationConfig(max_new_tokens=5)
+    assert spec.generate(single["input_ids"], config).tolist() == expected[:, : 9 + 5].tolist()
+
+
+def test_padding_is_found_without_a_mask(spec, ragged):
+    same(spec, lambda: {"input_ids": ragged["input_ids"]})
+
+
+def test_inputs_embeds(spec, inputs, ends):
+    embeds = spec.model.get_input_embeddings()(inputs["input_ids"]).detach()
+    mask = {"attention_mask": inputs["attention_mask"], "eos_token_id": ends}
+    same(spec, lambda: {"inputs_embeds": embeds, **mask})
+    same(spec, lambda: {"inputs_embeds": embeds, "input_ids": inputs["input_ids"], **mask})
+
+
+def test_position_ids(spec, inputs):
+    own = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    same(spec, lambda: {**inputs, "position_ids": own})
+
+
+def test_generation_config_of_the_model(llama, inputs, ends):
+    spec = SpeculativeGenerator(llama, "ngram", draft_length=4)
+    before = llama.generation_config
+    llama.generation_config = GenerationConfig(pad_token_id=0, eos_token_id=ends, max_new_tokens=15, min_new_tokens=3)
+    try:
+        expected = llama.generate(**inputs)
+        assert spec.generate(**inputs).tolist() == expected.tolist()
+    finally:
+        llama.generation_config = before
+
+
+# Output in other forms
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_the_returned_cache_continues_the_text(models, inputs, name):
+    model = models(name)
+    spec = SpeculativeGenerator(model, DraftModelProposer(model, branching=(3, 2)), draft_length=4)
+    arguments = {"max_new_tokens": NEW, "do_sample": False}
+    results = []
+    for generate in (model.generate, spec.generate):
+        first = generate(**inputs, **arguments, return_dict_in_generate=True)
+        more = torch.ones(len(first.sequences), 2, dtype=torch.long)
+        text = torch.cat([first.sequences, more], 1)
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], 1)
+        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
+        results.append(
+            model.generate(text, attention_mask=mask, past_key_values=first.past_key_values, **arguments).tolist()
+        )
+    assert results[0] == results[1]
+
+
+def test_text_iterator_streamer_in_a_thread(spec, single, tokenizer):
+    texts = []
+    for generate in (spec.model.generate, spec.generate):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
+        kwargs = {**single, "streamer": streamer, "max_new_tokens": NEW, "do_sample": False}
+        thread = threading.Thread(target=generate, kwargs=kwargs)
+        thread.start()
+        texts.append("".join(streamer))
+        thread.join()
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == NEW
+
+
+def test_sampling_several_sequences(spec, inputs):
+    rows = len(inputs["input_ids"])
+    output = spec.generate(**inputs, do_sample=True, num_return_sequences=3, max_new_tokens=7, top_k=10)
+    assert output.shape == (3 * rows, inputs["input_ids"].shape[1] + 7)
+    assert len({tuple(row.tolist()) for row in output}) > rows
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        spec.generate(**inputs, do_sample=False, num_return_sequences=3)
+
+
+# Stop strings
+
+
+@pytest.fixture
+def stop(llama, inputs, tokenizer):
+    """Three letters in a row of what the first row writes."""
+    written = tokenizer.decode(llama.generate(**inputs, do_sample=False, max_new_tokens=NEW)[0, -NEW:])
+    return [written[8:11], "never written"]
+
+
+def test_stop_strings(spec, inputs, tokenizer, stop):
+    ours = same(spec, lambda: {**inputs, "stop_strings": stop, "tokenizer": tokenizer})
+    if len(inputs["input_ids"]) == 1:
+        assert ours.shape[1] <= inputs["input_ids"].shape[1] + 11
+    same(spec, lambda: {**inputs, "stop_strings": stop[0], "tokenizer": tokenizer, "streamer": Recorder()})
+
+
+def test_stop_strings_in_the_generation_config(spec, inputs, tokenizer, stop):
+    def arguments():
+        config = GenerationConfig(stop_strings=stop, max_new_tokens=NEW, pad_token_id=0)
+        return {**inputs, "generation_config": config, "tokenizer": tokenizer}
+
+    same(spec, arguments)
+    kept = GenerationConfig(stop_strings=stop, max_new_tokens=NEW, pad_token_id=0)
+    spec.generate(**inputs, generation_config=kept, tokenizer=tokenizer, do_sample=False)
+    assert kept.stop_strings == stop
+
+
+def test_stop_strings_in_the_models_generation_config(llama, inputs, tokenizer, stop):
+    spec = SpeculativeGenerator(llama, "ngram", draft_length=4)
+    before = llama.generation_config
+    llama.generation_config = GenerationConfig(pad_token_id=0, stop_strings=stop)
+    try:
+        same(spec, lambda: {**inputs, "tokenizer": tokenizer})
+    finally:
+        llama.generation_config = before
+
+
+# transformers' own ways in
+
+
+def test_custom_generate(spec, inputs, ends):
+    arguments = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": ends}
+    theirs, ours = Recorder(), Recorder()
+    expected = spec.model.generate(**inputs, **arguments, streamer=theirs)
+    output = spec.model.generate(**inputs, **arguments, streamer=ours, custom_generate=spec)
+    assert not difference(expected, output, theirs, ours, {})
+    assert spec.report.num_calls == 1
+    assert spec.report.num_plain_calls == 0
+
+
+def test_custom_generate_of_another_model(spec, single, draft):
+    with pytest.raises(ValueError, match="another model"):
+        draft.generate(**single, custom_generate=spec)
+
+
+def test_installed(spec, inputs):
+    arguments = {"max_new_tokens": NEW, "do_sample": False}
+    expected = spec.model.generate(**inputs, **arguments)
+    with spec.installed() as inside:
+        assert inside is spec
+        assert spec.model.generate(**inputs, **arguments).tolist() == expected.tolist()
+    assert spec.report.num_calls == 1
+    spec.model.generate(**inputs, **arguments)
+    assert spec.report.num_calls == 1
+
+
+def test_installed_is_undone_after_an_error(spec):
+    with pytest.raises(RuntimeError, match="inside"), spec.installed():
+        raise RuntimeError("inside")
+    assert "generate" not in vars(spec.model)
+
+
+def test_pipeline(spec, tokenizer):
+    pipe = pipeline("text-generation", model=spec.model, tokenizer=tokenizer)
+    arguments = {"max_new_tokens": NEW, "do_sample": False}
+    expected = pipe(["abcabc", "xyz"], batch_size=2, **arguments)
+    with spec.installed():
+        assert pipe(["abcabc", "xyz"], batch_size=2, **arguments) == expected
+    assert spec.report.num_calls == 1
+    assert spec.report.num_plain_calls == 0
+
+
+# What runs as plain decoding: the same output, one warning that says why, none the second time
+
+
+def holes(inputs):
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 3] = 0
+    return {"attention_mask": mask}
+
+
+def filled_cache(model, inputs):
+    cache = DynamicCache(config=model.config)
+    model(inputs["input_ids"][:, :4], past_key_values=cache)
+    return {"past_key_values": cache}
+
+
+PLAIN = {
+    "num_beams": (lambda model, inputs: {"num_beams": 2}, "beam search"),
+    "guidance_scale": (lambda model, inputs: {"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
+    "use_cache": (lambda model, inputs: {"use_cache": False}, "use_cache=False"),
+    "stateful processor": (
+        lambda model, inputs: {"logits_processor": LogitsProcessorList([Counting()])},
+        "Counting follows the text",
+    ),
+    "holes": (lambda model, inputs: holes(inputs), "holes"),
+    "position_ids": (lambda model, inputs: {"position_ids": torch.arange(9)[None] + 3}, "position_ids"),
+    "past_key_values": (filled_cache, "past_key_values"),
+    "empty past_key_values": (lambda model, inputs: {"past_key_values": DynamicCache()}, "past_key_values"),
+    "output_attentions": (
+        lambda model, inputs: {"output_attentions": True, "return_dict_in_generate": True},
+        "output_attentions",
+    ),
+    "beam sampling outputs": (lambda model, inputs: {"num_beams": 3, "num_return_sequences": 2}, "beam search"),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_with_one_warning(models, single, name):
+    make, reason = PLAIN[name]
+    model = models("llama", attn_implementation="eager") if name == "output_attentions" else models("llama")
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+
+    def arguments():
+        return {**single, **make(model, single)}
+
+    with tiny.specdec_warnings() as first:
+        same(spec, arguments, speculated=False)
+    with tiny.specdec_warnings() as second:
+        same(spec, arguments, speculated=False)
+    assert len(first) == 1
+    assert reason in first[0]
+    assert second == []
+    strict = SpeculativeGenerator(model, "ngram", on_unsupported="error")
+    with pytest.raises(Unsupported, match=reason):
+        strict.generate(**arguments(), max_new_tokens=NEW)
+
+
+def test_token_type_ids_run_as_plain_decoding(models, single):
+    spec = SpeculativeGenerator(models("gpt2"), "ngram")
+    with tiny.specdec_warnings() as messages:
+        same(spec, lambda: {**single, "token_type_ids": torch.ones_like(single["input_ids"])}, speculated=False)
+    assert len(messages) == 1
+    assert "token_type_ids" in messages[0]
+
+
+def test_plain_decoding_streams_and_stops_too(llama, single, tokenizer):
+    """A fallback keeps what specdec took out of transformers' hands: the streamer and the stop strings."""
+    spec = SpeculativeGenerator(llama, "ngram")
+    with tiny.specdec_warnings():
+        written = tokenizer.decode(llama.generate(**single, do_sample=False, max_new_tokens=NEW)[0, -NEW:])
+        same(
+            spec,
+            lambda: {
+                **single,
+                "use_cache": False,
+                "streamer": Recorder(),
+                "stop_strings": written[5:7],
+                "tokenizer": tokenizer,
+            },
+            speculated=False,
+        )
+
+
+def test_assistant_model_is_named_and_ignored(spec, single, draft):
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    with tiny.specdec_warnings() as messages:
+        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_model=draft)
+    assert ours.tolist() == expected.tolist()
+    assert len(messages) == 1
+    assert "assistant_model" in messages[0]
+
+
+def test_prompt_lookup_num_tokens_is_named_and_ignored(spec, single):
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    with tiny.specdec_warnings() as messages:
+        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
+    assert ours.tolist() == expected.tolist()
+    assert len(messages) == 1
+    assert "prompt_lookup_num_tokens" in messages[0]
+
+
+@pytest.mark.parametrize("arguments", [{"cache_implementation": "quantized"}, {"token_type_ids": torch.ones(1, 9)}])
+def test_what_plain_generate_refuses_is_refused_alike(spec, single, arguments):
+    """A cache backend that is not installed, an argument the model does not know."""
+    with pytest.raises(Exception) as plain:  # noqa: PT011 (whatever it is, ours must be it)
+        spec.model.generate(**single, **arguments, max_new_tokens=4)
+    with tiny.specdec_warnings(), pytest.raises(type(plain.value)) as ours:
+        spec.generate(**single, **arguments, max_new_tokens=4)
+    assert str(ours.value) == str(plain.value)
+
+
+# Bad arguments: one clear error before any work
+
+BAD_CONSTRUCTION = {
+    "another vocabulary": (lambda m: {"proposer": tiny.model("llama", vocab_size=2000)}, ValueError, "2000 tokens"),
+    "negative draft_length": (lambda m: {"draft_length": -1}, ValueError, "got -1"),
+    "unknown proposer": (lambda m: {"proposer": "n-gram"}, ValueError, "'n-gram'"),
+    "proposer of a wrong type": (lambda m: {"proposer": 3}, ValueError, "got 3"),
+    "no model": (lambda m: {"model": torch.nn.Linear(2, 2)}, TypeError, "Linear"),
+    "a model's name": (lambda m: {"model": "gpt2"}, TypeError, "str"),
+    "unknown rule": (lambda m: {"rule": "greedy"}, ValueError, "'greedy'"),
+    "unknown on_unsupported": (lambda m: {"on_unsupported": "ignore"}, ValueError, "'ignore'"),
+    "draft elsewhere": (lambda m: {"proposer": on_meta(m)}, ValueError, "meta"),
+}
+
+
+def on_meta(model):
+    with torch.device("meta"):
+        return type(model)(model.config)
+
+
+@pytest.mark.parametrize("name", BAD_CONSTRUCTION)
+def test_bad_construction(llama, name):
+    make, kind, words = BAD_CONSTRUCTION[name]
+    arguments = {"model": llama, "proposer": "ngram"} | make(llama)
+    with pytest.raises(kind, match=words):
+        SpeculativeGenerator(arguments.pop("model"), arguments.pop("proposer"), **arguments)
+
+
+BAD_CALLS = {
+    "padded on the right": ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, "row 0 .* padded on the right"),
+    "all padding": ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1 .* all padding"),
+    "stop_strings without tokenizer": ({"stop_strings": ["x"]}, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls(spec, name):
+    arguments, words = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=words):
+        spec.generate(torch.tensor([[3, 4, 5], [6, 7, 8]]), **arguments, max_new_tokens=4)
+
+
+def test_empty_prompt(spec):
+    with pytest.raises(ValueError, match="prompt is empty"):
+        spec.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
