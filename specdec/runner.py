@@ -119,7 +119,9 @@ class ModelRunner:
         # Also for a single token, where no mask would do: without one sdpa takes its slow GQA path on CPUs (1290
         # against 102 us a layer for one token, 12 heads over 2, 1000 slots).
         visible = key_positions = None
-        if self.masks != "own":
+        if self.masks != "own" and chain and aligned and n == 1:
+            visible = torch.ones(len(tokens), 1, self.cache._end, dtype=torch.bool, device=tokens.device)
+        elif self.masks != "own":
             visible, key_positions = self._tree_mask(base, depth, ancestors, self.cache._end)
         output = self._forward(tokens, None, positions, visible, key_positions, keep=n, hidden=hidden_states)
         self.pending += n

@@ -131,19 +131,13 @@ class DraftModelProposer(Proposer):
         while True:
             scores = self._processed(context, logits, drafts)[:, 0]  # (B, V)
             q = scores.softmax(-1) if draw else None
-            confidence = q.amax(-1) if q is not None else _top_probability(scores)
-            key = [1 + int(c * (CONFIDENCES - 1e-3)) for c in confidence.tolist()]
-            rates = [pacer.acceptance.rate(key[b], prior=key[b] / CONFIDENCES) for b in rows]
-            pacer.observe_expectation(sum(rates) / len(rates))
-            chances = [
-                chance * rate if context.room[b] > len(drafts) else 0.0
-                for chance, rate, b in zip(chances, rates, rows, strict=True)
-            ]
+            if pacer.length is None:
+                keys.append(_confidence(scores, q))
+                chances = _chances(context, chances, keys[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
             token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
             drafts.append(token)
-            keys.append(key)
             if q is not None:
                 probs.append(q)
             onward = [chance * pacer.expected_rate for chance in chances]
@@ -167,7 +161,7 @@ class DraftModelProposer(Proposer):
             torch.stack(drafts, 1),
             lengths,
             probs=torch.stack(probs, 1) if probs else None,
-            keys=torch.tensor(keys, device=lengths.device).T,
+            keys=torch.tensor(keys[: len(drafts)], device=lengths.device).T if keys else None,
         )
 
     def _grow_tree(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
@@ -262,9 +256,21 @@ def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | 
     return known
 
 
-def _top_probability(scores: Tensor) -> Tensor:
-    """(B,) largest softmax probability of (B, V) scores."""
-    return (scores.amax(-1) - scores.logsumexp(-1)).exp()
+def _confidence(scores: Tensor, q: Tensor | None) -> list[int]:
+    """Per row, the bin of the draft's top probability, from its scores (B, V) or its q (B, V): 1 to CONFIDENCES."""
+    top = q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp()  # (B,)
+    return [1 + int(p * (CONFIDENCES - 1e-3)) for p in top.tolist()]
+
+
+def _chances(context: Context, chances: Sequence[float], keys: Sequence[int], drafted: int) -> list[float]:
+    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all B rows."""
+    acceptance = context.pacer.acceptance
+    rates = [acceptance.rate(keys[b], prior=keys[b] / CONFIDENCES) for b in context.rows]
+    context.pacer.observe_expectation(sum(rates) / len(rates))
+    return [
+        chance * rate if context.room[b] > drafted else 0.0
+        for chance, rate, b in zip(chances, rates, context.rows, strict=True)
+    ]
 
 
 def _draw_without_replacement(probs: Tensor, width: int) -> Tensor:
