@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +36,18 @@ class Capability:
     @property
     def trees(self) -> bool:
         return self.masks in ("dict", "tensor")
+
+
+_found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = WeakKeyDictionary()
+
+
+def capability(model: PreTrainedModel) -> Capability:
+    """`probe(model)`, once per model, precision and attention implementation."""
+    known = _found.setdefault(model, {})
+    key = (model.dtype, model.device, model.config.get_text_config(decoder=True)._attn_implementation)
+    if key not in known:
+        known[key] = probe(model)
+    return known[key]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerationMixin
 
 from specdec import acceptance
-from specdec.capability import probe
+from specdec.capability import capability
 from specdec.logits import NodeProcessors, stateful
 from specdec.loop import Loop, Rule
 from specdec.pacing import Pacer
@@ -95,7 +95,7 @@ class SpeculativeGenerator:
         self.model = model
         self.proposer = as_proposer(proposer)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.capability = probe(model)
+        self.capability = capability(model)
         self.proposer.check(model)
         self.report, self.last_report = Report(), Report()
         self._pacers: dict[tuple[int, bool], Pacer] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.acceptance import sample
 from specdec.proposers.base import Context, Proposer
@@ -66,6 +66,12 @@ class DraftModelProposer(Proposer):
             raise ValueError(
                 f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a "
                 "tokenizer. Choose a draft model of the target's family."
+            )
+        differing = _first_difference(_vocabulary_of(self.model), _vocabulary_of(target))
+        if differing is not None:
+            raise ValueError(
+                f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
+                f"differ, at token id {differing} first. Choose a draft model of the target's family."
             )
         if target.device.type != self.model.device.type:
             raise ValueError(
@@ -229,6 +235,24 @@ class DraftModelProposer(Proposer):
 def load(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a draft model in the precision it was saved in."""
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+
+
+def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:
+    """The tokens of the tokenizer that lies beside the model's weights; None where there is none at hand."""
+    if not model.name_or_path:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+    except Exception:  # no tokenizer there, or one that needs what is not installed: nothing to compare
+        return None
+    return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
+def _first_difference(ours: dict[int, str] | None, theirs: dict[int, str] | None) -> int | None:
+    """The lowest token id that both know by different names, or None."""
+    if ours is None or theirs is None:
+        return None
+    return min((index for index in ours.keys() & theirs.keys() if ours[index] != theirs[index]), default=None)
 
 
 def _decide(int8: bool | None, model: PreTrainedModel) -> bool:

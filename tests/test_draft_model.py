@@ -1,0 +1,77 @@
+"""`DraftModelProposer` beside its parity (test_parity.py): vocabularies, cheaper views, bad input."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec.proposers.draft_view import Int8Linear, share, with_trimmed_head
+from tests import tiny
+
+
+def save_with_tokenizer(model, folder, words):
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0]).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_tokenizers_that_differ_are_refused(tmp_path, llama):
+    words = [f"w{i}" for i in range(llama.config.vocab_size)]
+    target = type(llama).from_pretrained(save_with_tokenizer(llama, tmp_path / "target", words))
+    other = save_with_tokenizer(llama, tmp_path / "other", [*words[:5], *reversed(words[5:])])
+    with pytest.raises(ValueError, match="differ, at token id 5 first"):
+        SpeculativeGenerator(target, f"draft:{other}")
+    same = save_with_tokenizer(llama, tmp_path / "same", words)
+    assert SpeculativeGenerator(target, f"draft:{same}").generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=3
+    ).shape == (
+        1,
+        6,
+    )
+
+
+def test_a_view_shares_the_weights_and_leaves_the_model_alone(llama):
+    head = llama.get_output_embeddings()
+    view = with_trimmed_head(llama, torch.arange(7))
+    assert llama.get_output_embeddings() is head
+    assert view.get_output_embeddings().weight.shape[0] == 7
+    ours, theirs = dict(llama.named_parameters()), dict(share(llama).named_parameters())
+    assert all(ours[name] is theirs[name] for name in ours)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    torch.testing.assert_close(view(ids).logits, llama(ids).logits[..., :7])
+
+
+def test_int8_linear_is_close_for_few_tokens_and_exact_for_many():
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32).bfloat16()
+    int8 = Int8Linear(linear)
+    few, many = torch.randn(2, 2, 64).bfloat16(), torch.randn(2, 8, 64).bfloat16()
+    error = (int8(few) - linear(few)).float().abs().max()
+    assert 0 < error < 0.05
+    assert torch.equal(int8(many), linear(many))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param({"vocab": 0}, "positive number of tokens", id="no tokens"),
+        pytest.param({"vocab": torch.tensor([1, 10_000])}, "the draft knows 0 to", id="ids beyond the vocabulary"),
+        pytest.param({"branching": ()}, "at least one child", id="empty tree"),
+        pytest.param({"branching": (2, 0)}, "at least one child", id="childless depth"),
+        pytest.param({"int8": True}, "needs a bfloat16 model", id="int8 in float32"),
+    ],
+)
+def test_bad_arguments(llama, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DraftModelProposer(llama, **arguments)
+
+
+def test_end_tokens_stay_in_a_trimmed_vocabulary():
+    model = tiny.model("llama")
+    model.generation_config.eos_token_id = [40, 41]
+    proposer = DraftModelProposer(model, vocab=8)
+    assert proposer.vocab.tolist() == [*range(8), 40, 41]
