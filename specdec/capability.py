@@ -177,7 +177,7 @@ def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
     """Some ids spread over the vocabulary, always the same; end and padding ids avoided."""
     config = model.config.get_text_config(decoder=True)
     ends = getattr(config, "eos_token_id", None)
-    special = {config.pad_token_id, getattr(config, "bos_token_id", None)}
+    special = {getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None)}
     special |= set(ends) if isinstance(ends, list) else {ends}
     size = config.vocab_size
     ids = [i for i in ((7919 * k + 13) % size for k in range(4 * count)) if i not in special]
