@@ -113,6 +113,8 @@ class SpeculativeGenerator:
         outside = self._outside_the_hook(generation_config, kwargs)
         if outside:
             self._fall_back(outside)
+            self.last_report = Report(num_calls=1, num_plain_calls=1)
+            self.report.add(self.last_report)
             return plain_generate(self.model, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
