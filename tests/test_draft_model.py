@@ -1,5 +1,7 @@
 """`DraftModelProposer` beside its parity (test_parity.py): vocabularies, cheaper views, bad input."""
 
+import copy
+
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -71,7 +73,7 @@ def test_bad_arguments(llama, arguments, message):
 
 
 def test_end_tokens_stay_in_a_trimmed_vocabulary():
-    model = tiny.model("llama")
+    model = copy.deepcopy(tiny.model("llama"))  # the others share the original
     model.generation_config.eos_token_id = [40, 41]
     proposer = DraftModelProposer(model, vocab=8)
     assert proposer.vocab.tolist() == [*range(8), 40, 41]

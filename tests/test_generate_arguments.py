@@ -190,14 +190,15 @@ def test_generation_config_of_the_model(llama, inputs, ends):
 # Output in other forms
 
 
+@pytest.mark.parametrize("ends", [None, [0, 8]], ids=["no end", "rows that end early"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_the_returned_cache_continues_the_text(models, inputs, name):
+def test_the_returned_cache_continues_the_text(models, inputs, name, ends):
     model = models(name)
     spec = SpeculativeGenerator(model, DraftModelProposer(model, branching=(3, 2)), draft_length=4)
     arguments = {"max_new_tokens": NEW, "do_sample": False}
     results = []
     for generate in (model.generate, spec.generate):
-        first = generate(**inputs, **arguments, return_dict_in_generate=True)
+        first = generate(**inputs, **arguments, return_dict_in_generate=True, eos_token_id=ends)
         more = torch.ones(len(first.sequences), 2, dtype=torch.long)
         text = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], 1)
