@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec.runner import SLIDING, ModelRunner, default_masks, forward_parameters
+from specdec.tree import DraftTree
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
 
@@ -104,16 +105,12 @@ def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
     runner, device = ModelRunner(model, masks), model.device
     ids = _token_ids(model, 32)
     prompts = [ids[:7], ids[7:11]]
-    parents = [-1, 0, 0, 1, 2]
-    ancestors = torch.eye(5, dtype=torch.bool, device=device)
-    for node in range(1, 5):
-        ancestors[node] |= ancestors[parents[node]]
-    depth = torch.tensor([0, 1, 1, 2, 2], device=device).expand(2, 5)
     drafts = torch.stack([ids[11:16], ids[16:21]])
+    draft = DraftTree(drafts, torch.tensor([-1, 0, 0, 1, 2], device=device).expand(2, 5))
     padded = torch.stack([prompts[0], torch.cat([ids[:3], prompts[1]])])
     runner.start(2)
     runner.extend(padded, [0, 3])
-    tree = runner.grow(drafts, depth, ancestors.expand(2, 5, 5)).logits  # (2, 5, V)
+    tree = runner.grow(drafts, draft.depth, draft.ancestors).logits  # (2, 5, V)
     # Row 0 takes the path root, 2, 4; row 1 its root alone. Then one more token each.
     runner.commit([3, 1], torch.tensor([[0, 2, 4], [0, 1, 2]], device=device))
     last = ids[21:23, None]

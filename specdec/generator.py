@@ -362,7 +362,7 @@ def _transcript(
             scores=[[] for _ in range(B)] if wanted and config.output_scores else None,
             logits=[[] for _ in range(B)] if wanted and config.output_logits else None,
             hidden_states=[[] for _ in range(B)] if wanted and config.output_hidden_states else None,
-            cache=bool(wanted),
+            wanted=bool(wanted),
         ),
     )
 

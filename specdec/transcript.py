@@ -23,19 +23,15 @@ class Records:
     Attributes:
         scores: processed (V,) float32 scores. logits: raw ones. hidden_states: per token, one (H,) per layer.
         prompt_hidden_states: per layer (B, T, H), of the prefill.
-        cache: the keys and values are wanted, up to the last column in every row.
+        wanted: something beside the text is returned, the cache at least: finished rows go on with pad tokens as in
+            plain decoding, instead of being left alone.
     """
 
     scores: list[list[Tensor]] | None = None
     logits: list[list[Tensor]] | None = None
     hidden_states: list[list[tuple[Tensor, ...]]] | None = None
     prompt_hidden_states: tuple[Tensor, ...] | None = None
-    cache: bool = False
-
-    @property
-    def wanted(self) -> bool:
-        """Whether finished rows go on with pad tokens as in plain decoding, instead of being left alone."""
-        return self.cache or any(kept is not None for kept in (self.scores, self.logits, self.hidden_states))
+    wanted: bool = False
 
     def truncate(self, b: int, tokens: int) -> None:
         """Forget what row b recorded behind its first `tokens` tokens."""

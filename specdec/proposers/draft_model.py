@@ -191,7 +191,8 @@ class DraftModelProposer(Proposer):
             level = list(range(first, len(parents)))
             if d == min(limit, len(self.branching)):
                 break
-            ancestors = _ancestors(parents).to(device)[first:, 1:].expand(B, -1, -1)
+            so_far = DraftTree(tokens, torch.tensor(parents, device=device).expand(B, -1))
+            ancestors = so_far.ancestors[:, first:, 1:]  # without the root, which is committed here
             depths = torch.tensor(depth[1:], device=device).expand(B, -1) - 1
             logits = self._full(
                 self.runner.grow(tokens[:, first:].clamp(min=0), depths, ancestors).logits, context.vocab_size
@@ -315,15 +316,6 @@ def _path(parents: Sequence[int], node: int) -> list[int]:
         path.insert(0, node)
         node = parents[node]
     return path
-
-
-def _ancestors(parents: Sequence[int]) -> Tensor:
-    """(N, N) bool for one tree shape."""
-    N = len(parents)
-    out = torch.eye(N, dtype=torch.bool)
-    for node in range(1, N):
-        out[node] |= out[parents[node]]
-    return out
 
 
 def _fitted(
