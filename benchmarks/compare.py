@@ -52,6 +52,9 @@ def main(
     coding_apart: Annotated[bool, typer.Option(help="MT-bench's coding questions as a seventh group.")] = False,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    full_length: Annotated[
+        bool, typer.Option("--full-length", help="No text ends early: sampled ones then have one length.")
+    ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
@@ -77,6 +80,7 @@ def main(
         coding_apart=coding_apart,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
+        full_length=full_length,
         temperature=temperature,
         batch_size=batch_size,
         seed=seed,
@@ -141,7 +145,8 @@ def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, sessio
     ready = {name: made[name]() for name in chosen if any(name == other for other, _, _ in missing)}
     _note_session(store.folder, session, bench)
     for method in ready.values():
-        _measure(bench, method, bench.warm_up, 0, max_new_tokens=min(WARM_UP_TOKENS, bench.options.max_new_tokens))
+        short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
+        _measure(bench, method, bench.warm_up, 0, **short)
     for count, (name, job, repeat) in enumerate(missing, start=1):
         taken = _measure(bench, ready[name], job, repeat)
         store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
@@ -156,7 +161,7 @@ def _measure(bench: Bench, method: Method, job: Job, repeat: int, **changed: Any
         job,
         bench.options.generate_arguments | changed,
         pad=bench.pad_token,
-        ends=bench.end_tokens,
+        ends=bench.text_ends,
         # The same for all methods; another in each repeat, so that at T > 0 more than one text is sampled.
         seed=bench.options.seed + 1000 * zlib.crc32(job.id.encode()) + repeat,
     )
@@ -180,7 +185,8 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
         [
             f"# {Path(options.target).name}"
             + (f" with {Path(options.draft).name}" if options.draft else "")
-            + f": T = {options.temperature:g}, batch {options.batch_size}, {options.max_new_tokens} new tokens",
+            + f": T = {options.temperature:g}, batch {options.batch_size}, {options.max_new_tokens} new tokens"
+            + (" whatever ends before" if options.full_length else ""),
             f"{about['cpu']}, {about['usable_cores']} cores, {about['threads']} threads, {about['dtype']}; torch "
             f"{about['torch']}, transformers {about['transformers']}, specdec {about['specdec']}. "
             f"{len(jobs)} {'prompts' if options.batch_size == 1 else 'batches'}, medians of {repeats} repeats, {took}.",

@@ -24,6 +24,7 @@ class Options:
     coding_apart: bool
     max_prompt_tokens: int | None
     max_new_tokens: int
+    full_length: bool
     temperature: float
     batch_size: int
     seed: int
@@ -43,8 +44,8 @@ class Options:
         More prompts, methods or repeats may still be added to it.
         """
         names = (
-            "target draft coding_apart max_prompt_tokens max_new_tokens temperature batch_size seed threads dtype "
-            "device ngram_size"
+            "target draft coding_apart max_prompt_tokens max_new_tokens full_length temperature batch_size seed "
+            "threads dtype device ngram_size"
         ).split()
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         settings["prompts"] = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
@@ -56,6 +57,8 @@ class Options:
     def generate_arguments(self) -> dict[str, Any]:
         """Sampling is pure: what a model's generation config says of top-k, top-p and penalties is switched off."""
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": 1.0}
+        if self.full_length:
+            arguments["min_new_tokens"] = self.max_new_tokens
         if self.temperature == 0:
             return arguments | {"do_sample": False}
         return arguments | {"do_sample": True, "temperature": self.temperature, "top_k": 0, "top_p": 1.0}
@@ -101,6 +104,11 @@ class Bench:
         config = self.target.generation_config
         ends = config.eos_token_id if config is not None else None
         return {ends} if isinstance(ends, int) else set(ends or ())
+
+    @property
+    def text_ends(self) -> set[int]:
+        """Tokens that end a text here: none where all are to have full length."""
+        return set() if self.options.full_length else self.end_tokens
 
     @property
     def pad_token(self) -> int:

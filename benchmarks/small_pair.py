@@ -80,37 +80,41 @@ def main(
     jobs = [
         Job(str(i), "random", (torch.randint(1, VOCAB, (PROMPT_TOKENS,), generator=generator),)) for i in range(prompts)
     ]
-    theirs, ours = f"hf-assistant-{draft_length}", f"specdec-draft-{draft_length}"
-    methods = [
-        Method(PLAIN, target.generate),
-        Method(theirs, assisted(target, draft, draft_length)),
-        speculative(ours, target, DraftModelProposer(draft), draft_length),
-    ]
+    lengths: dict[str, int | None] = {"as it comes": None, f"constant draft length {draft_length}": draft_length}
+    proposer = DraftModelProposer(draft)
+    pairs = {
+        label: (
+            Method(f"hf-assistant{_suffix(length)}", assisted(target, draft, length)),
+            speculative(f"specdec-draft{_suffix(length)}", target, proposer, length),
+        )
+        for label, length in lengths.items()
+    }
+    methods = [Method(PLAIN, target.generate), *(method for pair in pairs.values() for method in pair)]
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
     records = take_turns(methods, target, jobs, arguments, repeats)
     identities = compare_texts(records, jobs, target) if temperature == 0 else {}
-    plain, assistant, spec = summarise(records, [method.name for method in methods])
-    lines = [
-        ["all of the call", times(assistant.overall), times(spec.overall), times(spec.overall / assistant.overall)],
-        [
-            "decode only",
-            times(assistant.decode),
-            times(spec.decode),
-            times((spec.decode or 0) / (assistant.decode or 1)),
-        ],
-    ]
-    head = ["", f"{theirs} over plain", f"{ours} over plain", "specdec over transformers"]
+    rows = {row.name: row for row in summarise(records, [method.name for method in methods])}
+    lines = []
+    for label, pair in pairs.items():
+        theirs, ours = (rows[method.name] for method in pair)
+        overall = [times(theirs.overall), times(ours.overall), times(ours.overall / theirs.overall)]
+        lines.append([label, *overall, times((ours.decode or 0) / (theirs.decode or 1))])
+    head = ["", "assistant_model over plain", "specdec over plain", "specdec over assistant_model", "decode only"]
     sizes = [sum(p.numel() for p in model.parameters()) / 1e6 for model in (target, draft)]
     print(
-        f"# A small pair at equal draft length {draft_length}, T = {temperature:g}\n\n{machine.cpu_model()}, "
+        f"# A small pair, T = {temperature:g}\n\n{machine.cpu_model()}, "
         f"{torch.get_num_threads()} threads, float32, random weights: target {sizes[0]:.1f}M parameters, draft "
         f"{sizes[1]:.1f}M; {max_new_tokens} new tokens, {prompts} prompts, medians of {repeats} repeats.\n\n"
-        f"{table(head, lines)}\n\n{detail_table([plain, assistant, spec], identities)}"
+        f"{table(head, lines)}\n\n{detail_table(list(rows.values()), identities)}"
     )
     if any(identity.differences for identity in identities.values()):
         raise typer.Exit(1)
+
+
+def _suffix(length: int | None) -> str:
+    return "" if length is None else f"-{length}"
 
 
 if __name__ == "__main__":

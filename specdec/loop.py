@@ -155,7 +155,8 @@ class Loop:
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
         if self.watch.report.num_rounds:  # the first round may hold a proposer's own prefill: not what a round costs
-            self.pacer.observe_round(draft.tokens.numel(), verify_seconds, seconds, sum(accepted) + len(rows))
+            gained = sum(accepted) + len(rows)
+            self.pacer.observe_round(draft.size, len(draft.tokens), verify_seconds, seconds, gained)
         self.watch.report.record_round(
             [nodes[b] for b in rows], [depths[b] for b in rows], [accepted[b] for b in rows], seconds
         )

@@ -17,9 +17,11 @@ LONGEST = 24  # drafted per row at most, when the length is automatic
 
 
 class PassCost:
-    """Seconds of a target pass as a line in its number of tokens, fitted with forgetting.
+    """Seconds of a target pass: one figure without a draft, a line in its number of tokens with one.
 
-    The prior slope, 2% of a pass per token, is what 2 CPU cores show in bfloat16 at 8 to 16 tokens.
+    They are kept apart because they may be far apart: on CPUs in float32 a pass over two tokens per row takes another
+    kernel than one over a single token, and twice the time (in bfloat16 the same time). Fitted with forgetting; the
+    prior slope, 2% of a pass per token, is what 2 CPU cores show in bfloat16 at 8 to 16 tokens.
     """
 
     PRIOR_SLOPE, PRIOR_WEIGHT, FORGET = 0.02, 20.0, 0.98
@@ -27,10 +29,12 @@ class PassCost:
 
     def __init__(self) -> None:
         self._n = self._t = self._nn = self._nt = self._w = 0.0
+        self._plain = self._plain_w = 0.0
 
     def observe(self, tokens: int, seconds: float) -> None:
+        """Book a pass that verified a draft."""
         keep = self.FORGET
-        if self.known:
+        if self.drafted:
             seconds = min(seconds, self.OUTLIER * self(tokens))
         self._w = keep * self._w + 1
         self._n = keep * self._n + tokens
@@ -38,13 +42,31 @@ class PassCost:
         self._nn = keep * self._nn + tokens * tokens
         self._nt = keep * self._nt + tokens * seconds
 
+    def observe_plain(self, seconds: float) -> None:
+        """Book a pass without a draft."""
+        if self._plain_w:
+            seconds = min(seconds, self.OUTLIER * self.plain)
+        self._plain_w = self.FORGET * self._plain_w + 1
+        self._plain = self.FORGET * self._plain + seconds
+
     @property
-    def known(self) -> bool:
+    def drafted(self) -> bool:
+        """Has a pass with a draft been seen?"""
         return self._w > 0
 
     @property
+    def known(self) -> bool:
+        """Has a pass of each kind been seen?"""
+        return self.drafted and self._plain_w > 0
+
+    @property
+    def plain(self) -> float:
+        """Seconds of a pass without a draft."""
+        return self._plain / self._plain_w
+
+    @property
     def per_token(self) -> float:
-        """Seconds one more token adds to a pass."""
+        """Seconds one more token adds to a pass with a draft."""
         mean_n, mean_t = self._n / self._w, self._t / self._w
         spread = self._nn - self._n * mean_n
         covariance = self._nt - self._t * mean_n
@@ -53,7 +75,7 @@ class PassCost:
         return max(slope, 0.1 * prior)
 
     def __call__(self, tokens: float) -> float:
-        """Seconds of a pass over `tokens` tokens."""
+        """Seconds of a pass over `tokens` tokens, drafted ones among them."""
         mean_n, mean_t = self._n / self._w, self._t / self._w
         return max(mean_t + self.per_token * (tokens - mean_n), 0.25 * mean_t)
 
@@ -76,7 +98,7 @@ class Acceptance:
 
 
 class Pacer:
-    """Decides token by token whether drafting on pays: its chance to be accepted against the seconds it costs.
+    """Decides how far to draft: the chance of more tokens to be accepted against the seconds they cost.
 
     Throughput is best where the marginal token's seconds equal the seconds a token costs at the present rate, so a
     token is worth `chance * seconds_per_token`.
@@ -101,7 +123,7 @@ class Pacer:
 
     @property
     def measured(self) -> bool:
-        return self._tokens > 0
+        return self.verify.known and self._tokens > 0
 
     @property
     def draft_step(self) -> float:
@@ -112,35 +134,74 @@ class Pacer:
     def seconds_per_token(self) -> float:
         return self._seconds / self._tokens
 
-    def worth(self, chances: Sequence[float], drafted: int, draft_steps: int = 0) -> bool:
-        """Is one more token for each of these rows worth it?
+    def best_length(self, gains: Sequence[float], rows: int) -> int:
+        """How many tokens per row to draft, where all chances are known beforehand and drafting is free.
 
         Args:
-            chances: for each row, the probability that this token and all before it are accepted.
+            gains: per depth, the expected number of accepted tokens over all rows, falling.
+            rows: in the target pass.
+        """
+        if self.length is not None or not self.measured:
+            return min(self._first_length if self.length is None else self.length, len(gains))
+        price = rows * self.verify.per_token / self.seconds_per_token
+        worthy = [gain for gain in gains[:LONGEST] if gain > price]
+        profit = (sum(worthy) - len(worthy) * price) * self.seconds_per_token
+        return len(worthy) if profit > self._leaving_plain(rows) else 0
+
+    def worth(self, chances: Sequence[float], drafted: int, draft_steps: int = 0) -> bool:
+        """Is one more token for each row worth it?
+
+        Args:
+            chances: for each row of the pass, the probability that this token and all before it are accepted.
             drafted: tokens each row already has in this draft.
             draft_steps: draft passes still to be run for it.
         """
         if self.length is not None:
             return drafted < self.length
         if not self.measured:
-            return drafted < FIRST_LENGTH
+            return drafted < self._first_length
         if self._trying:
             return drafted < TRIAL_LENGTH
-        cost = draft_steps * self.draft_step + len(chances) * self.verify.per_token
-        return drafted < LONGEST and sum(chances) * self.seconds_per_token > cost
+        if drafted == 0:
+            return self._outlook(sum(chances), len(chances), draft_steps) > 0
+        return drafted < LONGEST and sum(chances) * self.seconds_per_token > self._cost(len(chances), draft_steps)
 
     def may_start(self, chances: Sequence[float], draft_steps: int) -> bool:
         """Is a draft worth starting? Where it is not, ask again after ever longer pauses: texts change."""
         self._trying = False
         if self.length is not None or not self.measured or self.worth(chances, 0, draft_steps):
             self._pause = self._paused = 0
-            return self.length is None or self.length > 0
+            return (self._first_length if self.length is None else self.length) > 0
         if self._paused >= self._pause:
             self._pause, self._paused = min(2 * self._pause + 1, 31), 0
             self._trying = True
             return True
         self._paused += 1
         return False
+
+    @property
+    def _first_length(self) -> int:
+        """Until both kinds of pass have been seen: draft, and when that is known, don't."""
+        return FIRST_LENGTH if self.measured or not self.verify.drafted else 0
+
+    def _cost(self, rows: int, draft_steps: int) -> float:
+        return draft_steps * self.draft_step + rows * self.verify.per_token
+
+    def _leaving_plain(self, rows: int) -> float:
+        """What a pass with a draft costs more than one without, beside its tokens."""
+        return max(0.0, self.verify(rows) - self.verify.plain)
+
+    def _outlook(self, gain: float, rows: int, draft_steps: int) -> float:
+        """Seconds a draft is going to win in all, if tokens after the first are accepted at the expected rate."""
+        profit = -self._leaving_plain(rows)
+        cost = self._cost(rows, draft_steps)
+        for _ in range(LONGEST):
+            if gain * self.seconds_per_token <= cost:
+                break
+            profit += gain * self.seconds_per_token - cost
+            gain *= self.expected_rate
+            cost = self._cost(rows, 1)
+        return profit
 
     def observe_expectation(self, rate: float) -> None:
         """Book how likely a token just looked at was to be accepted, drafted or not."""
@@ -149,15 +210,21 @@ class Pacer:
     def observe_draft_step(self, seconds: float) -> None:
         self._draft_steps.append(seconds)
 
-    def observe_round(self, tokens: int, verify_seconds: float, seconds: float, gained: int) -> None:
+    def observe_round(self, size: int, rows: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.
 
         Args:
-            tokens: in the target pass, over all rows. verify_seconds: of that pass. seconds: of the round.
+            size: nodes per row in the target pass, the root included. rows: in that pass.
+            verify_seconds: of that pass. seconds: of the round.
             gained: tokens emitted over all rows.
         """
-        self.verify.observe(tokens, verify_seconds)
-        seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * self.verify(tokens))
+        if size > 1:
+            self.verify.observe(size * rows, verify_seconds)
+            usual = self.verify(size * rows)
+        else:
+            self.verify.observe_plain(verify_seconds)
+            usual = self.verify.plain
+        seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * usual)
         self._seconds = 0.9 * self._seconds + seconds
         self._tokens = 0.9 * self._tokens + gained
 

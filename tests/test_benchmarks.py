@@ -320,7 +320,7 @@ def test_small_pair_agrees_without_disagreement():
 def test_small_pair_runs():
     result = CliRunner().invoke(small_pair.app, "--prompts 1 --repeats 1 --max-new-tokens 12 --threads 1".split())
     assert result.exit_code == 0, result.output
-    assert "specdec over transformers" in result.output
+    assert "specdec over assistant_model" in result.output
 
 
 def test_overhead_runs(files, tmp_path):

@@ -64,7 +64,7 @@ class Context:
         """(T_b,) int64, the whole text of row b, prompt included, without padding."""
         return self.tokens[b, self.pads[b] : self.ends[b]]
 
-    def chain(self, drafts: Sequence[Sequence[int]], keys: Sequence[Sequence[int]] | None = None) -> DraftTree:
+    def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""
         cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         longest = max(map(len, cut), default=0)
@@ -72,10 +72,7 @@ class Context:
             return DraftTree.root_only(self.root)
         device = self.tokens.device
         padded = torch.tensor([draft + [0] * (longest - len(draft)) for draft in cut], device=device)
-        labels = None
-        if keys is not None:
-            labels = torch.tensor([(list(key) + [0] * longest)[:longest] for key in keys], device=device)
-        return DraftTree.from_chain(self.root, padded, torch.tensor([len(d) for d in cut], device=device), keys=labels)
+        return DraftTree.from_chain(self.root, padded, torch.tensor([len(d) for d in cut], device=device))
 
 
 class Proposer(ABC):

@@ -87,7 +87,7 @@ class DraftModelProposer(Proposer):
         rows = context.rows
         pacer = context.pacer
         limit = min(pacer.limit, max((context.room[b] for b in rows), default=0))
-        if limit == 0 or not pacer.may_start([pacer.expected_rate] * len(rows), draft_steps=1):
+        if limit == 0 or not pacer.may_start(_chances(context, pacer.expected_rate), draft_steps=1):
             return DraftTree.root_only(context.root)
         logits = self._catch_up(context)  # (B, 1, V)
         if self.branching and not context.chains_only:
@@ -128,18 +128,18 @@ class DraftModelProposer(Proposer):
         return self._full(logits, context.vocab_size)
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
-        pacer, rows, B = context.pacer, context.rows, context.batch_size
+        pacer, B = context.pacer, context.batch_size
         draw = context.sampling and self.draw
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         keys: list[list[int]] = []
-        chances = [1.0] * len(rows)
+        chances = _chances(context, 1.0)
         while True:
             scores = self._processed(context, logits, drafts)[:, 0]  # (B, V)
             q = scores.softmax(-1) if draw else None
             if pacer.length is None:
                 keys.append(_confidence(scores, q))
-                chances = _chances(context, chances, keys[-1], len(drafts))
+                chances = _onward(context, chances, keys[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
             token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
@@ -287,14 +287,20 @@ def _confidence(scores: Tensor, q: Tensor | None) -> list[int]:
     return [1 + int(p * (CONFIDENCES - 1e-3)) for p in top.tolist()]
 
 
-def _chances(context: Context, chances: Sequence[float], keys: Sequence[int], drafted: int) -> list[float]:
-    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all B rows."""
+def _chances(context: Context, rate: float) -> list[float]:
+    """`rate` for each row worth drafting for, 0 for the others: they take part in the passes for nothing."""
+    return [rate if active and room > 0 else 0.0 for active, room in zip(context.active, context.room, strict=True)]
+
+
+def _onward(context: Context, chances: Sequence[float], keys: Sequence[int], drafted: int) -> list[float]:
+    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all rows."""
     acceptance = context.pacer.acceptance
-    rates = [acceptance.rate(keys[b], prior=keys[b] / CONFIDENCES) for b in context.rows]
-    context.pacer.observe_expectation(sum(rates) / len(rates))
+    rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys]
+    rows = context.rows
+    context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
     return [
-        chance * rate if context.room[b] > drafted else 0.0
-        for chance, rate, b in zip(chances, rates, context.rows, strict=True)
+        chance * rate if room > drafted else 0.0
+        for chance, rate, room in zip(chances, rates, context.room, strict=True)
     ]
 
 

@@ -6,13 +6,15 @@ Prompt lookup decoding, over an index that grows with the text instead of a scan
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.tree import DraftTree
 
-KEY_POSITIONS = 32  # keys tell positions in a draft apart up to here
+KEY_DEPTHS = 32  # acceptance is told apart by depth in the draft up to here
 
 
 class NgramProposer(Proposer):
@@ -32,29 +34,35 @@ class NgramProposer(Proposer):
         self.max_ngram, self.min_ngram, self.continuations = max_ngram, min_ngram, continuations
         self._texts: list[list[int]] = []
         self._index: list[dict[tuple[int, ...], list[int]]] = []  # n-gram -> where it ended, in order
+        self._guesses: list[_Guess | None] = []  # the last round's, drafted or not
 
     def begin(self, context: Context) -> None:
         self._texts = [[] for _ in range(context.batch_size)]
         self._index = [{} for _ in range(context.batch_size)]
+        self._guesses = [None] * context.batch_size
 
     def propose(self, context: Context) -> DraftTree:
-        rows = context.rows
-        if context.pacer.limit == 0:
+        pacer = context.pacer
+        found: list[list[_Guess]] = [[] for _ in range(context.batch_size)]
+        if pacer.limit == 0:
             return DraftTree.root_only(context.root)
-        found: list[list[tuple[int, list[int]]]] = [[] for _ in range(context.batch_size)]
-        for b in rows:
-            self._read(b, context.row(b)[len(self._texts[b]) :].tolist())
-            found[b] = self._lookup(b, min(context.room[b], context.pacer.limit))
-        length = self._length(context, [found[b][0] for b in rows if found[b]])
+        for b in context.rows:
+            self._read(b, context.row(b)[len(self._texts[b]) :].tolist(), pacer)
+            found[b] = self._lookup(b, pacer.limit)
+            self._guesses[b] = found[b][0] if found[b] else None
+        length = pacer.best_length(self._gains(context, pacer), context.batch_size)
         if length == 0:
             return DraftTree.root_only(context.root)
         if self.continuations > 1 and not context.chains_only:
-            return _tree(context, [[tokens[:length] for _, tokens in row] for row in found])
-        drafts = [row[0][1][:length] if row else [] for row in found]
-        keys = [[_key(row[0][0], i) for i in range(length)] if row else [] for row in found]
-        return context.chain(drafts, keys)
+            return _tree(context, [[guess.tokens[:length] for guess in row] for row in found])
+        return context.chain([row[0].tokens[:length] if row else [] for row in found])
 
-    def _read(self, b: int, tokens: Sequence[int]) -> None:
+    def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
+        """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
+        accepted where the text went the same way."""
+        guess = self._guesses[b]
+        if guess is not None:
+            pacer.observe_keys(guess.keys[: len(tokens)], _common(guess.tokens, tokens))
         text, index = self._texts[b], self._index[b]
         for token in tokens:
             text.append(token)
@@ -62,35 +70,50 @@ class NgramProposer(Proposer):
                 if n <= len(text):
                     index.setdefault(tuple(text[-n:]), []).append(len(text))
 
-    def _lookup(self, b: int, length: int) -> list[tuple[int, list[int]]]:
-        """Up to `continuations` different ones, each with the length of the n-gram that led to it."""
+    def _lookup(self, b: int, length: int) -> list[_Guess]:
+        """Up to `continuations` different ones, `length` tokens long."""
         text, index = self._texts[b], self._index[b]
-        out: list[tuple[int, list[int]]] = []
+        out: list[_Guess] = []
         for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
             for end in reversed(index.get(tuple(text[-n:]), ())[-1 - 4 * self.continuations :]):
                 period = len(text) - end  # past the end of the text, the draft repeats itself
-                if period and all(text[end] != other[0] for _, other in out):
-                    out.append((n, [text[end + i % period] for i in range(length)]))
+                if period and all(text[end] != other.tokens[0] for other in out):
+                    out.append(_Guess(n, [text[end + i % period] for i in range(length)]))
                     if len(out) == self.continuations:
                         return out
         return out
 
-    def _length(self, context: Context, found: Sequence[tuple[int, list[int]]]) -> int:
-        """How many of the found tokens to draft, by the acceptance of earlier ones like them."""
-        pacer, chances, length = context.pacer, [1.0] * len(found), 0
-        while found:
-            chances = [
-                chance * pacer.acceptance.rate(_key(n, length)) if length < len(tokens) else 0.0
-                for chance, (n, tokens) in zip(chances, found, strict=True)
-            ]
-            if not any(chances) or not pacer.worth(chances, length):
-                break
-            length += 1
-        return length
+    def _gains(self, context: Context, pacer: Pacer) -> list[float]:
+        """Per depth, how many of the rows' first guesses are expected to be right so far, within their room."""
+        gains = [0.0] * max((context.room[b] for b in context.rows if self._guesses[b] is not None), default=0)
+        for b in context.rows:
+            guess, chance = self._guesses[b], 1.0
+            if guess is not None:
+                for depth, key in enumerate(guess.keys[: context.room[b]]):
+                    chance *= pacer.acceptance.rate(key)
+                    gains[depth] += chance
+        return gains[: pacer.limit]
 
 
-def _key(n: int, position: int) -> int:
-    return 1 + n * KEY_POSITIONS + min(position, KEY_POSITIONS - 1)
+@dataclass(frozen=True)
+class _Guess:
+    """A continuation, and the length of the n-gram that led to it."""
+
+    n: int
+    tokens: list[int]
+
+    @property
+    def keys(self) -> list[tuple[int, int]]:
+        """What tells its tokens' chances apart."""
+        return [(self.n, min(depth, KEY_DEPTHS - 1)) for depth in range(len(self.tokens))]
+
+
+def _common(guess: Sequence[int], text: Sequence[int]) -> int:
+    """Length of their common beginning."""
+    for count, (ours, theirs) in enumerate(zip(guess, text, strict=False)):
+        if ours != theirs:
+            return count
+    return min(len(guess), len(text))
 
 
 def _tree(context: Context, continuations: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
