@@ -22,7 +22,7 @@ class SpeculativeCache(Cache):
     returns what attention may see, `[:end]` of the buffer. Written slots count only once `commit` has grown the row.
 
     Attributes:
-        lengths: committed tokens of each row, on the host.
+        lengths: committed tokens of each row, on the host. end: slots that attention sees in the present pass.
     """
 
     def __init__(self, batch_size: int):
@@ -31,7 +31,7 @@ class SpeculativeCache(Cache):
         self._keys: list[Tensor | None] = []
         self._values: list[Tensor | None] = []
         self._start = 0  # of the tokens being written, where all rows agree
-        self._end = 0  # slots attention sees
+        self.end = 0
         self._slots: Tensor | None = None  # (B, n) where the rows do not
 
     def place(self, offset: int, count: int, slots: Tensor | None = None) -> None:
@@ -42,7 +42,7 @@ class SpeculativeCache(Cache):
             slots: (B, count) int64, the very slots; None when all rows have one length and they are consecutive.
         """
         self._start = self.lengths[0] + offset
-        self._end = max(self.lengths) + offset + count
+        self.end = max(self.lengths) + offset + count
         self._slots = slots
 
     def update(
@@ -52,11 +52,11 @@ class SpeculativeCache(Cache):
         while len(self._keys) <= layer_idx:
             self._keys.append(None)
             self._values.append(None)
-        keys = self._keys[layer_idx] = _write(self._keys[layer_idx], key_states, self._start, self._end, self._slots)
+        keys = self._keys[layer_idx] = _write(self._keys[layer_idx], key_states, self._start, self.end, self._slots)
         values = self._values[layer_idx] = _write(
-            self._values[layer_idx], value_states, self._start, self._end, self._slots
+            self._values[layer_idx], value_states, self._start, self.end, self._slots
         )
-        return keys[:, :, : self._end], values[:, :, : self._end]
+        return keys[:, :, : self.end], values[:, :, : self.end]
 
     def commit(self, growth: Sequence[int], source: Tensor | None = None) -> None:
         """Grow each row by `growth[b]` tokens, those in the slots right behind it.
@@ -99,7 +99,7 @@ class SpeculativeCache(Cache):
         return self._start
 
     def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        return self._end, 0
+        return self.end, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1

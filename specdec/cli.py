@@ -16,7 +16,7 @@ def main() -> None:
 def generate(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     prompt: str = typer.Argument(help="What to say to it; goes through the chat template where the model has one."),
-    proposer: str = typer.Option("ngram", help='What drafts: "ngram" or "draft:PATH_OR_ID".'),
+    proposer: str = typer.Option("ngram", help='What drafts: "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".'),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
@@ -43,6 +43,55 @@ def generate(
         **sampling,
     )
     typer.echo(f"\n{spec.last_report}")
+
+
+@app.command()
+def inspect(
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE head."),
+    target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they fit."),
+    probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
+) -> None:
+    """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec.eagle3.checkpoint import read
+    from specdec.eagle3.inspection import describe, probe_taps
+    from specdec.proposers import Eagle3Proposer
+
+    if probe and target is None:
+        raise typer.BadParameter("--probe needs --target", param_hint="--probe")
+    try:
+        checkpoint = read(head)
+        typer.echo(describe(checkpoint))
+        module = checkpoint.head()
+        if target is None:
+            return
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+        proposer = Eagle3Proposer(module)
+        proposer.check(model)
+        typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
+        if probe:
+            typer.echo(probe_taps(module, model, AutoTokenizer.from_pretrained(target)))
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command()
+def export(
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE-3 head, in any known layout."),
+    out: str = typer.Argument(help="Folder to write."),
+    layout: str = typer.Option("sglang", help='"sglang" (SafeAILab, SpecForge, SGLang) or "speculators" (vLLM).'),
+    target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
+) -> None:
+    """Write an EAGLE-3 head in the layout of another engine."""
+    from specdec.eagle3 import load, save
+
+    try:
+        save(load(head), out, layout, target)
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
 
 
 if __name__ == "__main__":

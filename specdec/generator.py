@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -26,7 +27,7 @@ from specdec.capability import capability
 from specdec.logits import NodeProcessors, stateful
 from specdec.loop import Loop, Rule
 from specdec.pacing import Pacer
-from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
+from specdec.proposers import DraftModelProposer, Eagle3Proposer, NgramProposer, Proposer
 from specdec.report import Report, Stopwatch
 from specdec.runner import ModelRunner, Output
 from specdec.transcript import Records, Transcript
@@ -64,7 +65,7 @@ class SpeculativeGenerator:
 
     Args:
         model: the target, a causal LM from transformers.
-        proposer: what drafts: a `Proposer`, a draft model, "ngram", or "draft:PATH_OR_ID".
+        proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
         rule: how drawn chains are verified at T > 0: "block" (Sun et al. 2403.10444), "token" (Leviathan et al.
             2211.17192), or "typical" (Medusa 2401.10774), which is LOSSY: the output no longer has the target's
@@ -97,6 +98,7 @@ class SpeculativeGenerator:
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.capability = capability(model)
         self.proposer.check(model)
+        self._taps = self.proposer.taps(model)
         self.report, self.last_report = Report(), Report()
         self._pacers: dict[tuple[int, bool], Pacer] = {}
         self._warned: set[str] = set()
@@ -198,7 +200,7 @@ class SpeculativeGenerator:
         watch: Stopwatch,
     ):
         text = _transcript(input_ids, stopping_criteria, config, streamer, model_kwargs)
-        target = ModelRunner(self.model, self.capability.masks)
+        target = ModelRunner(self.model, self.capability.masks, self._taps)
         target.start(text.batch_size)
         loop = Loop(
             target=target,
@@ -335,8 +337,11 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str) -> Proposer:
         return NgramProposer()
     if isinstance(proposer, str) and proposer.startswith("draft:"):
         return DraftModelProposer(proposer.removeprefix("draft:"))
+    if isinstance(proposer, str) and proposer.startswith("eagle3:"):
+        return Eagle3Proposer(proposer.removeprefix("eagle3:"))
     raise ValueError(
-        f'proposer must be a Proposer, a loaded draft model, "ngram" or "draft:PATH_OR_ID", got {proposer!r}'
+        'proposer must be a Proposer, a loaded draft model, "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID", got '
+        f"{proposer!r}"
     )
 
 
@@ -377,6 +382,7 @@ def _prefill(
     given, pads = given.to(device), _pads(given, model_kwargs)
     wants_hidden = text.records.hidden_states is not None
     chunk = config.prefill_chunk_size or given.shape[1]
+    features: list[Tensor | None] = []
     for start in range(0, given.shape[1], chunk):
         part = given[:, start : start + chunk]
         part_pads = [min(max(pad - start, 0), part.shape[1]) for pad in pads]
@@ -386,7 +392,10 @@ def _prefill(
             embeds=part if embeds is not None else None,
             hidden_states=wants_hidden,
         )
-    return output
+        features.append(output.features)
+    if output.features is None:
+        return output
+    return replace(output, features=torch.cat([part for part in features if part is not None], 1))
 
 
 def _pads(given: Tensor, model_kwargs: dict[str, Any]) -> list[int]:

@@ -46,6 +46,7 @@ class Loop:
         """Decode until the text is done. `prefill`: logits (B, 1, V) after the prompts, by now in the cache."""
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
+        self._fresh, self._features = list(self.target.lengths), prefill.features
         self._first_token(prefill)
         if not self.text.done:
             self.proposer.begin(self._context())
@@ -57,8 +58,12 @@ class Loop:
     def _round(self) -> None:
         text, start = self.text, self.watch.elapsed()
 
+        pacer, report = self.pacer, self.watch.report
+        passes, pass_seconds = pacer.num_draft_passes, pacer.draft_pass_seconds
         draft = self._pad_finished(self.proposer.propose(self._context()))
         self.watch.mark("draft")
+        report.num_draft_passes += pacer.num_draft_passes - passes
+        report.draft_pass_seconds += pacer.draft_pass_seconds - pass_seconds
 
         output = self.target.grow(
             draft.tokens,
@@ -78,6 +83,7 @@ class Loop:
         text.record(verdict.path, accepted, output.logits, scores, output.hidden_states)
         kept = text.append(tokens, accepted)
         self.target.commit(kept, None if draft.chain else verdict.path)
+        self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
         accepted = [n if alive else 0 for n, alive in zip(accepted, active, strict=True)]
         self.proposer.observe(draft, verdict, accepted)
         text.settle()
@@ -112,6 +118,8 @@ class Loop:
             vocab_size=self._vocab_size,
             processors=self.processors,
             pacer=self.pacer,
+            fresh=self._fresh,
+            features=self._features,
         )
 
     def _pad_finished(self, draft: DraftTree) -> DraftTree:
@@ -167,6 +175,17 @@ def _to_host(draft: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[i
     packed = torch.cat([verdict.accepted[:, None], verdict.new_tokens(draft)], 1).tolist()
     accepted = [row[0] for row in packed]
     return accepted, [row[1 : 2 + n] for row, n in zip(packed, accepted, strict=True)]
+
+
+def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> Tensor | None:
+    """(B, W, C) of each row's first `kept` nodes on its path (B, D), padded on the left; features: (B, N, C)."""
+    if features is None:
+        return None
+    width = max(kept)
+    column = torch.arange(width, device=path.device)
+    shift = torch.tensor([width - count for count in kept], device=path.device)[:, None]
+    nodes = path.gather(1, (column - shift).clamp(min=0))
+    return features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]).to(features.device))
 
 
 def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:

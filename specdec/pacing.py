@@ -112,6 +112,7 @@ class Pacer:
         self.verify = PassCost()
         self.acceptance = Acceptance()
         self.expected_rate = 0.8  # of a token not yet looked at, moving average
+        self.num_draft_passes, self.draft_pass_seconds = 0, 0.0  # in all
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
@@ -135,16 +136,18 @@ class Pacer:
         return self._seconds / self._tokens
 
     def best_length(self, gains: Sequence[float], rows: int) -> int:
-        """How many tokens per row to draft, where all chances are known beforehand and drafting is free.
+        """How many nodes per row to verify, where all chances are known beforehand and drafting is free or done.
 
         Args:
-            gains: per depth, the expected number of accepted tokens over all rows, falling.
+            gains: per node of a row, the expected number of accepted ones over all rows, falling.
             rows: in the target pass.
         """
         if self.length is not None or not self.measured:
             return min(self._first_length if self.length is None else self.length, len(gains))
+        if self._trying:
+            return min(TRIAL_LENGTH, len(gains))
         price = rows * self.verify.per_token / self.seconds_per_token
-        worthy = [gain for gain in gains[:LONGEST] if gain > price]
+        worthy = [gain for gain in gains if gain > price]
         profit = (sum(worthy) - len(worthy) * price) * self.seconds_per_token
         return len(worthy) if profit > self._leaving_plain(rows) else 0
 
@@ -207,8 +210,12 @@ class Pacer:
         """Book how likely a token just looked at was to be accepted, drafted or not."""
         self.expected_rate += Acceptance.STEP * (rate - self.expected_rate)
 
-    def observe_draft_step(self, seconds: float) -> None:
-        self._draft_steps.append(seconds)
+    def observe_draft_pass(self, seconds: float, step: bool = True) -> None:
+        """Book a pass of the draft model. step: it took as long as a draft step does; False after a long text."""
+        self.num_draft_passes += 1
+        self.draft_pass_seconds += seconds
+        if step:
+            self._draft_steps.append(seconds)
 
     def observe_round(self, size: int, rows: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.

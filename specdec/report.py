@@ -30,6 +30,8 @@ class Report:
         num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
         num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
         seconds: wall time by phase: prefill, draft, verify, accept, other.
+        num_draft_passes, draft_pass_seconds: forward passes of a draft model or head, and the part of the draft phase
+            they took; the rest of it went into making drafts of their output.
         latencies: seconds per round divided by the tokens the round gave a row, one entry per token; the last 100,000.
         times_to_first_token: seconds, one entry per call.
     """
@@ -46,6 +48,8 @@ class Report:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    num_draft_passes: int = 0
+    draft_pass_seconds: float = 0.0
     total_seconds: float = 0.0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     times_to_first_token: list[float] = field(default_factory=list)
@@ -122,6 +126,17 @@ class Report:
         return _ratio(self.num_output_tokens, self.total_seconds)
 
     @property
+    def seconds_per_draft_pass(self) -> float:
+        """Mean seconds of a draft pass; NaN for proposers that run no model."""
+        return _ratio(self.draft_pass_seconds, self.num_draft_passes)
+
+    @property
+    def building_share(self) -> float:
+        """Share of the rounds' time that went into making drafts, without the draft's passes, and accepting them."""
+        building = self.seconds["draft"] - self.draft_pass_seconds + self.seconds["accept"]
+        return _ratio(building, sum(self.seconds[phase] for phase in PHASES if phase != "prefill"))
+
+    @property
     def overhead(self) -> float:
         """Share of the rounds' time that is neither the target's pass nor drafting."""
         rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
@@ -131,7 +146,7 @@ class Report:
         """Take in another report's counts."""
         for name in (
             "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds num_drafts "
-            "num_draft_tokens num_accepted_tokens total_seconds"
+            "num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
         ).split():
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
@@ -154,7 +169,7 @@ class Report:
             "num_accepted_tokens num_accepted_tokens_per_pos draft_acceptance_rate mean_acceptance_length "
             "tokens_per_round acceptance_rate_per_pos conditional_acceptance_rate_per_pos time_to_first_token "
             "time_per_output_token time_per_output_token_p50 time_per_output_token_p99 tokens_per_second "
-            "total_seconds seconds overhead"
+            "num_draft_passes draft_pass_seconds seconds_per_draft_pass building_share total_seconds seconds overhead"
         ).split()
         return {name: _finite(getattr(self, name)) for name in names}
 
@@ -182,7 +197,13 @@ class Report:
                 f"p99 {1e3 * self.time_per_output_token_p99:.1f})",
             ),
             ("throughput", f"{self.tokens_per_second:.1f} tokens/s"),
+            *(
+                [("draft passes", f"{self.num_draft_passes} of {1e3 * self.seconds_per_draft_pass:.1f} ms")]
+                if self.num_draft_passes
+                else []
+            ),
             ("where the rounds' time went", shares if rounds else "-"),
+            ("of it, making and accepting drafts", f"{100 * self.building_share:.0f}%" if rounds else "-"),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

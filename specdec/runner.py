@@ -15,46 +15,43 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.cache import SpeculativeCache
+from specdec.rows import CachedRows
+from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 @dataclass(frozen=True)
 class Output:
-    """Logits (B, n, V) of the kept tokens and, if asked for, the hidden states, one (B, n, H) per layer."""
+    """Logits (B, n, V) of the kept tokens, and what else was asked for.
+
+    Attributes:
+        hidden_states: one (B, n, H) per layer. features: (B, W, C), the tapped states of all W tokens of the pass.
+    """
 
     logits: Tensor
     hidden_states: tuple[Tensor, ...] | None = None
+    features: Tensor | None = None
 
 
-class ModelRunner:
+class ModelRunner(CachedRows):
     """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
 
     Args:
         model: a decoder-only causal LM from transformers, in eval mode.
         masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
             only build its own, which restricts it to chains of rows of one length.
+        taps: hidden states to take along in every pass.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: str | None = None):
-        self.model = model
+    def __init__(self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None):
+        super().__init__()
+        self.model, self.taps = model, taps
         self.config = model.config.get_text_config(decoder=True)
         self.masks = masks or default_masks(model)
-        self.cache = SpeculativeCache(0)
-        self.pending = 0  # draft nodes written behind the rows and not committed
         parameters = forward_parameters(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
-
-    @property
-    def lengths(self) -> list[int]:
-        return self.cache.lengths
-
-    def start(self, batch_size: int) -> None:
-        """Forget everything; the next rows are `batch_size` empty ones."""
-        self.cache = SpeculativeCache(batch_size)
-        self.pending = 0
 
     @torch.no_grad()
     def extend(
@@ -76,23 +73,14 @@ class ModelRunner:
         """
         given = embeds if embeds is not None else tokens
         assert given is not None
-        B, W = given.shape[:2]
-        if not any(pads) and self._aligned():
-            self.cache.place(0, W)
-            positions = self.lengths[0] + torch.arange(W, device=given.device).expand(B, W)
-            own = self.masks == "own" or self.lengths[0] == 0  # a whole prompt takes the model's causal fast path
-            visible = None if own else self._causal(positions, self.cache._end)
-        else:
-            self._require_masks()
-            pad = torch.tensor(list(pads), device=given.device)[:, None]
-            order = torch.arange(W, device=given.device) - pad  # (B, W) negative for padding
-            base = torch.tensor(self.lengths, device=given.device)[:, None]
-            # Padding rotates behind the row: its slots are never committed and soon overwritten.
-            self.cache.place(0, W, slots=base + order.remainder(W))
-            positions = base + order.clamp(min=0)
-            visible = self._causal(positions, self.cache._end)
+        W = given.shape[1]
+        positions, visible = self.place_known(W, pads, given.device)
+        if visible is not None:
+            self._require_masks(unless=not any(pads) and self.aligned)
+        if self.masks == "own":
+            visible = None
         output = self._forward(tokens, embeds, positions, visible, key_positions=None, keep=1, hidden=hidden_states)
-        self.cache.commit([W - pad for pad in pads])
+        self.commit([W - pad for pad in pads])
         return output
 
     @torch.no_grad()
@@ -110,36 +98,17 @@ class ModelRunner:
         Returns:
             Logits (B, n, V).
         """
-        n, aligned = tokens.shape[1], self._aligned()
-        self._require_masks(unless=chain and aligned)
-        base = torch.tensor(self.lengths, device=tokens.device)[:, None]
-        positions = base + depth[:, self.pending :]
-        slots = None if aligned else base + self.pending + torch.arange(n, device=tokens.device)
-        self.cache.place(self.pending, n, slots)
-        # Also for a single token, where no mask would do: without one sdpa takes its slow GQA path on CPUs (1290
+        n, alone = tokens.shape[1], chain and self.aligned
+        self._require_masks(unless=alone)
+        positions, visible, key_positions = self.place_draft(depth, ancestors, chain)
+        # A mask also for a single token, where none would do: without one sdpa takes its slow GQA path on CPUs (1290
         # against 102 us a layer for one token, 12 heads over 2, 1000 slots).
-        visible = key_positions = None
-        if self.masks != "own" and chain and aligned and n == 1:
-            visible = torch.ones(len(tokens), 1, self.cache._end, dtype=torch.bool, device=tokens.device)
-        elif self.masks != "own":
-            visible, key_positions = self._tree_mask(base, depth, ancestors, self.cache._end)
-        output = self._forward(tokens, None, positions, visible, key_positions, keep=n, hidden=hidden_states)
+        mask = None if self.masks == "own" else visible
+        output = self._forward(tokens, None, positions, mask, key_positions, keep=n, hidden=hidden_states)
         self.pending += n
         return output
 
-    def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:
-        """Keep the first `growth[b]` of the pending nodes, or of `path` (B, D) through them; forget the others."""
-        self.cache.commit(growth, path)
-        self.pending = 0
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to at most `lengths[b]` tokens."""
-        self.cache.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
-
-    # Positions and masks
-
-    def _aligned(self) -> bool:
-        return len(set(self.lengths)) == 1
+    # Masks
 
     def _require_masks(self, unless: bool = False) -> None:
         if self.masks == "own" and not unless:
@@ -147,26 +116,6 @@ class ModelRunner:
                 f"{type(self.model).__name__} builds its own attention masks: it can run chains of rows of one length "
                 "only, not trees or ragged batches"
             )
-
-    def _causal(self, positions: Tensor, end: int) -> Tensor:
-        """(B, W, end) bool: slots up to each token's own position."""
-        return torch.arange(end, device=positions.device) <= positions[..., None]
-
-    def _tree_mask(self, base: Tensor, depth: Tensor, ancestors: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """What each node sees: committed slots, and its ancestors in the draft.
-
-        Returns:
-            visible (B, n, end) bool and the position of each slot's token (B, end).
-        """
-        B, n, M = ancestors.shape
-        slot = torch.arange(end, device=base.device)
-        node = slot - base  # (B, end) the draft node in each slot, negative where committed
-        in_draft = (node >= 0) & (node < M)
-        index = node.clamp(0, M - 1)
-        seen = ancestors.gather(2, index[:, None].expand(B, n, end)) & in_draft[:, None]
-        visible = seen | (node < 0)[:, None]
-        key_positions = torch.where(in_draft, base + depth.gather(1, index), slot)
-        return visible, key_positions
 
     def _mask_argument(self, visible: Tensor, positions: Tensor, key_positions: Tensor | None) -> Any:
         """The model's `attention_mask`: one 4D mask, or one per layer type."""
@@ -215,8 +164,13 @@ class ModelRunner:
             inputs["logits_to_keep"] = keep
         if hidden:
             inputs["output_hidden_states"] = True
-        output = self.model(**inputs)
-        return Output(output.logits[:, -keep:], output.hidden_states if hidden else None)
+        if self.taps is None:
+            output, features = self.model(**inputs), None
+        else:
+            with self.taps.listening():
+                output = self.model(**inputs)
+            features = self.taps.features()
+        return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 
 
 def forward_parameters(model: PreTrainedModel) -> set[str]:

@@ -12,9 +12,18 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specdec import Context, DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator
+from specdec import (
+    Context,
+    DraftModelProposer,
+    DraftTree,
+    DynamicTree,
+    Eagle3Proposer,
+    NgramProposer,
+    Proposer,
+    SpeculativeGenerator,
+)
 from specdec.pacing import Pacer
-from tests import naive
+from tests import eagle3, naive
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
 EXACT = 5.0  # standard deviations, see `departure`
@@ -122,11 +131,30 @@ class Cutting(DraftModelProposer):
         return DraftTree.from_chain(context.root, drawn, lengths, probs=q)
 
 
+def eagle_head():
+    """Untrained, and one token short of the target's vocabulary."""
+    return eagle3.head(
+        hidden_size=16,
+        target_hidden_size=16,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB - 1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+
+
+SMALL_TREE = DynamicTree(depth=3, top_k=2, size=6)
 PROPOSERS = {
     "chain": lambda: DraftModelProposer(drafter()),
     "tree, drawn": lambda: DraftModelProposer(drafter(), branching=(2, 2), draw=True),
     "tree, top": lambda: DraftModelProposer(drafter(), branching=(2, 2), draw=False),
     "chain, top": lambda: DraftModelProposer(drafter(), draw=False),
+    "dynamic tree": lambda: DraftModelProposer(drafter(), tree=SMALL_TREE),
+    "dynamic tree, automatic size": lambda: DraftModelProposer(drafter(), tree=DynamicTree(depth=3, top_k=3)),
+    "eagle3": lambda: Eagle3Proposer(eagle_head(), tree=SMALL_TREE),
+    "eagle3, automatic size": lambda: Eagle3Proposer(eagle_head()),
+    "eagle3, drawn chain": lambda: Eagle3Proposer(eagle_head(), branching=(1, 1, 1)),
+    "eagle3, drawn tree": lambda: Eagle3Proposer(eagle_head(), branching=(2, 2)),
     "trimmed vocabulary": lambda: DraftModelProposer(drafter(), vocab=torch.tensor([1, 3, 4])),
     "n-gram": lambda: NgramProposer(),
     "n-gram tree": lambda: NgramProposer(continuations=2),
@@ -238,6 +266,8 @@ REPRESENTATIVE = [
     pytest.param("tree, drawn", "block", "plain", 2, id="drawn tree"),
     pytest.param("tree, top", "block", "warped", None, id="top tree, warped, automatic length"),
     pytest.param("n-gram tree", "block", "plain", 3, id="n-gram tree"),
+    pytest.param("eagle3", "block", "plain", 3, id="eagle3, dynamic tree"),
+    pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
 ]
 
@@ -267,13 +297,13 @@ def test_distribution_with_an_end_token(proposer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram", "garbage, drawn"])
+@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram", "garbage, drawn", "eagle3"])
 def test_distribution_one_row_at_a_time(proposer):
     assert measured(PROPOSERS[proposer](), 1200, SAMPLING["plain"], rows=1) < EXACT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram tree"])
+@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram tree", "eagle3"])
 def test_distribution_three_rows_at_a_time(proposer):
     assert measured(PROPOSERS[proposer](), 600, SAMPLING["plain"], draft_length=2, rows=3) < EXACT
 
@@ -285,6 +315,7 @@ def test_distribution_three_rows_at_a_time(proposer):
         pytest.param("tree, drawn", "penalty", marks=pytest.mark.slow),
         pytest.param("n-gram", "warped", marks=pytest.mark.slow),
         pytest.param("garbage, drawn", "penalty", marks=pytest.mark.slow),
+        pytest.param("eagle3", "warped", marks=pytest.mark.slow),
     ],
 )
 def test_distribution_of_a_ragged_batch(proposer, sampling):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.pacing import FIRST_LENGTH, LONGEST, Pacer, PassCost
+from specdec.pacing import FIRST_LENGTH, Pacer, PassCost
 from specdec.proposers.base import Context
 from specdec.proposers.ngram import NgramProposer
 
@@ -59,18 +59,18 @@ def test_it_sees_a_pass_of_each_kind_before_it_decides():
     assert pacer.best_length([1.0] * 30, 1) == 0
     assert not pacer.may_start([1.0], draft_steps=1)
     pacer.observe_round(1, 1, 0.1, 0.1, 1)
-    assert pacer.best_length([1.0] * 30, 1) == LONGEST
+    assert pacer.best_length([1.0] * 30, 1) == 30
 
 
 @pytest.mark.parametrize(
     ("cost", "gains", "length"),
     [
-        (flat, [0.9**d for d in range(1, 31)], LONGEST),
+        (flat, [0.9**d for d in range(1, 31)], 30),
         (flat, [0.5, 0.25, 0.125, 0.001], 3),
         (flat, [0.001], 0),
         (flat, [], 0),
         (jump, [0.5, 0.25, 0.125, 0.001], 0),  # 0.9 tokens more, for the price of one more pass
-        (jump, [0.9**d for d in range(1, 31)], LONGEST),
+        (jump, [0.9**d for d in range(1, 31)], 30),
     ],
 )
 def test_best_length(cost, gains, length):
@@ -80,7 +80,7 @@ def test_best_length(cost, gains, length):
 def test_worth_weighs_draft_passes_and_the_jump():
     cheap, dear = taught(flat), taught(jump)
     for pacer in (cheap, dear):
-        pacer.observe_draft_step(40 * MS)
+        pacer.observe_draft_pass(40 * MS)
     assert cheap.worth([0.6], 0, draft_steps=1)
     assert not cheap.worth([0.3], 0, draft_steps=1)
     assert cheap.worth([0.3], 1)
@@ -98,7 +98,7 @@ def test_a_given_length_is_kept(length):
 
 def test_it_asks_again_after_ever_longer_pauses():
     pacer = taught(flat)
-    pacer.observe_draft_step(1.0)
+    pacer.observe_draft_pass(1.0)
     started = [pacer.may_start([0.1], 1) for _ in range(20)]
     assert [i for i, start in enumerate(started) if start] == [0, 2, 6, 14]
 

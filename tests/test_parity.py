@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, NgramProposer, SpeculativeGenerator
 from tests import tiny
 
 MODELS = list(tiny.CONFIGS)
@@ -15,6 +15,8 @@ PROPOSERS = {
     "target itself": lambda target: target,
     "draft tree": lambda target: DraftModelProposer(draft_of(target), branching=(3, 2, 1)),
     "target tree": lambda target: DraftModelProposer(target, branching=(3, 2, 1)),
+    "dynamic tree": lambda target: DraftModelProposer(draft_of(target), tree=DynamicTree(depth=4, top_k=3, size=9)),
+    "dynamic target tree": lambda target: DraftModelProposer(target, tree=DynamicTree(depth=4, top_k=3)),
     "trimmed": lambda target: DraftModelProposer(target, vocab=20),
     "garbage": lambda target: tiny.Garbage(),
 }

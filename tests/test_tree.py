@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec import acceptance
-from specdec.tree import DraftTree, Verdict
+from specdec.tree import Candidates, DraftTree, DynamicTree, Verdict
 from tests import naive
 
 VOCAB = 7
@@ -171,3 +171,86 @@ def test_new_tokens_by_hand(path, accepted, next_token, expected):
     tree = DraftTree(torch.tensor([[10, 11, 12, 13]]), torch.tensor([[-1, 0, 0, 2]]))
     verdict = Verdict(torch.tensor([path]), torch.tensor([accepted]), torch.tensor([next_token]))
     assert verdict.new_tokens(tree)[0, : accepted + 1].tolist() == expected
+
+
+# Dynamic trees
+
+
+def log_probs_after(row: int, path: tuple[int, ...]) -> Tensor:
+    """(VOCAB,) what a random model of `row` says after a path: all different."""
+    generator = torch.Generator().manual_seed(hash((row, path)) % 2**31)
+    return torch.randn(VOCAB, generator=generator).mul(2).log_softmax(-1)
+
+
+def naively_grown(row: int, depth: int, top_k: int, most: int, room: int) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree as paths, the most probable first."""
+    pool: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(depth):
+        frontier = sorted(level, key=lambda path: -level[path])[:top_k]
+        parents, level = level, {}
+        for path in frontier:
+            top = log_probs_after(row, path).topk(top_k)
+            for score, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                level[(*path, token)] = parents[path] + score
+        pool |= level
+    fitting = [path for path in pool if len(path) <= room]
+    return sorted(fitting, key=lambda path: -pool[path])[:most]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    depth=st.integers(1, 4),
+    top_k=st.integers(1, 4),
+    most=st.integers(1, 12),
+    room=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+)
+def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, room):
+    B = len(room)
+
+    def children(paths: list[list[tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
+        tops = [[log_probs_after(b, path).topk(top_k) for path in row] for b, row in enumerate(paths)]
+        return (
+            torch.stack([torch.stack([top.indices for top in row]) for row in tops]),
+            torch.stack([torch.stack([top.values for top in row]) for row in tops]),
+        )
+
+    candidates = Candidates.of_root(*children([[()]] * B))
+    for _ in range(depth - 1):
+        nodes, parents = candidates.frontier(top_k)
+        if parents is not None:
+            expanded = candidates.expanded_nodes.gather(1, parents)
+            assert expanded.tolist() == candidates.parents.gather(1, nodes).tolist()
+        paths = [
+            [path_to(candidates.tokens[b].tolist(), candidates.parents[b].tolist(), node) for node in row]
+            for b, row in enumerate(nodes.tolist())
+        ]
+        candidates = candidates.expanded(nodes, *children(paths))
+    ranking = candidates.ranked(most, torch.tensor(room))
+    root = torch.full((B,), 6)
+    size = ranking.nodes.shape[1]
+    draft, steps = ranking.tree(root, size), ranking.steps(size)
+    assert draft.tokens[:, 0].tolist() == [6] * B
+    for b in range(B):
+        tokens, parents = draft.tokens[b].tolist(), draft.parents[b].tolist()
+        nodes = [n for n in range(1, draft.size) if parents[n] >= 0]
+        assert all(parents[n] < n for n in nodes)
+        ours = [path_to(tokens, [-1 if p == 0 else p for p in parents], n) for n in nodes]
+        assert ours == naively_grown(b, depth, top_k, most, room[b])
+        for n, path in zip(nodes, ours, strict=True):
+            probability = sum(float(log_probs_after(b, path[:i])[path[i]]) for i in range(len(path)))
+            assert float(ranking.probabilities(size)[b, n].log()) == pytest.approx(probability, abs=1e-4)
+            step = int(steps[b, n])
+            if step >= 0:
+                place = int(candidates.expanded_nodes[b, step])
+                assert path_to(candidates.tokens[b].tolist(), candidates.parents[b].tolist(), place) == path
+
+
+def path_to(tokens: list[int], parents: list[int], node: int) -> tuple[int, ...]:
+    return (*(path_to(tokens, parents, parents[node]) if parents[node] >= 0 else ()), tokens[node])
+
+
+@pytest.mark.parametrize("wrong", [{"depth": 0}, {"top_k": 0}, {"size": 1}])
+def test_a_dynamic_tree_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match="a tree needs"):
+        DynamicTree(**wrong)

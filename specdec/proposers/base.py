@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.logits import NodeProcessors
 from specdec.pacing import Pacer
+from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
 
 
@@ -32,6 +33,10 @@ class Context:
         vocab_size: V, the width of the target's logits.
         processors: the call's logits processors, to bring q close to p.
         pacer: says how far to draft.
+        fresh: how many tokens of each row the target was run over since the last context: what the row gained, less
+            its root, which is still to come.
+        features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
+            a proposer without taps.
     """
 
     tokens: Tensor
@@ -44,6 +49,8 @@ class Context:
     vocab_size: int
     processors: NodeProcessors
     pacer: Pacer
+    fresh: Sequence[int] = ()
+    features: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -81,6 +88,10 @@ class Proposer(ABC):
     A draft must say how it was made: chosen deterministically (`DraftTree.probs` None), or drawn from q, which then
     must be the very distribution drawn from. Whether a token is drafted may depend on q, never on the token sampled.
     """
+
+    def taps(self, target: PreTrainedModel) -> Taps | None:
+        """Which of the target's hidden states this proposer wants to see as `Context.features`."""
+        return None
 
     def check(self, target: PreTrainedModel) -> None:
         """Raise ValueError if this proposer cannot draft for `target`. Called once, at construction."""

@@ -1,0 +1,220 @@
+"""`Eagle3Head`: predicts the token after next from the target's states and the next token. EAGLE-3, 2503.01840.
+
+    h = fc([low, mid, high])                                 # the target's states at token i
+    x = [input_layernorm(embed(token i+1)), hidden_norm(h)]
+    h = h + attention(x);  h = h + mlp(post_attention_layernorm(h))
+    logits = lm_head(norm(h))                                # of token i+2, over the draft vocabulary
+    h is fed back in the place of the states that the target has not computed yet
+
+Knows nothing of caches' rows, of trees, or of the target: embeddings and visibility are passed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, LlamaConfig
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from specdec.eagle3.config import Eagle3Config
+
+
+class Eagle3Head(nn.Module):
+    """Parameters carry the names of vLLM speculators' checkpoints (`layers.0.*`, `fc`, `norm`, `lm_head`).
+
+    Buffers:
+        d2t: (K,) int64, target id minus draft id of each draft token.
+    """
+
+    d2t: Tensor
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        H, wide = config.hidden_size, config.target_hidden_size * config.num_taps
+        if config.version == 1:
+            wide = 2 * H  # [embed, state]
+        self.embed_tokens = nn.Embedding(config.vocab_size, H) if config.own_embedding else None
+        self.input_norm = LlamaRMSNorm(wide, config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_taps)
+            )
+        self.fc = nn.Linear(wide, H, bias=config.fc_bias)
+        first = FusingLayer(config) if config.version == 3 else DecoderLayer(config, 0, input_norm=False)
+        self.layers = nn.ModuleList([first, *(DecoderLayer(config, i) for i in range(1, config.num_layers))])
+        self.norm = LlamaRMSNorm(H, config.rms_norm_eps) if config.version == 3 else None
+        self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False) if config.version == 3 else None
+        # In a tuple, lest `head.to(bfloat16)` round the frequencies.
+        self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def draft_to_target(self) -> Tensor:
+        """(K,) int64, the target's id of each draft token."""
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def fuse(self, states: Tensor) -> Tensor:
+        """The target's states side by side, (B, n, taps * target H), as a feature (B, n, H)."""
+        if self.config.version == 1:
+            return states
+        if self.fc_norm is not None:
+            chunks = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        return self.fc(states)
+
+    def forward(
+        self,
+        embeds: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        visible: Tensor | None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """One pass over n tokens per row.
+
+        Args:
+            embeds: (B, n, H) of tokens i+1. features: (B, n, H) of tokens i, from `fuse` or fed back.
+            positions: (B, n) int64, i. visible: (B, n, slots) bool; None: causal over these n.
+            cache: keys and values of earlier tokens.
+
+        Returns:
+            (B, n, H), what is fed back.
+        """
+        rotation = self._rotary[0](embeds, positions)
+        if self.config.version == 1:
+            h = self.fc(torch.cat([embeds, features], -1))
+            h = self.layers[0](h, rotation, visible, cache)
+        else:
+            h = self.layers[0](embeds, features, rotation, visible, cache)
+        for layer in list(self.layers)[1:]:
+            h = layer(h, rotation, visible, cache)
+        return self.norm(h) if self.norm is not None and self.config.norm_output else h
+
+    def logits(self, h: Tensor) -> Tensor:
+        """(B, n, K) from what `forward` returned. EAGLE-1 heads have none: the target's LM head is theirs."""
+        assert self.lm_head is not None
+        assert self.norm is not None
+        return self.lm_head(h if self.config.norm_output else self.norm(h))
+
+
+class FusingLayer(nn.Module):
+    """The first layer: attention over [embedding, feature], both normed, twice the width."""
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        H = config.hidden_size
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.self_attn = Attention(config, 0, 2 * H)
+        self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        normed = self.hidden_norm(h)
+        residual = normed if self.norm_before_residual else h
+        x = torch.cat([self.input_layernorm(embeds), normed], -1)
+        h = residual + self.self_attn(x, rotation, visible, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class DecoderLayer(nn.Module):
+    """An ordinary layer of width H."""
+
+    def __init__(self, config: Eagle3Config, index: int, input_norm: bool = True):
+        super().__init__()
+        H = config.hidden_size
+        self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps) if input_norm else None
+        self.self_attn = Attention(config, index, H)
+        self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(
+        self, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        x = h if self.input_layernorm is None else self.input_layernorm(h)
+        h = h + self.self_attn(x, rotation, visible, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        H, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(H, wide, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(H, wide, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(wide, H, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Eagle3Config, index: int, input_size: int):
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        q, kv, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(input_size, q * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(q * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
+    ) -> Tensor:
+        B, n, _ = x.shape
+        q, k, v = (proj(x).view(B, n, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, n, dim)
+        q, k = _rotate(q, k, rotation)
+        if cache is not None:
+            k, v = cache.update(k, v, self.index)
+        k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
+        mask = None if visible is None else visible[:, None]
+        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and n > 1)
+        return self.o_proj(out.transpose(1, 2).reshape(B, n, -1))
+
+
+def _rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """RoPE on the leading dimensions that it covers."""
+    cos, sin = rotation
+    covered = cos.shape[-1]
+    if covered == q.shape[-1]:
+        return apply_rotary_pos_emb(q, k, cos, sin)
+    q_turned, k_turned = apply_rotary_pos_emb(q[..., :covered], k[..., :covered], cos, sin)
+    return torch.cat([q_turned, q[..., covered:]], -1), torch.cat([k_turned, k[..., covered:]], -1)
+
+
+def _rotary_config(config: Eagle3Config) -> LlamaConfig:
+    """transformers computes the frequencies, of every kind of scaling it knows."""
+    rope: dict[str, Any] = dict(config.rope)
+    covered = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        head_dim=covered,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=rope,
+    )

@@ -1,0 +1,99 @@
+"""`HeadRunner`: runs an EAGLE-3 head beside a target, over the rows of a batch.
+
+Owns the head's cache. Row i of it pairs the target's state at token i with token i+1, at position i. What was computed
+from drafted features is dropped after every round; the accepted tokens come again with the target's own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.eagle3.head import Eagle3Head
+from specdec.rows import CachedRows
+
+
+class HeadRunner(CachedRows):
+    """Args: head: on any device, in any precision. target: lends its embedding, to EAGLE-1 heads its LM head too."""
+
+    def __init__(self, head: Eagle3Head, target: PreTrainedModel):
+        super().__init__()
+        self.head = head
+        self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
+        self.lm_head: nn.Module | None = target.get_output_embeddings() if head.lm_head is None else None
+        self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
+        self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
+
+    def start(self, batch_size: int) -> None:
+        super().start(batch_size)
+        self._pending_features = self._last = None
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
+        """Append known tokens with the target's states, and drop what is pending.
+
+        Args:
+            tokens: (B, W) int64, i+1. states: (B, W, taps * target H) at tokens i. pads: padding on the left.
+
+        Returns:
+            Logits (B, 1, K) after each row's last token.
+        """
+        self.pending, self._pending_features = 0, None
+        W = tokens.shape[1]
+        positions, visible = self.place_known(W, pads, self.head.device)
+        h = self._pass(tokens, self.head.fuse(states.to(self.head.device, self.head.dtype)), positions, visible, None)
+        self.commit([W - pad for pad in pads])
+        self._last = h[:, -1:]
+        return self._logits(self._last)
+
+    @torch.no_grad()
+    def grow(self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor, chain: bool) -> Tensor:
+        """Run the head over n drafted nodes behind the rows and the nodes already pending.
+
+        Args:
+            tokens: (B, n) int64. parents: (B, n) indices into the pending nodes, whose output is these nodes'
+                feature; None: the last known token's. depth: (B, M + n). ancestors: (B, n, M + n) bool.
+
+        Returns:
+            Logits (B, n, K).
+        """
+        assert self._last is not None
+        n = tokens.shape[1]
+        device = self.head.device
+        if parents is None or self._pending_features is None:
+            features = self._last.expand(-1, n, -1)
+        else:
+            index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
+            features = self._pending_features.gather(1, index)
+        positions, visible, slots = self.place_draft(depth.to(device), ancestors.to(device), chain)
+        h = self._pass(tokens, features, positions, visible, slots)
+        self.pending += n
+        before = [] if self._pending_features is None else [self._pending_features]
+        self._pending_features = torch.cat([*before, h], 1)
+        return self._logits(h)
+
+    def drop_draft(self) -> None:
+        """Forget the pending nodes."""
+        self.pending, self._pending_features = 0, None
+
+    def _pass(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None, slots: Tensor | None
+    ) -> Tensor:
+        weight = next(self.embedding.parameters())
+        embeds = self.embedding(tokens.to(weight.device)).to(self.head.device, self.head.dtype)
+        window = self.head.config.sliding_window
+        if window is not None:
+            if visible is None:
+                visible = torch.arange(self.cache.end, device=positions.device) <= positions[..., None]
+            keys = torch.arange(self.cache.end, device=positions.device)[None] if slots is None else slots
+            visible = visible & (positions[..., None] - keys[:, None] < window)
+        return self.head(embeds, features, positions, visible, self.cache)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        if self.lm_head is None:
+            return self.head.logits(h)
+        weight = next(self.lm_head.parameters())
+        return self.lm_head(h.to(weight.device, weight.dtype)).to(h.device)

@@ -1,0 +1,350 @@
+"""`AutoregressiveProposer`: drafts by a model of its own, one pass per depth: a chain, a fixed or a dynamic tree.
+
+Owns the shapes of drafts and when to stop. The models, and how they keep up with the text, are its subclasses'.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from specdec.acceptance import sample
+from specdec.pacing import Pacer
+from specdec.proposers.base import Context, Proposer
+from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
+
+CONFIDENCES = 20  # bins of a probability of the draft's
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """The nodes that the draft model was run over in this round, M per row; the root is not among them.
+
+    Attributes:
+        tokens: (B, M) int64. ancestors: (B, M, M) bool, which of them each sees, itself included.
+    """
+
+    tokens: Tensor
+    ancestors: Tensor
+
+    @property
+    def depth(self) -> Tensor:
+        """(B, M) int64, 0 for children of the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @classmethod
+    def none(cls, root: Tensor) -> Stepped:
+        return cls(root[:, None][:, :0], torch.zeros(len(root), 0, 0, dtype=torch.bool, device=root.device))
+
+    def and_then(self, tokens: Tensor, parents: Tensor | None) -> Stepped:
+        """With n more nodes: tokens (B, n), parents (B, n) indices into these nodes, None for children of the root."""
+        B, n = tokens.shape
+        M = self.tokens.shape[1]
+        above = torch.zeros(B, n, M, dtype=torch.bool, device=tokens.device)
+        if parents is not None:
+            above = self.ancestors.gather(1, parents[..., None].expand(B, n, M))
+        below = torch.zeros(B, M, n, dtype=torch.bool, device=tokens.device)
+        itself = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
+        ancestors = torch.cat([torch.cat([self.ancestors, below], 2), torch.cat([above, itself], 2)], 1)
+        return Stepped(torch.cat([self.tokens, tokens], 1), ancestors)
+
+
+class AutoregressiveProposer(Proposer):
+    """Drafts by running a model step by step.
+
+    At T > 0 chains and fixed trees are drawn from the draft's own processed distribution q (temperature, top-k,
+    penalties applied) if `draw`, else they are its top tokens; at T = 0 always the latter. Dynamic trees are made of
+    top tokens at any temperature: which nodes are kept depends on their probability, which with drawn tokens would be
+    peeking. Drafting ends where the next pass is not worth its cost (see `Pacer`).
+
+    Args:
+        branching: children per node at each depth, (3, 2, 1) say, for a tree of that shape.
+        tree: for a dynamic one. Without either: chains.
+        draw: at T > 0, draw the draft from q.
+    """
+
+    def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
+        if branching is not None and (not branching or any(width < 1 for width in branching)):
+            raise ValueError(f"branching needs at least one child at every depth, got {tuple(branching)}")
+        if branching is not None and tree is not None:
+            raise ValueError("branching is the shape of a fixed tree, tree of a dynamic one: give one of them")
+        self.branching, self.tree, self.draw = branching, tree, draw
+        self._chances_of_last: Tensor | None = None  # (B, N) probabilities of the last dynamic tree's nodes
+        self._step_of_node: Tensor | None = None  # (B, N) where the last draft's nodes are among the stepped, or -1
+        self._pacer: Pacer | None = None
+
+    # What a draft model does
+
+    @abstractmethod
+    def _catch_up(self, context: Context) -> Tensor:
+        """Take in what the text gained since the last draft, the root included; logits after it, (B, 1, K)."""
+
+    @abstractmethod
+    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+        """Run the model over the last n of `stepped`, the others being pending; logits (B, n, K)."""
+
+    @abstractmethod
+    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Logits (..., K) over the target's vocabulary (..., V): what the draft does not know gets -inf."""
+
+    # Drafting
+
+    def propose(self, context: Context) -> DraftTree:
+        pacer = self._pacer = context.pacer
+        limit = min(pacer.limit, max((context.room[b] for b in context.rows), default=0))
+        self._chances_of_last = self._step_of_node = None
+        if limit == 0 or not pacer.may_start(_chances(context, pacer.expected_rate), draft_steps=1):
+            return DraftTree.root_only(context.root)
+        logits = self._catch_up(context)
+        if context.chains_only or (self.branching is None and self.tree is None):
+            return self._grow_chain(context, logits, limit)
+        if self.branching is not None:
+            return self._grow_fixed(context, logits, min(limit, len(self.branching)), self.branching)
+        assert self.tree is not None
+        return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        """Book which nodes of a dynamic tree were accepted, and how deep it went."""
+        if self._chances_of_last is None or self._pacer is None:
+            return
+        pacer, chances = self._pacer, self._chances_of_last  # (B, N)
+        paths, valid, deepest = verdict.path.tolist(), draft.valid.tolist(), draft.depth.amax(-1).tolist()
+        for b, row in enumerate(chances.tolist()):
+            on_path = set(paths[b][: accepted[b] + 1])
+            for node in range(1, len(row)):
+                if valid[b][node]:
+                    pacer.acceptance.observe(_bin(row[node]), node in on_path, prior=row[node])
+            for depth in range(min(accepted[b] + 1, deepest[b])):
+                pacer.observe_expectation(float(depth < accepted[b]))
+
+    def _accepted_steps(self, verdict: Verdict, accepted: Sequence[int]) -> tuple[list[int], Tensor]:
+        """How many of the accepted nodes the draft model was run over, and which of its steps (B, D) they were.
+
+        Nodes of the last depth were not: accepted or not, the next catch-up feeds them.
+        """
+        path = verdict.path[:, 1:]
+        place = torch.arange(path.shape[1], device=path.device)
+        if self._step_of_node is None or path.shape[1] == 0:
+            return [0] * len(path), place.expand(len(path), -1)
+        steps = self._step_of_node.gather(1, path.clamp(max=self._step_of_node.shape[1] - 1))
+        known = (steps >= 0).long().cumprod(-1).sum(-1).tolist()
+        growth = [min(taken, most) for taken, most in zip(accepted, known, strict=True)]
+        within = place < torch.tensor(growth, device=path.device)[:, None]
+        return growth, torch.where(within, steps, place)
+
+    def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
+        pacer, B = context.pacer, context.batch_size
+        draw = context.sampling and self.draw
+        stepped = Stepped.none(context.root)
+        drafts: list[Tensor] = []
+        probs: list[Tensor] = []
+        keys: list[list[int]] = []
+        chances = _chances(context, 1.0)
+        while True:
+            scores = self._processed(context, logits, stepped, 1)[:, 0]  # (B, V)
+            q = scores.softmax(-1) if draw else None
+            if pacer.length is None:
+                keys.append(_confidence(scores, q))
+                chances = _onward(context, chances, keys[-1], len(drafts))
+            if not pacer.worth(chances, len(drafts)):
+                break
+            token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
+            drafts.append(token)
+            if q is not None:
+                probs.append(q)
+            onward = [chance * pacer.expected_rate for chance in chances]
+            if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
+                break
+            last = torch.full((B, 1), len(drafts) - 2, device=token.device) if len(drafts) > 1 else None
+            stepped = stepped.and_then(token[:, None], last)
+            logits = self._timed_step(context, stepped, 1, last, chain=True)
+        if not drafts:
+            return DraftTree.root_only(context.root)
+        self._step_of_node = _in_order(B, 1 + len(drafts), stepped)
+        lengths = torch.tensor(
+            [min(len(drafts), context.room[b]) if context.active[b] else 0 for b in range(B)],
+            device=context.tokens.device,
+        )
+        return DraftTree.from_chain(
+            context.root,
+            torch.stack(drafts, 1),
+            lengths,
+            probs=torch.stack(probs, 1) if probs else None,
+            keys=torch.tensor(keys[: len(drafts)], device=lengths.device).T if keys else None,
+        )
+
+    def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
+        """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
+        B, device = context.batch_size, context.tokens.device
+        draw = context.sampling and self.draw
+        tokens, parents, depth = context.root[:, None], [-1], [0]
+        stepped = Stepped.none(context.root)
+        q_rows: list[Tensor] = []
+        level = [0]  # node indices whose logits we have
+        for d, width in enumerate(branching[:limit], start=1):
+            probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
+            children = _draw_without_replacement(probs, width) if draw else probs.topk(width, -1).indices
+            if draw:
+                q_rows.append(probs)
+            first = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            depth += [d] * (len(level) * width)
+            tokens = torch.cat([tokens, children.flatten(1)], 1)
+            level = list(range(first, len(parents)))
+            if d == limit:
+                break
+            above = None
+            if d > 1:  # the root is not among the stepped nodes
+                above = torch.tensor([parents[node] - 1 for node in level], device=device).expand(B, -1)
+            stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above)
+            logits = self._timed_step(context, stepped, len(level), above)
+        q = None
+        if q_rows:
+            leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
+            q = torch.cat([*q_rows, leaves], 1)
+        self._step_of_node = _in_order(B, len(parents), stepped)
+        return _fitted(context, tokens, parents, depth, q)
+
+    def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
+        """Expand the most probable nodes of each depth, then keep the most probable of all."""
+        pacer = context.pacer
+        stepped = Stepped.none(context.root)
+        candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
+        for depth in range(1, limit):
+            if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
+                break
+            frontier, above = candidates.frontier(tree.top_k)
+            stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above)
+            n = frontier.shape[1]
+            logits = self._timed_step(context, stepped, n, above)
+            candidates = candidates.expanded(frontier, *self._children(context, logits, stepped, n, tree.top_k))
+        room = torch.tensor(
+            [room if active else 0 for room, active in zip(context.room, context.active, strict=True)],
+            device=context.tokens.device,
+        )
+        best = candidates.ranked(tree.most_nodes - 1, room)
+        size = best.nodes.shape[1]
+        if tree.size is None and pacer.length is None:
+            size = pacer.best_length(self._gains(context, best), context.batch_size)
+        if size == 0:
+            return DraftTree.root_only(context.root)
+        self._chances_of_last, self._step_of_node = best.probabilities(size), best.steps(size)
+        return best.tree(context.root, size)
+
+    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
+        scores = self._processed(context, logits, stepped, n)
+        top = scores.topk(min(k, scores.shape[-1]), -1)
+        return top.indices, top.values - scores.logsumexp(-1, keepdim=True)
+
+    def _onward_tree(self, context: Context, candidates: Candidates, depth: int) -> list[float]:
+        """Per row, the chance that one more depth has an accepted node."""
+        rate = context.pacer.expected_rate
+        if candidates.tokens.device.type != "cpu":  # a look at the scores would wait for the device at every depth
+            reached = [rate**depth] * context.batch_size
+        else:
+            reached = candidates.level_mass().tolist()
+        return [
+            rate * min(1.0, mass) if active and room > depth else 0.0
+            for mass, active, room in zip(reached, context.active, context.room, strict=True)
+        ]
+
+    def _gains(self, context: Context, best: Ranking) -> list[float]:
+        """Per rank among the candidates, how many of the rows' nodes are expected to be accepted."""
+        rates = context.pacer.acceptance
+        gains = [0.0] * best.nodes.shape[1]
+        for row in best.scores.exp().tolist():  # the one transfer from the device
+            for rank, probability in enumerate(row):
+                if probability > 0:
+                    gains[rank] += rates.rate(_bin(probability), prior=probability)
+        return sorted(gains, reverse=True)
+
+    def _timed_step(
+        self, context: Context, stepped: Stepped, n: int, parents: Tensor | None, chain: bool = False
+    ) -> Tensor:
+        start = perf_counter()
+        logits = self._step(stepped, n, parents, chain)
+        context.pacer.observe_draft_pass(perf_counter() - start)
+        return logits
+
+    def _processed(self, context: Context, logits: Tensor, stepped: Stepped, n: int) -> Tensor:
+        """The call's processors on the logits (B, n, K) of the n newest nodes (n = 1 and none stepped: the root)."""
+
+        def texts() -> list[list[Tensor]]:
+            so_far = [context.tokens[b, : context.ends[b]] for b in range(context.batch_size)]
+            if stepped.tokens.shape[1] == 0:
+                return [[text] for text in so_far]
+            return [
+                [torch.cat([text, stepped.tokens[b, seen]]) for seen in stepped.ancestors[b, -n:]]
+                for b, text in enumerate(so_far)
+            ]
+
+        return context.processors(self._full(logits, context.vocab_size), texts)
+
+
+def _bin(probability: float) -> int:
+    return 1 + int(probability * (CONFIDENCES - 1e-3))
+
+
+def _confidence(scores: Tensor, q: Tensor | None) -> list[int]:
+    """Per row, the bin of the draft's top probability, from its scores (B, V) or its q (B, V): 1 to CONFIDENCES."""
+    top = q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp()  # (B,)
+    return [_bin(p) for p in top.tolist()]
+
+
+def _in_order(batch_size: int, nodes: int, stepped: Stepped) -> Tensor:
+    """(B, N): node n was step n - 1, as far as there were steps."""
+    steps = torch.arange(-1, nodes - 1, device=stepped.tokens.device)
+    return steps.masked_fill(steps >= stepped.tokens.shape[1], -1).expand(batch_size, -1)
+
+
+def _chances(context: Context, rate: float) -> list[float]:
+    """`rate` for each row worth drafting for, 0 for the others: they take part in the passes for nothing."""
+    return [rate if active and room > 0 else 0.0 for active, room in zip(context.active, context.room, strict=True)]
+
+
+def _onward(context: Context, chances: Sequence[float], keys: Sequence[int], drafted: int) -> list[float]:
+    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all rows."""
+    acceptance = context.pacer.acceptance
+    rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys]
+    rows = context.rows
+    context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
+    return [
+        chance * rate if room > drafted else 0.0
+        for chance, rate, room in zip(chances, rates, context.room, strict=True)
+    ]
+
+
+def _draw_without_replacement(probs: Tensor, width: int) -> Tensor:
+    """(..., width) tokens of (..., V) probs, in the order successive draws without replacement give them.
+
+    Gumbel top-k (Kool et al. 1903.06059). Where fewer than `width` tokens have a probability, -1 fills up.
+    """
+    noise = torch.empty_like(probs).exponential_()
+    top = (probs / noise).topk(min(width, probs.shape[-1]), -1)
+    drawn = torch.where(top.values > 0, top.indices, -1)
+    return nn.functional.pad(drawn, (0, width - drawn.shape[-1]), value=-1)
+
+
+def _fitted(
+    context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None
+) -> DraftTree:
+    """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
+    B, N = tokens.shape
+    room = torch.tensor([r if a else 0 for r, a in zip(context.room, context.active, strict=True)])
+    shape = torch.tensor(list(parents)).expand(B, N)
+    keep = (torch.tensor(list(depth)) <= room[:, None]).to(tokens.device) & (tokens >= 0)
+    shape = shape.to(tokens.device)
+    for node in range(1, N):  # a node goes with its parent
+        keep[:, node] &= keep[:, parents[node]]
+    if q is not None:  # where children were cut off nothing was drawn
+        drawn = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
+        for node in range(1, N):
+            drawn[:, parents[node]] |= keep[:, node]
+        q = q * drawn[..., None]
+    return DraftTree(tokens.clamp(min=0), shape.masked_fill(~keep, -1), q)

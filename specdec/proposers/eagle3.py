@@ -1,0 +1,139 @@
+"""`Eagle3Proposer`: an EAGLE-3 head drafts from the target's own hidden states.
+
+Owns keeping the head up with the text: which states and tokens it has not seen yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.eagle3.checkpoint import bound, load
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.runner import HeadRunner
+from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
+from specdec.proposers.base import Context
+from specdec.taps import Taps, decoder_layers
+from specdec.tree import DraftTree, DynamicTree, Verdict
+
+LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
+FEW_TOKENS = 16  # a pass of the head over so many costs what one over a single token does
+
+
+class Eagle3Proposer(AutoregressiveProposer):
+    """Drafts dynamic trees by default; chains where the target can verify nothing else.
+
+    Args:
+        head: the head, or a folder or hub id of any of the known formats (see `specdec inspect`).
+        branching, tree, draw: the draft's shape and how it is chosen, see `AutoregressiveProposer`.
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head | str | Path,
+        *,
+        branching: Sequence[int] | None = None,
+        tree: DynamicTree | None = None,
+        draw: bool = True,
+    ):
+        if branching is None and tree is None:
+            tree = DynamicTree()
+        super().__init__(branching=branching, tree=tree, draw=draw)
+        self.head = head if isinstance(head, Eagle3Head) else load(head)
+        self.runner: HeadRunner | None = None
+        self._waiting: list[list[Tensor]] = []  # per row, the target's states that the head has not seen, (n, C) each
+
+    def check(self, target: PreTrainedModel) -> None:
+        head, text = self.head.config, target.config.get_text_config(decoder=True)
+        if text.hidden_size != head.target_hidden_size:
+            raise ValueError(
+                f"the head was made for a target with hidden states of {head.target_hidden_size}, this one's have "
+                f"{text.hidden_size}: it belongs to another model"
+            )
+        if abs(head.vocab_size - text.vocab_size) > LARGEST_PADDING:
+            raise ValueError(
+                f"the head was made for a vocabulary of {head.vocab_size} tokens, the target's has {text.vocab_size}: "
+                "it belongs to another model"
+            )
+        if self.head.embed_tokens is None and target.get_input_embeddings().weight.shape[-1] != head.hidden_size:
+            raise ValueError(
+                f"the head is {head.hidden_size} wide and has no embedding of its own, the target's is "
+                f"{target.get_input_embeddings().weight.shape[-1]} wide"
+            )
+        self._taps_at(target)  # raises if the target has no such layers
+        self.runner = HeadRunner(self.head, target)
+
+    def taps(self, target: PreTrainedModel) -> Taps:
+        return Taps(target, self._taps_at(target), self.head.device)
+
+    def begin(self, context: Context) -> None:
+        assert self.runner is not None
+        self.runner.start(context.batch_size)
+        self._waiting = [[] for _ in range(context.batch_size)]
+
+    def propose(self, context: Context) -> DraftTree:
+        assert context.features is not None
+        for b, count in enumerate(context.fresh):
+            if count and context.active[b]:
+                self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
+        return super().propose(context)
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        super().observe(draft, verdict, accepted)
+        if self.runner is not None:
+            self.runner.drop_draft()
+
+    def _taps_at(self, target: PreTrainedModel) -> tuple[int, ...]:
+        layers = len(decoder_layers(target))
+        taps = bound(self.head.config, layers).taps(layers)
+        Taps(target, taps)
+        return taps
+
+    def _catch_up(self, context: Context) -> Tensor:
+        runner = self._runner
+        start, B = perf_counter(), context.batch_size
+        assert context.features is not None
+        states = []
+        for b, parts in enumerate(self._waiting):
+            known = context.row(b).shape[0]  # of a prompt given as embeddings only the last token is
+            waiting = torch.cat(parts) if parts else context.features[b, :0]
+            states.append(waiting[max(0, len(waiting) - known) :])
+        self._waiting = [[] for _ in range(B)]
+        missing = [len(part) for part in states]
+        width = max(missing)
+        padded = torch.stack([torch.nn.functional.pad(part, (0, 0, width - len(part), 0)) for part in states])
+        ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
+        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
+        logits = runner.extend(context.tokens.gather(1, columns), padded, [width - m for m in missing])
+        context.pacer.observe_draft_pass(perf_counter() - start, step=width <= FEW_TOKENS)
+        return logits.to(context.tokens.device)
+
+    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+        logits = self._runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.ancestors[:, -n:], chain)
+        return logits.to(stepped.tokens.device)
+
+    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order."""
+        if not context.processors.context_free:
+            return super()._children(context, logits, stepped, n, k)
+        scores = logits.float()
+        top = scores.topk(min(k, scores.shape[-1]), -1)
+        return self._targets(logits.device)[top.indices], top.values - scores.logsumexp(-1, keepdim=True)
+
+    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
+        ids = self._targets(logits.device)
+        full = logits.new_full((*logits.shape[:-1], max(vocab_size, self.head.config.vocab_size)), float("-inf"))
+        return full.index_copy_(-1, ids, logits)[..., :vocab_size]
+
+    def _targets(self, device: torch.device) -> Tensor:
+        return self.head.draft_to_target.to(device)
+
+    @property
+    def _runner(self) -> HeadRunner:
+        assert self.runner is not None
+        return self.runner

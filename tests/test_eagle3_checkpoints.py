@@ -1,0 +1,368 @@
+"""Heads on disk: every layout in and out, bit for bit, and clear errors for what is not a head."""
+
+import json
+import pickle
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.cli import app
+from specdec.eagle3 import Eagle3Head, load, save
+from specdec.eagle3.checkpoint import LAYOUTS, read
+from specdec.eagle3.config import default_taps, infer_convention
+from tests import eagle3, tiny
+
+
+def drafts(head, seed=0):
+    """Logits of a head on some input, bit for bit what its weights and variant make them."""
+    generator = torch.Generator().manual_seed(seed)
+    c = head.config
+    states = torch.randn(1, 6, c.target_hidden_size * c.num_taps, generator=generator)
+    embeds = torch.randn(1, 6, c.hidden_size, generator=generator)
+    with torch.no_grad():
+        h = head(embeds, head.fuse(states), torch.arange(6)[None], None)
+        return head.logits(head(embeds, h, torch.arange(6)[None], None))
+
+
+def same(one: Eagle3Head, other: Eagle3Head) -> bool:
+    return torch.equal(drafts(one), drafts(other)) and torch.equal(one.draft_to_target, other.draft_to_target)
+
+
+# Our own two layouts
+
+
+@pytest.mark.parametrize("name", eagle3.VARIANTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+@pytest.mark.parametrize("second", LAYOUTS)
+def test_round_trips_are_bit_identical(name, first, second, tmp_path):
+    head = eagle3.head(name)
+    save(head, tmp_path / "one", first)
+    between = load(tmp_path / "one")
+    save(between, tmp_path / "two", second)
+    loaded = load(tmp_path / "two")
+    assert same(head, between)
+    assert same(head, loaded)
+    assert loaded.config.taps(8) == head.config.taps(8)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_half_precision_stays(layout, tmp_path):
+    save(eagle3.head().bfloat16(), tmp_path, layout)
+    assert load(tmp_path).dtype == torch.bfloat16
+
+
+def test_sglang_layout_has_its_keys(tmp_path):
+    save(eagle3.head(tap_ids=(2, 4, 5)), tmp_path, "sglang")
+    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    layer = {"hidden_norm", "input_layernorm", "post_attention_layernorm"}
+    layer |= {f"self_attn.{kind}_proj" for kind in "qkvo"} | {f"mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    expected = {f"midlayer.{name}.weight" for name in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
+    assert weights.keys() == expected | {"d2t", "t2d"}
+    assert weights["t2d"].dtype == torch.bool
+    assert weights["t2d"].nonzero()[:, 0].tolist() == (torch.arange(40) + weights["d2t"]).tolist()
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == 40
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+
+
+def test_speculators_layout_has_its_keys(tmp_path):
+    save(eagle3.head("norm before residual"), tmp_path, "speculators", target="some/model")
+    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    assert "layers.0.hidden_norm.weight" in weights
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["algorithm"] == "eagle3"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/model"
+    assert config["transformer_layer_config"]["vocab_size"] == tiny.VOCAB
+    assert config["norm_before_residual"] is True
+    assert config["target_hidden_size"] == 32
+
+
+# Others' checkpoints, written by hand as their tools write them
+
+
+def written(folder, weights, config, file="model.safetensors"):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".bin"):
+        torch.save(weights, folder / file)
+    else:
+        save_file(weights, folder / file)
+    return folder
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "vocab_size": tiny.VOCAB,
+    "draft_vocab_size": 40,
+    "bos_token_id": 1,
+}
+
+
+def midlayer(head, **extra):
+    return {name.replace("layers.0.", "midlayer."): t for name, t in head.state_dict().items()} | extra
+
+
+def by_frequency(head, seed=5):
+    """The same head with its draft tokens in another order, as ModelOpt writes them."""
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))
+    shuffled = Eagle3Head(head.config).eval()
+    shuffled.load_state_dict(head.state_dict())
+    with torch.no_grad():
+        shuffled.lm_head.weight.copy_(head.lm_head.weight[order])
+    shuffled.d2t.copy_(head.draft_to_target[order] - torch.arange(40))
+    return shuffled
+
+
+def fields(path):
+    return {field.name: field for field in read(path).fields}
+
+
+def test_safeailab(tmp_path):
+    head = eagle3.head()
+    t2d = torch.zeros(tiny.VOCAB, dtype=torch.bool)
+    written(tmp_path, midlayer(head, t2d=t2d), LLAMA, "pytorch_model.bin")
+    assert same(load(tmp_path), head)
+    checkpoint = read(tmp_path)
+    assert checkpoint.format == "SafeAILab EAGLE-3"
+    assert checkpoint.ignored == {"t2d": "the inverse of d2t"}
+    known = fields(tmp_path)
+    assert known["rope"].source == "assumed"
+    assert known["taps"].source == "assumed"
+    assert known["hidden_size"].source == "weights"
+
+
+def test_specforge(tmp_path):
+    head = eagle3.head(tap_ids=(1, 3, 4), tap_convention="output")
+    config = LLAMA | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 28,
+        "rope_theta": 500.0,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4], "use_aux_hidden_state": True},
+    }
+    embedding = {"model.embed_tokens.weight": torch.randn(tiny.VOCAB, 32)}
+    written(tmp_path, midlayer(head) | embedding, config)
+    loaded = load(tmp_path)
+    assert loaded.config.taps(8) == (2, 4, 5)
+    assert loaded.config.rope["rope_theta"] == 500.0
+    assert torch.equal(loaded.embed_tokens.weight, embedding["model.embed_tokens.weight"])
+    known = fields(tmp_path)
+    assert known["num_layers"].note == "the config says 28"
+    assert known["tap_convention"].source == "assumed"
+
+
+def test_speculators(tmp_path):
+    head = eagle3.head("norm before fc", norm_before_residual=True)
+    layer = {key: value for key, value in LLAMA.items() if key not in ("architectures", "draft_vocab_size")}
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.4.0",
+        "speculators_config": {"algorithm": "eagle3", "proposal_methods": [], "verifier": {"name_or_path": "x"}},
+        "transformer_layer_config": layer | {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 1.0}},
+        "draft_vocab_size": 40,
+        "norm_before_fc": True,
+        "norm_before_residual": True,
+        "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+        "target_hidden_size": None,
+    }
+    embedding = torch.randn(tiny.VOCAB, 32)
+    extra = {"embed_tokens.weight": embedding, "verifier_norm.weight": torch.ones(32)}
+    written(tmp_path, head.state_dict() | extra, config)
+    loaded = load(tmp_path)
+    assert torch.equal(drafts(loaded), drafts(head))
+    assert loaded.config.taps(8) == (2, 4, 5)
+    assert read(tmp_path).format == "vLLM speculators"
+    assert "verifier_norm.weight" in read(tmp_path).ignored
+
+
+def test_speculators_that_counts_outputs(tmp_path):
+    """Converted checkpoints kept [1, n // 2 - 1, n - 4]: the target's number of layers settles it."""
+    save(eagle3.head(), tmp_path, "speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 46, 90]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load(tmp_path).config.taps(94) == default_taps(94) == (2, 47, 91)
+
+
+@pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])
+def test_modelopt(prefix, tmp_path):
+    head = by_frequency(eagle3.head())
+    weights = {name.replace("layers.0.", prefix): t for name, t in head.state_dict().items()}
+    written(tmp_path, weights, LLAMA | {"eagle_config": {"use_aux_hidden_state": True}})
+    loaded = load(tmp_path)
+    assert same(loaded, head)
+    plain = eagle3.head()
+    ours, theirs = drafts(loaded)[0, -1], drafts(plain)[0, -1]
+    assert loaded.draft_to_target[ours.argmax()] == plain.draft_to_target[theirs.argmax()]
+
+
+def test_first_eagle(tmp_path):
+    head = eagle3.head(version=1, draft_vocab_size=tiny.VOCAB, fc_bias=True)
+    weights = {name: t for name, t in head.state_dict().items() if name != "d2t"}
+    embedding = torch.randn(tiny.VOCAB, 32)
+    config = {key: value for key, value in LLAMA.items() if key != "draft_vocab_size"}
+    written(tmp_path, weights | {"embed_tokens.weight": embedding}, config, "pytorch_model.bin")
+    loaded = load(tmp_path)
+    assert loaded.config.version == 1
+    target, inputs = tiny.model("llama"), tiny.prompts(9)
+    spec = SpeculativeGenerator(target, Eagle3Proposer(loaded), draft_length=3, on_unsupported="error")
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12)
+    assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain.tolist()
+
+
+def test_sharded(tmp_path):
+    head = eagle3.head()
+    weights = sorted(midlayer(head).items())
+    written(tmp_path, dict(weights[:5]), LLAMA, "model-00001-of-00002.safetensors")
+    save_file(dict(weights[5:]), tmp_path / "model-00002-of-00002.safetensors")
+    index = {"weight_map": {name: "model" for name, _ in weights}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert same(load(tmp_path), head)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"index.json names .*, which no file holds"):
+        load(tmp_path)
+
+
+def test_conventions():
+    assert infer_convention([2, 16, 29], 32) == "entering"
+    assert infer_convention([1, 15, 28], 32) == "output"
+    assert infer_convention([4, 15, 28], 32) is None
+
+
+# What is not a head
+
+
+class Trap:
+    """Unpickled, it would leave a mark."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return (self.mark.write_text, ("executed",))
+
+
+def broken(folder, change):
+    """A head's folder, changed."""
+    save(eagle3.head(), folder)
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(weights, config)
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w, c: w["fc.weight"].fill_(float("nan")), "fc.weight holds NaN"),
+        (lambda w, c: w.pop("norm.weight"), "lacks norm.weight"),
+        (lambda w, c: w.pop("fc.weight"), "holds no fc.weight"),
+        (lambda w, c: w.pop("lm_head.weight"), "holds no lm_head.weight"),
+        (lambda w, c: w.pop("d2t"), "has no d2t"),
+        (lambda w, c: w.update({"gate.weight": torch.ones(3)}), "holds gate.weight, which this kind of head has no"),
+        (lambda w, c: w["d2t"].fill_(60), "outside the vocabulary or two to one"),
+        (lambda w, c: w.update({"d2t": torch.zeros(7, dtype=torch.long)}), "d2t has shape"),
+        (lambda w, c: w.update({"norm.weight": torch.ones(7)}), r"norm.weight has shape \(7,\)"),
+        (lambda w, c: w.update({"fc.weight": torch.ones(32, 97)}), "97 values, which are not 3 equal states"),
+        (lambda w, c: c.update({"head_dim": 7}), "head_dim 7 does not divide"),
+        (lambda w, c: [c.pop(k) for k in ("head_dim", "num_attention_heads")], "neither num_attention_heads nor"),
+        (lambda w, c: c.pop("vocab_size"), "has no vocab_size"),
+    ],
+)
+def test_broken_heads_are_refused(change, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load(broken(tmp_path, change))
+
+
+def test_files_that_are_damaged(tmp_path):
+    save(eagle3.head(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        load(tmp_path)
+    file.unlink()
+    with pytest.raises(ValueError, match="holds no weights"):
+        load(tmp_path)
+    torch.save(midlayer(eagle3.head()), tmp_path / "pytorch_model.bin")
+    half = (tmp_path / "pytorch_model.bin").read_bytes()[:-2000]
+    (tmp_path / "pytorch_model.bin").write_bytes(half)
+    with pytest.raises(ValueError, match=re.escape("does not hold weights alone, or is damaged")):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="no config.json"):
+        load(tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        load(tmp_path / "pytorch_model.bin")
+
+
+def test_a_pickle_is_not_executed(tmp_path):
+    mark = tmp_path / "mark"
+    folder = tmp_path / "head"
+    save(eagle3.head(), folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": Trap(mark)}))
+    with pytest.raises(ValueError, match="nothing in it was executed"):
+        load(folder)
+    torch.save({"fc.weight": Trap(mark)}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="nothing in it was executed"):
+        load(folder)
+    assert not mark.exists()
+    torch.save([1, 2], folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="dictionary of tensors"):
+        load(folder)
+
+
+def test_export_refuses():
+    with pytest.raises(ValueError, match="layout must be one of"):
+        save(eagle3.head(), "nowhere", "onnx")
+    with pytest.raises(ValueError, match="only EAGLE-3"):
+        save(eagle3.head(version=1, draft_vocab_size=tiny.VOCAB), "nowhere")
+
+
+# specdec inspect
+
+
+def test_inspect_lists_everything(tmp_path):
+    save(eagle3.head("3.1", tap_ids=(0, 1, 2)), tmp_path, "speculators")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    for name in load_file(tmp_path / "model.safetensors"):
+        assert name in result.output
+    for name in ("taps", "tap_convention", "rope", "norm_before_residual", "norm_output", "fc_norm", "qk_norm"):
+        assert f"  {name} " in result.output
+    assert "embed_tokens.weight (the target's is used)" in result.output
+
+
+def test_inspect_says_what_is_wrong(tmp_path):
+    save(eagle3.head(), tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "damaged or cut short" in result.output
+
+
+def test_export_from_the_command_line(tmp_path):
+    head = eagle3.head("3.1")
+    save(head, tmp_path / "one", "sglang")
+    command = ["export", str(tmp_path / "one"), str(tmp_path / "two"), "--layout", "speculators"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert read(tmp_path / "two").format == "vLLM speculators"
+    assert same(load(tmp_path / "two"), head)
+    assert CliRunner().invoke(app, [*command[:-1], "gguf"]).exit_code == 2
