@@ -1,0 +1,118 @@
+"""`Text`: what a head is trained on, and reading it from files.
+
+Owns formats of training data and which of a text's tokens the target wrote itself, and so may be learnt from.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+FORMATS = (
+    '{"prompt": ..., "response": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, '
+    '{"conversations": [{"from": ..., "value": ...}, ...]} or {"text": ...}'
+)
+ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+
+
+@dataclass(frozen=True)
+class Text:
+    """ids: (T,) int64. learn: (T,) bool, the tokens that are the target's own."""
+
+    ids: Tensor
+    learn: Tensor
+
+
+def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
+    """Texts of a JSONL file (also gzipped) through the tokenizer's chat template, cut to `max_tokens`."""
+    path, count = Path(path), 0
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            try:
+                text = encode(entry, tokenizer)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            count += 1
+            text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
+            if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
+                yield text
+    if count == 0:
+        raise ValueError(f"{path} is empty: one JSON object per line is expected, {FORMATS}")
+
+
+def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """One entry of a training file."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected {FORMATS}")
+    if "text" in entry:
+        ids = tokenizer(entry["text"])["input_ids"]
+        return _text(ids, [True] * len(ids))
+    if "response" in entry:
+        prompt = _prompt([{"role": "user", "content": entry["prompt"]}], tokenizer)
+        answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"]
+        if entry.get("finish") != "length" and tokenizer.eos_token_id is not None:
+            answer = [*answer, tokenizer.eos_token_id]
+        if not answer:
+            raise ValueError("the response is empty")
+        return _text(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    messages = entry.get("messages") or entry.get("conversations")
+    if not messages:
+        raise ValueError(f"expected {FORMATS}")
+    return _conversation([_message(message) for message in messages], tokenizer)
+
+
+def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Text:
+    """All answers are learnt from; where each lies is found by encoding the conversation up to it."""
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("the conversation has no answer: no message of the assistant's to learn from")
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    ids = _rendered(messages[: last + 1], tokenizer, False)
+    learn = [False] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start, end = len(_rendered(messages[:i], tokenizer, True)), len(_rendered(messages[: i + 1], tokenizer, False))
+        while end > start and tokenizer.eos_token_id in ids[start:end] and ids[end - 1] != tokenizer.eos_token_id:
+            end -= 1  # what the template adds behind the end token is not the target's
+        learn[start:end] = [True] * (end - start)
+    return _text(ids, learn)
+
+
+def _message(message: dict[str, str]) -> dict[str, str]:
+    role = message.get("role") or message.get("from")
+    content = message.get("content") if "content" in message else message.get("value")
+    if role not in ROLES or content is None:
+        raise ValueError(f"a message needs a role ({', '.join(sorted(set(ROLES)))}) and content, got {message}")
+    return {"role": ROLES[role], "content": content}
+
+
+def _prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if tokenizer.chat_template is None:
+        return list(tokenizer(messages[-1]["content"])["input_ids"])
+    return _rendered(messages, tokenizer, True)
+
+
+def _rendered(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, generation: bool) -> list[int]:
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")
+    encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=generation, return_dict=True)
+    return list(encoded["input_ids"])
+
+
+def _text(ids: Sequence[int], learn: Sequence[bool]) -> Text:
+    return Text(torch.tensor(list(ids)), torch.tensor(list(learn)))
