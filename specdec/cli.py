@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import typer
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
@@ -92,6 +94,59 @@ def export(
     except ValueError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def train(
+    target: str = typer.Argument(help="Path or hub id of the target model."),
+    data: Path = typer.Argument(help="JSONL of texts that the target wrote itself.", exists=True, dir_okay=False),
+    out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
+    draft_vocab: int = typer.Option(8192, min=2, help="Tokens the head can draft: the most frequent ones."),
+    intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
+    steps: int = typer.Option(5, min=1, help="Drafted tokens to train (training-time test)."),
+    length: int = typer.Option(512, min=8, help="Tokens per packed row."),
+    epochs: float = typer.Option(2.0, min=0.0),
+    learning_rate: float = typer.Option(4e-4, min=0.0),
+    batch_size: int = typer.Option(4, min=1, help="Rows per update."),
+    max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
+    held_out: int = typer.Option(16, min=1, help="Texts at the end of the data, only evaluated on."),
+    save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
+    seed: int = typer.Option(0),
+    device: str | None = typer.Option(None, help="An accelerator if there is one, by default."),
+) -> None:
+    """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
+    from specdec.eagle3.recipe import Recipe
+
+    recipe = Recipe(
+        target=target,
+        data=data,
+        out=out,
+        draft_vocab=draft_vocab,
+        intermediate_size=intermediate_size,
+        steps=steps,
+        length=length,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        max_texts=max_texts,
+        held_out=held_out,
+        save_every=save_every,
+        seed=seed,
+        device=device,
+    )
+    try:
+        found = recipe.run()
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(
+        f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
+        f"{found.tree_length_sampled:.2f} at T=1; chains of {steps}: {found.mean_acceptance_length:.2f}, simulated "
+        f"{found.simulated_length:.2f}"
+    )
+    if found.warning:
+        typer.secho(f"warning: {found.warning}", fg="yellow", err=True)
+    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, 'eagle3:{out / 'head'}')")
 
 
 if __name__ == "__main__":

@@ -89,15 +89,3 @@ def trained(steps: int = 5, updates: int = 400):
         optimizer.step()
         schedule.step()
     return made.eval(), target, prompts
-
-
-@torch.no_grad()
-def accepted_at(made: Eagle3Head, target, text: torch.Tensor, steps: int) -> list[int]:
-    """For each token i + 1 of a text (T,), how many drafted behind it by a greedy chain of `steps` are the text's."""
-    states = states_of(target, text[None], made.config.taps(len(target.model.layers)))
-    embeds = made.embed_tokens or target.get_input_embeddings()
-    right = torch.zeros(len(text), steps, dtype=torch.long)
-    for step, h in enumerate(unroll(made, embeds(text[None]), states, steps)):
-        rows = h[0, : len(text) - 2 - step]
-        right[: len(rows), step] = (made.draft_to_target[made.logits(rows).argmax(-1)] == text[2 + step :]).long()
-    return right.cumprod(-1).sum(-1).tolist()

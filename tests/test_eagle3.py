@@ -7,6 +7,7 @@ import torch
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.evaluation import accepted_lengths, evaluate
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.eagle3.unroll import unroll
@@ -230,7 +231,7 @@ def chain_rounds(head, target, prompts, draft_length, new_tokens):
     for prompt in prompts:
         text = spec.generate(prompt[None], do_sample=False, max_new_tokens=new_tokens)[0]
         took.append(spec.last_report.num_drafts)
-        accepted = eagle3.accepted_at(head, target, text, draft_length)
+        accepted = accepted_lengths(head, target, text, draft_length)
         root, rounds = len(prompt), 0  # the first token comes from the prefill
         while root < len(text) - 2:
             rounds += 1
@@ -247,6 +248,18 @@ def test_a_trained_head_drafts_what_its_simulation_accepts():
     spec = SpeculativeGenerator(target, Eagle3Proposer(head, branching=(1,) * 5), draft_length=5)
     spec.generate(prompts, do_sample=False, max_new_tokens=33, attention_mask=torch.ones_like(prompts))
     assert spec.report.mean_acceptance_length > 3
+
+
+@pytest.mark.slow
+def test_evaluation_measures_and_simulates_the_same(monkeypatch):
+    head, target, prompts = eagle3.trained()
+    found = evaluate(head, target, list(prompts[:8]), max_new_tokens=33)
+    assert found.mean_acceptance_length == pytest.approx(found.simulated_length)
+    assert found.warning == ""
+    assert found.tree_length > found.mean_acceptance_length
+    monkeypatch.setattr(HeadRunner, "extend", shifted_states(HeadRunner.extend))
+    broken = evaluate(head, target, list(prompts[:8]), max_new_tokens=33)
+    assert "training and decoding disagree" in broken.warning
 
 
 def shifted_states(runner_extend):

@@ -7,10 +7,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, TrainingArguments
+from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.cli import app
 from specdec.eagle3 import load, states
 from specdec.eagle3.objective import Objective, frequent_tokens
+from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import Eagle3Trainer, convert
@@ -257,3 +260,66 @@ def test_training_makes_a_head_that_drafts(tmp_path):
     bigram = sum(max(map(seen.count, set(seen))) for seen in follows.values()) / total
     assert spec.report.conditional_acceptance_rate_per_pos[0] > bigram
     assert spec.report.mean_acceptance_length > 2.5
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def files(tokenizer, tmp_path_factory):
+    """A tiny target with its tokenizer, and texts of its own."""
+    folder = tmp_path_factory.mktemp("target")
+    target = tiny.model("llama", num_hidden_layers=4)
+    target.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = []
+    for i in range(12):
+        ids = some_texts(target, 1, 16)[0].ids if i == 0 else some_texts(target, 2, 16)[i % 2].ids
+        lines.append({"text": " ".join(WORDS[5 + token % 26] for token in ids.tolist())})
+    written(folder / "data.jsonl", *lines)
+    return folder
+
+
+def run(files, out, *options):
+    small = "--draft-vocab 30 --steps 3 --length 40 --epochs 2 --batch-size 2 --held-out 2 --save-every 2 --device cpu"
+    return CliRunner().invoke(
+        app, ["train", str(files / "model"), str(files / "data.jsonl"), str(out), *small.split(), *options]
+    )
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_takes_up_its_work(files, tmp_path):
+    result = run(files, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "% of what the target writes" in result.output
+    assert "mean acceptance length on held-out prompts" in result.output
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    assert evaluation["evaluation"]["mean_acceptance_length"] >= 1
+    before = load(tmp_path / "head").state_dict()
+    again = run(files, tmp_path)  # everything is done: nothing changes
+    assert again.exit_code == 0, again.output
+    after = load(tmp_path / "head").state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    other = run(files, tmp_path, "--seed", "1")
+    assert other.exit_code == 2
+    assert "another recipe (seed was 0, is 1)" in other.output
+
+
+@pytest.mark.slow
+def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(files, tmp_path):
+    whole = run(files, tmp_path / "whole")
+    assert whole.exit_code == 0, whole.output
+    assert run(files, tmp_path / "cut").exit_code == 0
+    checkpoints = sorted((tmp_path / "cut" / "run").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    (checkpoints[-1] / "trainer_state.json").write_text("{")  # as if killed while it was written
+    assert last_checkpoint(tmp_path / "cut" / "run") == str(checkpoints[-2])
+    (tmp_path / "cut" / "head" / "model.safetensors").unlink()
+    assert run(files, tmp_path / "cut").exit_code == 0
+    one, two = (load(tmp_path / name / "head").state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_too_few_texts(files, tmp_path):
+    result = run(files, tmp_path, "--held-out", "50")
+    assert result.exit_code == 2
+    assert "none is left" in result.output

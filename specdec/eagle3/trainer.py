@@ -14,7 +14,7 @@ from specdec.eagle3.checkpoint import save
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.objective import Objective
-from specdec.eagle3.states import StateDataset, collate
+from specdec.eagle3.states import collate
 from specdec.taps import decoder_layers
 
 RECENT = 50  # batches whose accuracies are averaged for the log
@@ -58,7 +58,7 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
 
 
 class Eagle3Trainer(Trainer):
-    """Args as `Trainer`'s; `train_dataset` is a `StateDataset`."""
+    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`."""
 
     def __init__(
         self, head: Eagle3Head, target: PreTrainedModel, args: TrainingArguments, *, steps: int = 5, **kwargs: Any
@@ -98,6 +98,3 @@ def _embedding(target: PreTrainedModel) -> Tensor:
     rows = torch.arange(module.weight.shape[0], device=module.weight.device)
     with torch.no_grad():
         return torch.cat([module(part) for part in rows.split(4096)])
-
-
-__all__ = ["Eagle3Trainer", "StateDataset", "convert"]

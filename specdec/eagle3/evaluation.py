@@ -1,0 +1,110 @@
+"""How good a head is: measured by the real decoder, and simulated from the same texts, which must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.eagle3.checkpoint import bound
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.unroll import unroll
+from specdec.taps import Taps, decoder_layers
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of greedy chains of a fixed length on some prompts.
+
+    Attributes:
+        mean_acceptance_length: the decoder's. simulated_length: what teacher forcing over the decoder's own texts says.
+        acceptance_rate_per_pos: conditional, the decoder's.
+        tree_length: mean acceptance length with the default tree. tree_length_sampled: the same at T = 1.
+    """
+
+    mean_acceptance_length: float
+    simulated_length: float
+    acceptance_rate_per_pos: tuple[float, ...]
+    tree_length: float
+    tree_length_sampled: float
+
+    @property
+    def agrees(self) -> bool:
+        """In float32 the two are the same; near ties of half precision move a few drafts."""
+        return abs(self.mean_acceptance_length - self.simulated_length) <= 0.05 * self.simulated_length
+
+    @property
+    def warning(self) -> str:
+        """What to look at if training and decoding disagree; empty if they don't."""
+        if self.agrees:
+            return ""
+        return (
+            f"the decoder accepts {self.mean_acceptance_length:.2f} tokens per draft where teacher forcing over the "
+            f"same texts says {self.simulated_length:.2f}: training and decoding disagree about the head (taps, shift, "
+            "mask, norms or positions)"
+        )
+
+
+def evaluate(
+    head: Eagle3Head,
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    *,
+    draft_length: int = 5,
+    max_new_tokens: int = 64,
+) -> Evaluation:
+    """Decode each prompt (T,) int64 greedily with chains, and with the default tree at T = 0 and T = 1."""
+    from specdec.generator import SpeculativeGenerator
+    from specdec.proposers.eagle3 import Eagle3Proposer
+    from specdec.tree import DynamicTree
+
+    chain = Eagle3Proposer(head, branching=(1,) * draft_length)
+    decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
+    rounds = accepted = 0
+    for prompt in prompts:
+        text = decoder.generate(prompt[None].to(target.device), do_sample=False, max_new_tokens=max_new_tokens)[0]
+        lengths = accepted_lengths(head, target, text, draft_length)
+        root = len(prompt)  # the first new token comes from the prefill
+        while root < len(text) - 1:
+            room = len(text) - 2 - root
+            taken = min(lengths[root - 1], room)
+            if room > 0:
+                rounds, accepted = rounds + 1, accepted + taken
+            root += 1 + taken
+    lengths_of_trees = []
+    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}):
+        tree = Eagle3Proposer(head, tree=DynamicTree(depth=6, top_k=8, size=24))
+        spec = SpeculativeGenerator(target, tree, on_unsupported="error")
+        for prompt in prompts:
+            spec.generate(prompt[None].to(target.device), max_new_tokens=max_new_tokens, **sampling)
+        lengths_of_trees.append(spec.report.mean_acceptance_length)
+    report = decoder.report
+    return Evaluation(
+        mean_acceptance_length=report.mean_acceptance_length,
+        simulated_length=1 + accepted / max(1, rounds),
+        acceptance_rate_per_pos=tuple(report.conditional_acceptance_rate_per_pos),
+        tree_length=lengths_of_trees[0],
+        tree_length_sampled=lengths_of_trees[1],
+    )
+
+
+@torch.no_grad()
+def accepted_lengths(head: Eagle3Head, target: PreTrainedModel, text: Tensor, steps: int) -> list[int]:
+    """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right."""
+    layers = len(decoder_layers(target))
+    listener = Taps(target, bound(head.config, layers).taps(layers), head.device)
+    with listener.listening():
+        target.get_decoder()(input_ids=text[None], use_cache=False)
+    embedding = head.embed_tokens or target.get_input_embeddings()
+    embeds = embedding(text[None]).to(head.device, head.dtype)
+    right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
+    for step, h in enumerate(unroll(head, embeds, listener.features().to(head.dtype), steps)):
+        rows = len(text) - 2 - step
+        if rows < 1:
+            break
+        drafted = head.draft_to_target[head.logits(h[0, :rows]).argmax(-1)]
+        right[:rows, step] = (drafted == text[2 + step :].to(drafted.device)).long()
+    return right.cumprod(-1).sum(-1).tolist()
