@@ -163,7 +163,7 @@ class SpeculativeGenerator:
         **model_kwargs: Any,
     ):
         report = self.last_report = Report(num_calls=1, num_rows=len(input_ids))
-        watch = Stopwatch(report)
+        watch = Stopwatch(report, model.device)
         reason = self._unsupported(input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
         if reason:
             self._fall_back(reason)

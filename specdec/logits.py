@@ -71,13 +71,16 @@ class NodeProcessors:
     def context_free(self) -> bool:
         return all(_reads_scores_alone(processor) for processor in self.processors)
 
-    def __call__(self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]]) -> Tensor:
+    def __call__(
+        self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]], ruled_out: Tensor | None = None
+    ) -> Tensor:
         """Processed scores.
 
         Args:
             logits: (B, N, V), any float dtype; not modified.
             prefixes: called only if some processor reads text; [b][n] is the (T,) int64 text, in `generate()`'s
                 layout (left padding included), that row b has after node n.
+            ruled_out: (B, N) bool, nodes known never to be reached: a processor that cannot bear their text may fail.
 
         Returns:
             (B, N, V) float32.
@@ -94,7 +97,7 @@ class NodeProcessors:
                 scores = done.view_as(scores)
             else:
                 texts = prefixes() if texts is None else texts
-                scores = _by_prefix(processor, texts, scores)
+                scores = _by_prefix(processor, texts, scores, ruled_out)
         return scores
 
 
@@ -102,7 +105,7 @@ def _reads_scores_alone(processor: Any) -> bool:
     return type(processor) in CONTEXT_FREE  # a subclass may read the text as well
 
 
-def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor) -> Tensor:
+def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor, dead: Tensor | None = None) -> Tensor:
     """Call `processor` on (B, T) texts of one length at a time, until every node of every row had its turn.
 
     Plain decoding never shows a processor a text that it ruled out itself. A `prefix_allowed_tokens_fn` may know
@@ -110,6 +113,7 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
     """
     B = len(texts)
     out = scores.clone()
+    never = [[False] * len(row) for row in texts] if dead is None else dead.tolist()
     turns: dict[tuple[int, int], dict[int, int]] = {}  # (length, k-th node of that length) -> {row: node}
     for b, row in enumerate(texts):
         seen: dict[int, int] = {}
@@ -125,6 +129,7 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
             drafted = tuple(texts[b][n][start[b] :].tolist())
             parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: there is none
             possible = parent == n or (parent is not None and out[b, parent, drafted[-1]] != float("-inf"))
+            possible = possible and not never[b][n]
             (live if possible else ruled_out)[b] = n
             known.setdefault((b, drafted), n if possible else None)
         for group in (live, ruled_out):

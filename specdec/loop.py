@@ -60,7 +60,8 @@ class Loop:
 
         pacer, report = self.pacer, self.watch.report
         passes, pass_seconds = pacer.num_draft_passes, pacer.draft_pass_seconds
-        draft = self._pad_finished(self.proposer.propose(self._context()))
+        proposed = self.proposer.propose(self._context())
+        draft = self._pad_finished(proposed)
         self.watch.mark("draft")
         report.num_draft_passes += pacer.num_draft_passes - passes
         report.draft_pass_seconds += pacer.draft_pass_seconds - pass_seconds
@@ -82,13 +83,13 @@ class Loop:
         active = text.active
         text.record(verdict.path, accepted, output.logits, scores, output.hidden_states)
         kept = text.append(tokens, accepted)
+        accepted = [min(n, taken) if alive else 0 for n, taken, alive in zip(accepted, kept, active, strict=True)]
         self.target.commit(kept, None if draft.chain else verdict.path)
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
-        accepted = [n if alive else 0 for n, alive in zip(accepted, active, strict=True)]
-        self.proposer.observe(draft, verdict, accepted)
+        self.proposer.observe(proposed, verdict, accepted)
         text.settle()
         self.target.truncate([base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)])
-        self._book(draft, active, accepted, verify_seconds, start)
+        self._book(proposed, active, accepted, verify_seconds, start)
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""

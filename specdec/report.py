@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
+import torch
+
 LATENCIES = 100_000  # kept for the percentiles
 PHASES = ("prefill", "draft", "verify", "accept", "other")
 
@@ -210,14 +212,22 @@ class Report:
 
 
 class Stopwatch:
-    """Adds the wall time between its marks to a report's phases."""
+    """Adds the wall time between its marks to a report's phases.
 
-    def __init__(self, report: Report):
+    Args:
+        device: waited for at each mark if it works on its own: launching is not computing. The loop would wait for it
+            right behind the target's pass anyway.
+    """
+
+    def __init__(self, report: Report, device: torch.device | None = None):
         self.report = report
+        self._device = device if device is not None and device.type not in ("cpu", "meta") else None
         self.start = self._last = perf_counter()
 
     def mark(self, phase: str) -> float:
         """Book the time since the last mark under `phase`; returns it in seconds."""
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
         now = perf_counter()
         spent, self._last = now - self._last, now
         self.report.seconds[phase] += spent

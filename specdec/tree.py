@@ -251,10 +251,9 @@ class Ranking:
     def steps(self, size: int) -> Tensor:
         """(B, 1 + size) int64, for each node of `tree` its place among the expanded candidates; -1 for the others."""
         expanded = self.candidates.expanded_nodes
-        steps = torch.full_like(self.nodes[:, :size], -1)
-        for step in range(expanded.shape[1]):
-            steps = steps.masked_fill(self.nodes[:, :size] == expanded[:, step, None], step)
-        return torch.nn.functional.pad(steps, (1, 0), value=-1)
+        same = self.nodes[:, :size, None] == expanded[:, None]  # (B, size, M)
+        number = torch.arange(1, expanded.shape[1] + 1, device=expanded.device)
+        return torch.nn.functional.pad((same * number).sum(-1) - 1, (1, 0), value=-1)
 
 
 @dataclass(frozen=True)

@@ -419,6 +419,6 @@ def test_a_constraint_that_knows_its_own_texts_only():
         return known.get(tuple(text[len(PROMPT) :].tolist()), [0] if len(text) >= len(PROMPT) + 3 else [])
 
     sampling = {"top_k": 0, "prefix_allowed_tokens_fn": allowed}
-    for proposer in ("chain", "n-gram", "garbage, chosen", "garbage, drawn"):
+    for proposer in ("chain", "n-gram", "garbage, chosen", "garbage, drawn", "tree, drawn", "dynamic tree", "eagle3"):
         spec = SpeculativeGenerator(target(), PROPOSERS[proposer](), draft_length=2)
         assert departure(sampled(spec, 1, 300, **sampling), law(PROMPT, **sampling)) < EXACT

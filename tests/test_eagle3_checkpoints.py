@@ -366,3 +366,32 @@ def test_export_from_the_command_line(tmp_path):
     assert read(tmp_path / "two").format == "vLLM speculators"
     assert same(load(tmp_path / "two"), head)
     assert CliRunner().invoke(app, [*command[:-1], "gguf"]).exit_code == 2
+
+
+def test_an_unknown_convention_stays_unknown_through_exports(tmp_path):
+    """[2, 16, 29] of 32 layers are entering states, whatever the layout they came in usually means."""
+    config = LLAMA | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}
+    written(tmp_path / "one", midlayer(eagle3.head()), config)
+    assert load(tmp_path / "one").config.taps(32) == (2, 16, 29)
+    for number, layout in enumerate(["speculators", "sglang"]):
+        save(load(tmp_path / "one"), tmp_path / str(number), layout)
+        assert load(tmp_path / str(number)).config.taps(32) == (2, 16, 29)
+        assert load(tmp_path / str(number)).config.taps(40) == (3, 17, 30)
+
+
+def test_biases_of_every_projection(tmp_path):
+    head = eagle3.head("biases", output_bias=True)
+    for layout in LAYOUTS:
+        save(head, tmp_path / layout, layout)
+        assert same(load(tmp_path / layout), head)
+
+
+def test_a_width_that_the_heads_do_not_divide():
+    head = eagle3.head(num_attention_heads=3, num_key_value_heads=1, head_dim=16)
+    assert drafts(head).shape == (1, 6, 40)
+
+
+def test_a_trainers_files_beside_the_weights(tmp_path):
+    written(tmp_path, midlayer(eagle3.head()), LLAMA, "pytorch_model.bin")
+    (tmp_path / "training_args.bin").write_bytes(b"something else")
+    assert same(load(tmp_path), eagle3.head())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +76,12 @@ class Checkpoint:
                     f"{self.path}: {name} has shape {tuple(tensor.shape)}, its config and the other weights ask for "
                     f"{expected[name]}"
                 )
-        head = Eagle3Head(self.config)
-        head.to(next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point()))
-        head.load_state_dict(self.weights)
-        return head.eval()
+        dtype = self.weights["fc.weight"].dtype
+        head.load_state_dict(
+            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in self.weights.items()},
+            assign=True,
+        )
+        return head.requires_grad_(False).eval()
 
 
 def load(path: str | Path) -> Eagle3Head:
@@ -168,6 +170,7 @@ class _Reader:
             rms_norm_eps=self._said_or("rms_norm_eps", self.layer, 1e-6),
             hidden_act=self._said_or("hidden_act", self.layer, "silu"),
             attention_bias=self._seen("attention_bias", "layers.0.self_attn.q_proj.bias" in weights),
+            output_bias=self._seen("output_bias", "layers.0.self_attn.o_proj.bias" in weights),
             mlp_bias=self._seen("mlp_bias", "layers.0.mlp.gate_proj.bias" in weights),
             qk_norm=self._seen("qk_norm", qk_norm),
             rope=self._rope(),
@@ -207,7 +210,8 @@ class _Reader:
             return None, "entering", True
         self._note("taps", list(ids), "config")
         said = self.top.get("tap_convention")
-        convention = said or ("entering" if self.format == "vLLM speculators" else "output")
+        usual = "entering" if self.format == "vLLM speculators" else "output"
+        convention = said or self.top.get("tap_convention_assumed") or usual
         how = "config" if said else "assumed"
         note = "" if said else "settled with the target if one way of counting gives the paper's layers"
         self._note("tap_convention", convention, how, note)
@@ -361,34 +365,32 @@ def _flags(c: Eagle3Config) -> dict[str, Any]:
     }
 
 
-def _tap_ids(c: Eagle3Config, convention: str) -> list[int] | None:
+def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:
+    """Our field about counting layers, and the ids; those whose convention is not known stay as they are."""
     if c.tap_ids is None:
-        return None
+        return {}, None
+    if not c.tap_convention_known:
+        return {"tap_convention_assumed": c.tap_convention}, list(c.tap_ids)
     shift = {("entering", "output"): -1, ("output", "entering"): 1}.get((c.tap_convention, convention), 0)
-    return [tap + shift for tap in c.tap_ids]
+    return {"tap_convention": convention}, [tap + shift for tap in c.tap_ids]
 
 
 def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
-    taps = _tap_ids(c, "output")
+    said, taps = _taps(c, "output")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         **_flags(c),
-        **(
-            {}
-            if taps is None
-            else {
-                "tap_convention": "output",
-                "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": taps},
-            }
-        ),
+        **said,
+        "eagle_config": {"use_aux_hidden_state": True}
+        | ({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }
 
 
 def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
-    taps = _tap_ids(c, "entering")
+    said, taps = _taps(c, "entering")
     return {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -404,16 +406,9 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         **_flags(c),
-        **({} if taps is None else {"tap_convention": "entering", "eagle_aux_hidden_state_layer_ids": taps}),
+        **said,
+        **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }
-
-
-def bound(config: Eagle3Config, num_target_layers: int) -> Eagle3Config:
-    """With the taps of a target of so many layers written down, as entering states."""
-    if config.version == 1:
-        return config
-    taps = config.taps(num_target_layers)
-    return replace(config, tap_ids=taps, tap_convention="entering", tap_convention_known=True)
 
 
 def _folder(path: str | Path) -> Path:
@@ -444,9 +439,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*model*.bin"))
     if not files:
-        raise ValueError(f"{folder} holds no weights: neither *.safetensors nor *.bin")
+        raise ValueError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin")
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _read_file(file).items():

@@ -17,6 +17,7 @@ class Eagle3Config:
         hidden_size: H, width of the head. target_hidden_size: of the target's states.
         vocab_size: V, the target's. draft_vocab_size: K, what the head can draft.
         num_layers: decoder layers; the first is the fusing one.
+        attention_bias: of the q, k and v projections. output_bias: of the o projection.
         qk_norm: a norm per head before RoPE (Qwen3 layers).
         rope: transformers' `rope_parameters`, base 10000 where a checkpoint is silent: never the target's.
         sliding_window: tokens a layer looks back; None: all.
@@ -43,6 +44,7 @@ class Eagle3Config:
     rms_norm_eps: float = 1e-6
     hidden_act: str = "silu"
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})

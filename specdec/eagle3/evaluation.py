@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.eagle3.checkpoint import bound
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.unroll import unroll
 from specdec.taps import Taps, decoder_layers
+from specdec.tree import DynamicTree
+
+TREE = DynamicTree(depth=6, top_k=8, size=24)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Evaluation:
     Attributes:
         mean_acceptance_length: the decoder's. simulated_length: what teacher forcing over the decoder's own texts says.
         acceptance_rate_per_pos: conditional, the decoder's.
-        tree_length: mean acceptance length with the default tree. tree_length_sampled: the same at T = 1.
+        tree_length: mean acceptance length with trees of 24 nodes. tree_length_sampled: the same at T = 1.
     """
 
     mean_acceptance_length: float
@@ -56,10 +58,9 @@ def evaluate(
     draft_length: int = 5,
     max_new_tokens: int = 64,
 ) -> Evaluation:
-    """Decode each prompt (T,) int64 greedily with chains, and with the default tree at T = 0 and T = 1."""
+    """Decode each prompt (T,) int64 greedily with chains, and with `TREE` at T = 0 and T = 1."""
     from specdec.generator import SpeculativeGenerator
     from specdec.proposers.eagle3 import Eagle3Proposer
-    from specdec.tree import DynamicTree
 
     chain = Eagle3Proposer(head, branching=(1,) * draft_length)
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
@@ -68,16 +69,17 @@ def evaluate(
         text = decoder.generate(prompt[None].to(target.device), do_sample=False, max_new_tokens=max_new_tokens)[0]
         lengths = accepted_lengths(head, target, text, draft_length)
         root = len(prompt)  # the first new token comes from the prefill
+        behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
         while root < len(text) - 1:
-            room = len(text) - 2 - root
+            room = len(text) - 1 - behind - root
             taken = min(lengths[root - 1], room)
             if room > 0:
                 rounds, accepted = rounds + 1, accepted + taken
             root += 1 + taken
     lengths_of_trees = []
     for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}):
-        tree = Eagle3Proposer(head, tree=DynamicTree(depth=6, top_k=8, size=24))
-        spec = SpeculativeGenerator(target, tree, on_unsupported="error")
+        tree = Eagle3Proposer(head, tree=TREE)
+        spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
         for prompt in prompts:
             spec.generate(prompt[None].to(target.device), max_new_tokens=max_new_tokens, **sampling)
         lengths_of_trees.append(spec.report.mean_acceptance_length)
@@ -95,7 +97,7 @@ def evaluate(
 def accepted_lengths(head: Eagle3Head, target: PreTrainedModel, text: Tensor, steps: int) -> list[int]:
     """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right."""
     layers = len(decoder_layers(target))
-    listener = Taps(target, bound(head.config, layers).taps(layers), head.device)
+    listener = Taps(target, head.config.taps(layers), head.device)
     with listener.listening():
         target.get_decoder()(input_ids=text[None], use_cache=False)
     embedding = head.embed_tokens or target.get_input_embeddings()

@@ -49,8 +49,8 @@ class Eagle3Head(nn.Module):
         self.layers = nn.ModuleList([first, *(DecoderLayer(config, i) for i in range(1, config.num_layers))])
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps) if config.version == 3 else None
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False) if config.version == 3 else None
-        # In a tuple, lest `head.to(bfloat16)` round the frequencies.
-        self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
+        with torch.device("cpu"):  # in a tuple, lest `head.to(bfloat16)` round the frequencies
+            self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @property
@@ -95,7 +95,8 @@ class Eagle3Head(nn.Module):
         Returns:
             (B, n, H), what is fed back.
         """
-        rotation = self._rotary[0](embeds, positions)
+        rotary = self._rotary[0].to(embeds.device)
+        rotation = rotary(embeds, positions)
         if self.config.version == 1:
             h = self.fc(torch.cat([embeds, features], -1))
             h = self.layers[0](h, rotation, visible, cache)
@@ -176,7 +177,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(input_size, q * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(q * self.head_dim, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(q * self.head_dim, config.hidden_size, bias=config.output_bias)
         self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
@@ -212,8 +213,8 @@ def _rotary_config(config: Eagle3Config) -> LlamaConfig:
     rope: dict[str, Any] = dict(config.rope)
     covered = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))
     return LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
+        hidden_size=covered,
+        num_attention_heads=1,
         head_dim=covered,
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=rope,

@@ -59,6 +59,8 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
             lengths[convention] = spec.report.mean_acceptance_length
     finally:
         head.config = before
+    if not lengths:
+        raise ValueError("the head names layers that this target does not have, however they are counted")
     best = max(lengths, key=lambda convention: lengths[convention])
     measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
     return f"mean acceptance length by tap convention: {measured}. {best!r} is right."

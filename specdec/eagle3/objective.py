@@ -47,7 +47,8 @@ class Objective(nn.Module):
         H = lm_head.shape[-1]
         states = states.to(head.dtype)
         taps, final = states[..., :-H], states[..., -H:]
-        embeds = nn.functional.embedding(ids, embedding).to(head.dtype)
+        embeds = nn.functional.embedding(ids, embedding) if head.embed_tokens is None else head.embed_tokens(ids)
+        embeds = embeds.to(head.dtype)
         losses, right = [], []
         for step, h in enumerate(unroll(head, embeds, taps, self.steps, documents)):
             rows = ids.shape[1] - 2 - step

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ class Recipe:
         self.out.mkdir(parents=True, exist_ok=True)
         self._settle()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
-        texts = list(read_texts(self.data, tokenizer, self.length))[: self.max_texts]
+        texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if len(texts) <= self.held_out:
             raise ValueError(f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left")
         training, held_out = texts[: len(texts) - self.held_out], texts[len(texts) - self.held_out :]
@@ -74,20 +75,22 @@ class Recipe:
         path, mine = self.out / "recipe.json", {key: str(value) for key, value in asdict(self).items()}
         for name in ("out", "device", "save_every"):
             del mine[name]
-        if path.exists() and (theirs := json.loads(path.read_text())) != mine:
-            name = next(key for key in mine if theirs.get(key) != mine[key])
+        theirs = json.loads(path.read_text()) if path.exists() and _is_json(path) else mine
+        if theirs != mine:
+            name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             raise ValueError(
-                f"{self.out} holds the work of another recipe ({name} was {theirs.get(name)}, is {mine[name]}): choose "
-                "another folder"
+                f"{self.out} holds the work of another recipe ({name} was {theirs.get(name)}, is {mine.get(name)}): "
+                "choose another folder"
             )
         path.write_text(json.dumps(mine, indent=1))
 
     def _extract(self, target: PreTrainedModel, texts: Sequence[Text]) -> None:
         taps = default_taps(len(decoder_layers(target)))
         tokens = sum(len(text.ids) for text in texts)
-        size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(self.out).free
+        done = sum(path.stat().st_size for path in (self.out / "states").glob("states-*.safetensors"))
+        size, free = tokens * bytes_per_token(target, taps), done + shutil.disk_usage(self.out).free
         print(f"{len(texts)} texts, {tokens} tokens; their states take {size / 1e9:.1f} GB in {self.out / 'states'}")
-        if size > 0.95 * free and not (self.out / "states" / "states.json").exists():
+        if size > 0.95 * free:
             raise ValueError(f"{size / 1e9:.1f} GB of states do not fit on the disk, {free / 1e9:.1f} GB are free")
         with Progress() as bar:
             task = bar.add_task("states", total=tokens)

@@ -83,6 +83,8 @@ class HeadRunner(CachedRows):
         self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None, slots: Tensor | None
     ) -> Tensor:
         weight = next(self.embedding.parameters())
+        if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
+            tokens = tokens.clamp(max=weight.shape[0] - 1)
         embeds = self.embedding(tokens.to(weight.device)).to(self.head.device, self.head.dtype)
         window = self.head.config.sliding_window
         if window is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -45,7 +46,7 @@ def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             try:
                 text = encode(entry, tokenizer)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             count += 1
             text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
@@ -63,6 +64,8 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
         ids = tokenizer(entry["text"])["input_ids"]
         return _text(ids, [True] * len(ids))
     if "response" in entry:
+        if "prompt" not in entry:
+            raise ValueError("a response without its prompt")
         prompt = _prompt([{"role": "user", "content": entry["prompt"]}], tokenizer)
         answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"]
         if entry.get("finish") != "length" and tokenizer.eos_token_id is not None:
@@ -77,16 +80,23 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Text:
-    """All answers are learnt from; where each lies is found by encoding the conversation up to it."""
-    if all(message["role"] != "assistant" for message in messages):
+    """All answers are learnt from that stand in the conversation as they stood when they were given.
+
+    Where each lies is found by encoding the conversation up to it. A template may show earlier answers in another way
+    (without their thinking, say): those are not what the target wrote, and not learnt from.
+    """
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
         raise ValueError("the conversation has no answer: no message of the assistant's to learn from")
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    ids = _rendered(messages[: last + 1], tokenizer, False)
+    ids = _rendered(messages[: answers[-1] + 1], tokenizer, False)
     learn = [False] * len(ids)
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for i in answers:
+        if i == 0:  # nothing was asked
             continue
-        start, end = len(_rendered(messages[:i], tokenizer, True)), len(_rendered(messages[: i + 1], tokenizer, False))
+        before, after = _rendered(messages[:i], tokenizer, True), _rendered(messages[: i + 1], tokenizer, False)
+        if ids[: len(before)] != before or ids[: len(after)] != after:
+            continue
+        start, end = len(before), len(after)
         while end > start and tokenizer.eos_token_id in ids[start:end] and ids[end - 1] != tokenizer.eos_token_id:
             end -= 1  # what the template adds behind the end token is not the target's
         learn[start:end] = [True] * (end - start)
@@ -94,6 +104,8 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
 
 
 def _message(message: dict[str, str]) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise ValueError(f"a message needs a role and content, got {message!r}")
     role = message.get("role") or message.get("from")
     content = message.get("content") if "content" in message else message.get("value")
     if role not in ROLES or content is None:

@@ -54,6 +54,8 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
         head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
         assert head.lm_head is not None
         head.lm_head.weight.copy_(lm_head)  # the target's own rows: a head starts out knowing what tokens mean
+        if head.embed_tokens is not None:
+            head.embed_tokens.weight.copy_(_embedding(target))
     return head
 
 
@@ -64,6 +66,7 @@ class Eagle3Trainer(Trainer):
         self, head: Eagle3Head, target: PreTrainedModel, args: TrainingArguments, *, steps: int = 5, **kwargs: Any
     ):
         embedding = _embedding(target)
+        _require_plain_lm_head(target)
         objective = Objective(head, embedding, target.get_output_embeddings().weight, steps=steps)
         super().__init__(model=objective, args=args, data_collator=collate, **kwargs)
         self.head = head
@@ -90,6 +93,20 @@ class Eagle3Trainer(Trainer):
         copy = Eagle3Head(self.head.config).bfloat16()
         copy.load_state_dict(state)
         save(copy, folder, "sglang", target)
+
+
+@torch.no_grad()
+def _require_plain_lm_head(target: PreTrainedModel) -> None:
+    """The loss takes the target's logits for `lm_head.weight @ state`: some models add a bias, a scale or a cap."""
+    ids = torch.arange(1, 9, device=target.device)[None]
+    state = target.get_decoder()(input_ids=ids, use_cache=False)[0]
+    ours = (state @ target.get_output_embeddings().weight.T).float()
+    theirs = target(input_ids=ids, use_cache=False).logits.float()
+    if (ours - theirs).abs().mean() > 0.05 * theirs.std():
+        raise ValueError(
+            f"{type(target).__name__} computes its logits with more than a matrix (a bias, a scale or a cap): training "
+            "heads for it is not supported yet"
+        )
 
 
 def _embedding(target: PreTrainedModel) -> Tensor:

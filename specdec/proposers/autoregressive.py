@@ -27,22 +27,34 @@ class Stepped:
 
     Attributes:
         tokens: (B, M) int64. ancestors: (B, M, M) bool, which of them each sees, itself included.
+        dead: (B, M) bool, nodes that the call's processors ruled out: never reached, whatever comes of them.
+        deepest: (B, 1) int64, each row's largest depth; deeper nodes are not going to be drafted.
     """
 
     tokens: Tensor
     ancestors: Tensor
+    dead: Tensor
+    deepest: Tensor
 
     @property
     def depth(self) -> Tensor:
-        """(B, M) int64, 0 for children of the root."""
-        return self.ancestors.sum(-1) - 1
+        """(B, M) int64, 0 for children of the root; no more than a row has room for, as positions may run out."""
+        return torch.minimum(self.ancestors.sum(-1) - 1, self.deepest)
 
     @classmethod
-    def none(cls, root: Tensor) -> Stepped:
-        return cls(root[:, None][:, :0], torch.zeros(len(root), 0, 0, dtype=torch.bool, device=root.device))
+    def none(cls, context: Context) -> Stepped:
+        nothing, device = context.root[:, None][:, :0], context.tokens.device
+        deepest = torch.tensor([[max(0, room - 1)] for room in context.room], device=device)
+        ancestors = torch.zeros(*nothing.shape, 0, dtype=torch.bool, device=device)
+        return cls(nothing, ancestors, nothing.bool(), deepest)
 
-    def and_then(self, tokens: Tensor, parents: Tensor | None) -> Stepped:
-        """With n more nodes: tokens (B, n), parents (B, n) indices into these nodes, None for children of the root."""
+    def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
+        """With n more nodes.
+
+        Args:
+            tokens: (B, n) int64. parents: (B, n) indices into these nodes, None for children of the root.
+            dead: (B, n) bool, None: none of them is.
+        """
         B, n = tokens.shape
         M = self.tokens.shape[1]
         above = torch.zeros(B, n, M, dtype=torch.bool, device=tokens.device)
@@ -51,7 +63,9 @@ class Stepped:
         below = torch.zeros(B, M, n, dtype=torch.bool, device=tokens.device)
         itself = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
         ancestors = torch.cat([torch.cat([self.ancestors, below], 2), torch.cat([above, itself], 2)], 1)
-        return Stepped(torch.cat([self.tokens, tokens], 1), ancestors)
+        dead = torch.zeros_like(tokens, dtype=torch.bool) if dead is None else dead
+        tokens, dead = torch.cat([self.tokens, tokens], 1), torch.cat([self.dead, dead], 1)
+        return Stepped(tokens, ancestors, dead, self.deepest)
 
 
 class AutoregressiveProposer(Proposer):
@@ -77,6 +91,7 @@ class AutoregressiveProposer(Proposer):
         self._chances_of_last: Tensor | None = None  # (B, N) probabilities of the last dynamic tree's nodes
         self._step_of_node: Tensor | None = None  # (B, N) where the last draft's nodes are among the stepped, or -1
         self._pacer: Pacer | None = None
+        self._launched = 0  # passes of this draft on a device that works on its own
 
     # What a draft model does
 
@@ -100,6 +115,16 @@ class AutoregressiveProposer(Proposer):
         self._chances_of_last = self._step_of_node = None
         if limit == 0 or not pacer.may_start(_chances(context, pacer.expected_rate), draft_steps=1):
             return DraftTree.root_only(context.root)
+        start, self._launched = perf_counter(), 0
+        draft = self._draft(context, limit)
+        if self._launched:
+            torch.accelerator.synchronize(context.tokens.device)
+            seconds = perf_counter() - start
+            for _ in range(self._launched):
+                pacer.observe_draft_pass(seconds / self._launched)
+        return draft
+
+    def _draft(self, context: Context, limit: int) -> DraftTree:
         logits = self._catch_up(context)
         if context.chains_only or (self.branching is None and self.tree is None):
             return self._grow_chain(context, logits, limit)
@@ -135,12 +160,12 @@ class AutoregressiveProposer(Proposer):
         known = (steps >= 0).long().cumprod(-1).sum(-1).tolist()
         growth = [min(taken, most) for taken, most in zip(accepted, known, strict=True)]
         within = place < torch.tensor(growth, device=path.device)[:, None]
-        return growth, torch.where(within, steps, place)
+        return growth, torch.where(within, steps, place)[:, : max(growth, default=0)]
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer, B = context.pacer, context.batch_size
         draw = context.sampling and self.draw
-        stepped = Stepped.none(context.root)
+        stepped = Stepped.none(context)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         keys: list[list[int]] = []
@@ -183,12 +208,12 @@ class AutoregressiveProposer(Proposer):
         B, device = context.batch_size, context.tokens.device
         draw = context.sampling and self.draw
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context.root)
+        stepped = Stepped.none(context)
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
         for d, width in enumerate(branching[:limit], start=1):
             probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
-            children = _draw_without_replacement(probs, width) if draw else probs.topk(width, -1).indices
+            children = _draw_without_replacement(probs, width) if draw else _top(probs, width)
             if draw:
                 q_rows.append(probs)
             first = len(parents)
@@ -201,7 +226,9 @@ class AutoregressiveProposer(Proposer):
             above = None
             if d > 1:  # the root is not among the stepped nodes
                 above = torch.tensor([parents[node] - 1 for node in level], device=device).expand(B, -1)
-            stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above)
+            missing = tokens[:, first:] < 0
+            dead = missing if above is None else missing | stepped.dead.gather(1, above)
+            stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above, dead)
             logits = self._timed_step(context, stepped, len(level), above)
         q = None
         if q_rows:
@@ -213,13 +240,14 @@ class AutoregressiveProposer(Proposer):
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
         pacer = context.pacer
-        stepped = Stepped.none(context.root)
+        stepped = Stepped.none(context)
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
                 break
             frontier, above = candidates.frontier(tree.top_k)
-            stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above)
+            ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
+            stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
             n = frontier.shape[1]
             logits = self._timed_step(context, stepped, n, above)
             candidates = candidates.expanded(frontier, *self._children(context, logits, stepped, n, tree.top_k))
@@ -269,8 +297,15 @@ class AutoregressiveProposer(Proposer):
     ) -> Tensor:
         start = perf_counter()
         logits = self._step(stepped, n, parents, chain)
-        context.pacer.observe_draft_pass(perf_counter() - start)
+        self._book_pass(context, logits, perf_counter() - start)
         return logits
+
+    def _book_pass(self, context: Context, logits: Tensor, seconds: float, step: bool = True) -> None:
+        """On a device that works on its own a pass is only launched by now: the whole draft tells its time."""
+        if logits.device.type == "cpu":
+            context.pacer.observe_draft_pass(seconds, step)
+        else:
+            self._launched += 1
 
     def _processed(self, context: Context, logits: Tensor, stepped: Stepped, n: int) -> Tensor:
         """The call's processors on the logits (B, n, K) of the n newest nodes (n = 1 and none stepped: the root)."""
@@ -284,7 +319,11 @@ class AutoregressiveProposer(Proposer):
                 for b, text in enumerate(so_far)
             ]
 
-        return context.processors(self._full(logits, context.vocab_size), texts)
+        dead = stepped.dead[:, -n:] if stepped.tokens.shape[1] else None
+        scores = context.processors(self._full(logits, context.vocab_size), texts, dead)
+        # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
+        nothing = (scores == float("-inf")).all(-1, keepdim=True)
+        return scores.masked_fill(nothing, 0.0)
 
 
 def _bin(probability: float) -> int:
@@ -318,6 +357,13 @@ def _onward(context: Context, chances: Sequence[float], keys: Sequence[int], dra
         chance * rate if room > drafted else 0.0
         for chance, rate, room in zip(chances, rates, context.room, strict=True)
     ]
+
+
+def _top(probs: Tensor, width: int) -> Tensor:
+    """(..., width) most probable tokens of (..., V) probs; -1 where fewer have a probability."""
+    top = probs.topk(min(width, probs.shape[-1]), -1)
+    chosen = torch.where(top.values > 0, top.indices, -1)
+    return nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
 
 
 def _draw_without_replacement(probs: Tensor, width: int) -> Tensor:

@@ -46,10 +46,11 @@ class DraftModelProposer(AutoregressiveProposer):
         int8: bool | None = None,
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
+        self._loaded = isinstance(model, str)  # then it goes where the target is
         self.model = load(model) if isinstance(model, str) else model
         self.vocab = _vocabulary(self.model, vocab)
-        view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
-        self.runner = ModelRunner(with_int8_linears(view) if _decide(int8, self.model) else view)
+        self._int8 = int8
+        self.runner = self._new_runner()
 
     def check(self, target: PreTrainedModel) -> None:
         ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
@@ -64,11 +65,18 @@ class DraftModelProposer(AutoregressiveProposer):
                 f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
                 f"differ, at token id {differing} first. Choose a draft model of the target's family."
             )
+        if self._loaded and target.device != self.model.device:
+            self.model.to(target.device)
+            self.runner = self._new_runner()
         if target.device.type != self.model.device.type:
             raise ValueError(
                 f"the draft model is on {self.model.device} and the target on {target.device}: move the draft with "
                 f"draft.to('{target.device}')"
             )
+
+    def _new_runner(self) -> ModelRunner:
+        view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
+        return ModelRunner(with_int8_linears(view) if _decide(self._int8, self.model) else view)
 
     def begin(self, context: Context) -> None:
         self.runner.start(context.batch_size)
@@ -92,7 +100,7 @@ class DraftModelProposer(AutoregressiveProposer):
         columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
         tokens = context.tokens.gather(1, columns)
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
-        context.pacer.observe_draft_pass(perf_counter() - start, step=width <= FEW_TOKENS)
+        self._book_pass(context, logits, perf_counter() - start, step=width <= FEW_TOKENS)
         return logits
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.eagle3.checkpoint import bound, load
+from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
@@ -44,6 +44,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         if branching is None and tree is None:
             tree = DynamicTree()
         super().__init__(branching=branching, tree=tree, draw=draw)
+        self._loaded = not isinstance(head, Eagle3Head)  # then it goes where the target is
         self.head = head if isinstance(head, Eagle3Head) else load(head)
         self.runner: HeadRunner | None = None
         self._waiting: list[list[Tensor]] = []  # per row, the target's states that the head has not seen, (n, C) each
@@ -65,11 +66,15 @@ class Eagle3Proposer(AutoregressiveProposer):
                 f"the head is {head.hidden_size} wide and has no embedding of its own, the target's is "
                 f"{target.get_input_embeddings().weight.shape[-1]} wide"
             )
-        self._taps_at(target)  # raises if the target has no such layers
+        if int(self.head.draft_to_target.max()) >= text.vocab_size:
+            raise ValueError(f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}")
+        if self._loaded:
+            self.head.to(target.device)
+        self.taps(target)  # raises if the target has no such layers
         self.runner = HeadRunner(self.head, target)
 
     def taps(self, target: PreTrainedModel) -> Taps:
-        return Taps(target, self._taps_at(target), self.head.device)
+        return Taps(target, self.head.config.taps(len(decoder_layers(target))), self.head.device)
 
     def begin(self, context: Context) -> None:
         assert self.runner is not None
@@ -79,7 +84,7 @@ class Eagle3Proposer(AutoregressiveProposer):
     def propose(self, context: Context) -> DraftTree:
         assert context.features is not None
         for b, count in enumerate(context.fresh):
-            if count and context.active[b]:
+            if count and context.active[b] and context.pacer.limit:
                 self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
         return super().propose(context)
 
@@ -87,12 +92,6 @@ class Eagle3Proposer(AutoregressiveProposer):
         super().observe(draft, verdict, accepted)
         if self.runner is not None:
             self.runner.drop_draft()
-
-    def _taps_at(self, target: PreTrainedModel) -> tuple[int, ...]:
-        layers = len(decoder_layers(target))
-        taps = bound(self.head.config, layers).taps(layers)
-        Taps(target, taps)
-        return taps
 
     def _catch_up(self, context: Context) -> Tensor:
         runner = self._runner
@@ -110,7 +109,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
         columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
         logits = runner.extend(context.tokens.gather(1, columns), padded, [width - m for m in missing])
-        context.pacer.observe_draft_pass(perf_counter() - start, step=width <= FEW_TOKENS)
+        self._book_pass(context, logits, perf_counter() - start, step=width <= FEW_TOKENS)
         return logits.to(context.tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

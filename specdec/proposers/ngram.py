@@ -54,7 +54,8 @@ class NgramProposer(Proposer):
         if length == 0:
             return DraftTree.root_only(context.root)
         if self.continuations > 1 and not context.chains_only:
-            return _tree(context, [[guess.tokens[:length] for guess in row] for row in found])
+            cut = [min(length, room) for room in context.room]
+            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(found)])
         return context.chain([row[0].tokens[:length] if row else [] for row in found])
 
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
