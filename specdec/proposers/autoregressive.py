@@ -42,9 +42,10 @@ class Stepped:
         return torch.minimum(self.ancestors.sum(-1) - 1, self.deepest)
 
     @classmethod
-    def none(cls, context: Context) -> Stepped:
-        nothing, device = context.root[:, None][:, :0], context.tokens.device
-        deepest = torch.tensor([[max(0, room - 1)] for room in context.room], device=device)
+    def none(cls, root: Tensor, room: Sequence[int]) -> Stepped:
+        """Behind the roots (B,), with room for so many more tokens per row."""
+        nothing, device = root[:, None][:, :0], root.device
+        deepest = torch.tensor([[max(0, tokens - 1)] for tokens in room], device=device)
         ancestors = torch.zeros(*nothing.shape, 0, dtype=torch.bool, device=device)
         return cls(nothing, ancestors, nothing.bool(), deepest)
 
@@ -165,7 +166,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer, B = context.pacer, context.batch_size
         draw = context.sampling and self.draw
-        stepped = Stepped.none(context)
+        stepped = Stepped.none(context.root, context.room)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         keys: list[list[int]] = []
@@ -208,7 +209,7 @@ class AutoregressiveProposer(Proposer):
         B, device = context.batch_size, context.tokens.device
         draw = context.sampling and self.draw
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context)
+        stepped = Stepped.none(context.root, context.room)
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
         for d, width in enumerate(branching[:limit], start=1):
@@ -240,7 +241,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
         pacer = context.pacer
-        stepped = Stepped.none(context)
+        stepped = Stepped.none(context.root, context.room)
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
