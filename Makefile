@@ -2,7 +2,7 @@
 #
 #   make demo                     downloads 1.6 GB once, then shows plain and speculative decoding side by side
 #   make demo SMALL=1             the 0.5B model alone with n-gram drafts: 0.5 GB
-#   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram or draft:PATH
+#   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, draft:PATH or eagle3:PATH
 #   make test | make test-all | make lint
 
 PYTHON ?= python3

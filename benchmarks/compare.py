@@ -25,7 +25,6 @@ from measure import Measurement, measure
 from memory import peak_memory
 from methods import PLAIN, Method, catalogue, select
 from options import Bench, Options
-from pass_costs import pass_costs, target_runner
 from prompts import Job
 from rich.console import Console
 from store import Record, Store
@@ -34,6 +33,7 @@ from table import best_lines, detail_table, number, speed_table, table, times
 from transformers.utils import logging
 
 from specdec import DraftModelProposer
+from specdec.costs import pass_costs, target_runner
 
 WARM_UP_TOKENS = 16
 MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")

@@ -149,5 +149,35 @@ def train(
     typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, 'eagle3:{out / 'head'}')")
 
 
+@app.command()
+def doctor(
+    target: str = typer.Argument(help="Path or hub id of the target model."),
+    proposer: str = typer.Argument(help='"ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".'),
+    prompts: Path | None = typer.Option(None, help="Your prompts, one a line; three of ours by default.", exists=True),
+    max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+) -> None:
+    """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec.demo.prompts import PROMPTS, Prompt
+    from specdec.doctor import diagnose
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
+    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []
+    theirs = [Prompt("", line).encode(tokenizer)["input_ids"][0] for line in lines]
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+    try:
+        found = diagnose(
+            model, proposer, theirs or ours, usual=ours if theirs else (), max_new_tokens=max_new_tokens, **sampling
+        )
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(found.in_words())
+
+
 if __name__ == "__main__":
     app()

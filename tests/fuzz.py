@@ -19,11 +19,25 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
-from tests import tiny
+from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from tests import eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")
-PROPOSERS = ("ngram", "ngram tree", "draft", "itself", "draft tree", "itself tree", "trimmed", "garbage", "answer")
+PROPOSERS = (
+    "ngram",
+    "ngram tree",
+    "draft",
+    "itself",
+    "draft tree",
+    "itself tree",
+    "dynamic tree",
+    "itself dynamic",
+    "trimmed",
+    "eagle3",
+    "eagle3 tree",
+    "garbage",
+    "answer",
+)
 
 
 class Recorder:
@@ -161,6 +175,10 @@ def proposer(name: str, model: str, answer: torch.Tensor, draft_length: int | No
         "itself": lambda: target,
         "draft tree": lambda: DraftModelProposer(other, branching=(3, 2, 1)),
         "itself tree": lambda: DraftModelProposer(target, branching=(2, 2, 1)),
+        "dynamic tree": lambda: DraftModelProposer(other, tree=DynamicTree(depth=4, top_k=3, size=9)),
+        "itself dynamic": lambda: DraftModelProposer(target, tree=DynamicTree(depth=4, top_k=2)),
+        "eagle3": lambda: Eagle3Proposer(eagle3.head("3.1")),
+        "eagle3 tree": lambda: Eagle3Proposer(eagle3.head(), branching=(3, 2, 1)),
         "trimmed": lambda: DraftModelProposer(target, vocab=20),
         "garbage": lambda: tiny.Garbage(size=draft_length or 5),
         "answer": lambda: tiny.Garbage(size=7, answer=answer),

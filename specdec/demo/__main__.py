@@ -18,15 +18,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
-    proposer: str = typer.Option("", help="ngram or draft:PATH_OR_ID; default: what suits the target."),
+    proposer: str = typer.Option(
+        "", help="ngram, draft:PATH_OR_ID or eagle3:PATH_OR_ID; default: what suits the target."
+    ),
     small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with n-gram drafts."),
     max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
 ) -> None:
     """Show plain and speculative decoding side by side on three prompts."""
     console = Console(highlight=False)
-    if proposer and proposer != "ngram" and not proposer.startswith("draft:"):
-        raise typer.BadParameter(f'{proposer!r}: give "ngram" or "draft:PATH_OR_ID"', param_hint="--proposer")
+    if proposer and proposer != "ngram" and not proposer.startswith(("draft:", "eagle3:")):
+        raise typer.BadParameter(
+            f'{proposer!r}: give "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID"', param_hint="--proposer"
+        )
     target, proposers = choose(target, proposer, small)
     try:
         require_room(own_weights(target, *proposers), dtype)

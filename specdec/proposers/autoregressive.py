@@ -108,6 +108,10 @@ class AutoregressiveProposer(Proposer):
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits (..., K) over the target's vocabulary (..., V): what the draft does not know gets -inf."""
 
+    def known_tokens(self) -> Tensor | None:
+        """(K,) int64, the target's ids that the draft can propose; None: all."""
+        return None
+
     # Drafting
 
     def propose(self, context: Context) -> DraftTree:

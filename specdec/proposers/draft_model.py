@@ -106,6 +106,9 @@ class DraftModelProposer(AutoregressiveProposer):
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         return self.runner.grow(stepped.tokens[:, -n:], stepped.depth, stepped.ancestors[:, -n:], chain=chain).logits
 
+    def known_tokens(self) -> Tensor | None:
+        return self.vocab
+
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
         """Logits over the target's vocabulary: what the draft does not know gets -inf."""
         if self.vocab is not None:

@@ -116,6 +116,9 @@ class Eagle3Proposer(AutoregressiveProposer):
         logits = self._runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.ancestors[:, -n:], chain)
         return logits.to(stepped.tokens.device)
 
+    def known_tokens(self) -> Tensor | None:
+        return self.head.draft_to_target
+
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order."""
         if not context.processors.context_free:

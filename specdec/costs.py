@@ -1,4 +1,4 @@
-"""What a pass of a model over several tokens costs, relative to a pass over one."""
+"""`pass_costs`: the seconds of a model's pass over several tokens, measured."""
 
 from __future__ import annotations
 
