@@ -13,6 +13,7 @@ from statistics import median
 
 FIRST_LENGTH = 4  # drafted per row until a round has been measured
 TRIAL_LENGTH = 2  # drafted to see whether it pays again: enough to time a draft pass
+FEW_TOKENS = 16  # a draft's pass over so many takes about as long as one over a single token
 LONGEST = 24  # drafted per row at most, when the length is automatic
 
 
@@ -114,6 +115,7 @@ class Pacer:
         self.expected_rate = 0.8  # of a token not yet looked at, moving average
         self.num_draft_passes, self.draft_pass_seconds = 0, 0.0  # in all
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
+        self._reading = 0.0  # seconds the draft takes per token of a long text
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
         self._trying = False  # this round drafts only to measure anew
@@ -169,12 +171,23 @@ class Pacer:
             return self._outlook(sum(chances), len(chances), draft_steps) > 0
         return drafted < LONGEST and sum(chances) * self.seconds_per_token > self._cost(len(chances), draft_steps)
 
-    def may_start(self, chances: Sequence[float], draft_steps: int) -> bool:
-        """Is a draft worth starting? Where it is not, ask again after ever longer pauses: texts change."""
+    def may_start(self, chances: Sequence[float], draft_steps: int, backlog: int = 0, tokens_left: int = 0) -> bool:
+        """Is a draft worth starting? Where it is not, ask again after ever longer pauses: texts change.
+
+        Args:
+            backlog: tokens, over all rows, that the draft has to read first: a prompt, say.
+            tokens_left: that a row may still gain. What a round wins counts for half of them: rows end early, and
+                rounds gain more than one.
+        """
         self._trying = False
-        if self.length is not None or not self.measured or self.worth(chances, 0, draft_steps):
-            self._pause = self._paused = 0
+        if self.length is not None or not self.measured:
             return (self._first_length if self.length is None else self.length) > 0
+        reading = backlog * self._reading
+        if self._outlook(sum(chances), len(chances), draft_steps) * max(1, tokens_left / 2) > reading:
+            self._pause = self._paused = 0
+            return True
+        if reading > 0.1 * tokens_left * len(chances) * self.seconds_per_token:
+            return False  # too dear to try
         if self._paused >= self._pause:
             self._pause, self._paused = min(2 * self._pause + 1, 31), 0
             self._trying = True
@@ -210,12 +223,14 @@ class Pacer:
         """Book how likely a token just looked at was to be accepted, drafted or not."""
         self.expected_rate += Acceptance.STEP * (rate - self.expected_rate)
 
-    def observe_draft_pass(self, seconds: float, step: bool = True) -> None:
-        """Book a pass of the draft model. step: it took as long as a draft step does; False after a long text."""
+    def observe_draft_pass(self, seconds: float, tokens: int = 1) -> None:
+        """Book a pass of the draft model over so many tokens."""
         self.num_draft_passes += 1
         self.draft_pass_seconds += seconds
-        if step:
+        if tokens <= FEW_TOKENS:
             self._draft_steps.append(seconds)
+        else:
+            self._reading = seconds / tokens
 
     def observe_round(self, size: int, rows: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.

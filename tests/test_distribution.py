@@ -346,7 +346,7 @@ def eager_pacing(monkeypatch):
         return drafted < 3 and sum(chances) > 0.45 * len(chances)
 
     monkeypatch.setattr(Pacer, "worth", worth)
-    monkeypatch.setattr(Pacer, "may_start", lambda self, chances, draft_steps: True)
+    monkeypatch.setattr(Pacer, "may_start", lambda self, chances, draft_steps, backlog, tokens_left: True)
 
 
 @pytest.mark.slow

@@ -35,7 +35,6 @@ def test_simulated_speed(found, length, speed):
     ("found", "said"),
     [
         (diagnosis((0.3, 0.3)), "limits most: better drafts"),
-        (diagnosis((0.95, 0.95), draft=0.09), "limits most: better drafts"),
         (diagnosis((1.0, 1.0), draft=0.09), "limits most: drafting for nothing"),
         (diagnosis((1.0, 1.0), target=STEEP), "limits most: verification at the price of one token"),
         (diagnosis((0.1,), draft=0.2), "Drafting does not pay here"),

@@ -88,6 +88,17 @@ def test_worth_weighs_draft_passes_and_the_jump():
     assert dear.worth([0.3], 1)  # the jump is paid
 
 
+def test_a_long_text_is_read_only_if_that_pays():
+    pacer = taught(flat)
+    for _ in range(5):
+        pacer.observe_draft_pass(20 * MS)
+    pacer.observe_draft_pass(2.0, tokens=1000)  # 2 ms a token
+    assert pacer.may_start([0.8], 1, backlog=1000, tokens_left=200)
+    assert not pacer.may_start([0.8], 1, backlog=1000, tokens_left=10)
+    assert not any(pacer.may_start([0.1], 1, backlog=1000, tokens_left=10) for _ in range(40))  # nor tried
+    assert any(pacer.may_start([0.1], 1, backlog=0, tokens_left=10) for _ in range(40))
+
+
 @pytest.mark.parametrize("length", [0, 1, 7])
 def test_a_given_length_is_kept(length):
     pacer = Pacer(length)

@@ -97,6 +97,10 @@ class AutoregressiveProposer(Proposer):
     # What a draft model does
 
     @abstractmethod
+    def _backlog(self, context: Context) -> int:
+        """Tokens that `_catch_up` would have to read, over all rows and with their padding."""
+
+    @abstractmethod
     def _catch_up(self, context: Context) -> Tensor:
         """Take in what the text gained since the last draft, the root included; logits after it, (B, 1, K)."""
 
@@ -118,7 +122,8 @@ class AutoregressiveProposer(Proposer):
         pacer = self._pacer = context.pacer
         limit = min(pacer.limit, max((context.room[b] for b in context.rows), default=0))
         self._chances_of_last = self._step_of_node = None
-        if limit == 0 or not pacer.may_start(_chances(context, pacer.expected_rate), draft_steps=1):
+        chances, left = _chances(context, pacer.expected_rate), max(context.room)
+        if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
         start, self._launched = perf_counter(), 0
         draft = self._draft(context, limit)
@@ -305,10 +310,10 @@ class AutoregressiveProposer(Proposer):
         self._book_pass(context, logits, perf_counter() - start)
         return logits
 
-    def _book_pass(self, context: Context, logits: Tensor, seconds: float, step: bool = True) -> None:
+    def _book_pass(self, context: Context, logits: Tensor, seconds: float, tokens: int = 1) -> None:
         """On a device that works on its own a pass is only launched by now: the whole draft tells its time."""
         if logits.device.type == "cpu":
-            context.pacer.observe_draft_pass(seconds, step)
+            context.pacer.observe_draft_pass(seconds, tokens)
         else:
             self._launched += 1
 

@@ -87,20 +87,27 @@ class DraftModelProposer(AutoregressiveProposer):
             growth, steps = self._accepted_steps(verdict, accepted)
             self.runner.commit(growth, None if draft.chain else steps)
 
-    def _catch_up(self, context: Context) -> Tensor:
-        """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
-        missing = [
+    def _missing(self, context: Context) -> list[int]:
+        return [
             max(0, end - pad - have) if active else 0
             for end, pad, have, active in zip(
                 context.ends, context.pads, self.runner.lengths, context.active, strict=True
             )
         ]
+
+    def _backlog(self, context: Context) -> int:
+        width = max(self._missing(context))
+        return width * context.batch_size if width > FEW_TOKENS else 0
+
+    def _catch_up(self, context: Context) -> Tensor:
+        """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
+        missing = self._missing(context)
         width, start = max(missing), perf_counter()
         ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
         columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
         tokens = context.tokens.gather(1, columns)
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
-        self._book_pass(context, logits, perf_counter() - start, step=width <= FEW_TOKENS)
+        self._book_pass(context, logits, perf_counter() - start, tokens.numel() if width > FEW_TOKENS else 1)
         return logits
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

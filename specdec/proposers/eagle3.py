@@ -16,13 +16,13 @@ from transformers import PreTrainedModel
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
+from specdec.pacing import FEW_TOKENS
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import Context
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
 LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
-FEW_TOKENS = 16  # a pass of the head over so many costs what one over a single token does
 
 
 class Eagle3Proposer(AutoregressiveProposer):
@@ -93,6 +93,10 @@ class Eagle3Proposer(AutoregressiveProposer):
         if self.runner is not None:
             self.runner.drop_draft()
 
+    def _backlog(self, context: Context) -> int:
+        width = max(sum(map(len, parts)) for parts in self._waiting)
+        return width * context.batch_size if width > FEW_TOKENS else 0
+
     def _catch_up(self, context: Context) -> Tensor:
         runner = self._runner
         start, B = perf_counter(), context.batch_size
@@ -109,7 +113,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
         columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
         logits = runner.extend(context.tokens.gather(1, columns), padded, [width - m for m in missing])
-        self._book_pass(context, logits, perf_counter() - start, step=width <= FEW_TOKENS)
+        self._book_pass(context, logits, perf_counter() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
