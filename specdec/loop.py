@@ -94,7 +94,7 @@ class Loop:
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
         text, logits = self.text, prefill.logits
-        self.watch.mark("prefill")
+        self.pacer.observe_prefill(len(logits) * max(self.target.lengths), self.watch.mark("prefill"))
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
         scores = self.processors(logits, lambda: [[row] for row in text.tokens])
         verdict = self.rule(draft, scores)

@@ -115,7 +115,7 @@ class Pacer:
         self.expected_rate = 0.8  # of a token not yet looked at, moving average
         self.num_draft_passes, self.draft_pass_seconds = 0, 0.0  # in all
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
-        self._reading = 0.0  # seconds the draft takes per token of a long text
+        self._reading = self._target_reading = 0.0  # seconds per token of a long text, of the draft and the target
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
         self._trying = False  # this round drafts only to measure anew
@@ -182,7 +182,7 @@ class Pacer:
         self._trying = False
         if self.length is not None or not self.measured:
             return (self._first_length if self.length is None else self.length) > 0
-        reading = backlog * self._reading
+        reading = backlog * self._seconds_to_read
         if self._outlook(sum(chances), len(chances), draft_steps) * max(1, tokens_left / 2) > reading:
             self._pause = self._paused = 0
             return True
@@ -194,6 +194,15 @@ class Pacer:
             return True
         self._paused += 1
         return False
+
+    @property
+    def _seconds_to_read(self) -> float:
+        """Of the draft, per token of a long text: as measured, unless that was far off.
+
+        It reads as much faster than the target as it decodes, or half as much where its decoding is quantized.
+        """
+        likely = self._target_reading * min(1.0, 2 * self.draft_step / self.verify.plain)
+        return min(self._reading, likely) if self._reading else likely
 
     @property
     def _first_length(self) -> int:
@@ -231,6 +240,10 @@ class Pacer:
             self._draft_steps.append(seconds)
         else:
             self._reading = seconds / tokens
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Book how long the target took to read the prompts, padding included."""
+        self._target_reading = seconds / tokens
 
     def observe_round(self, size: int, rows: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.

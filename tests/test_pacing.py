@@ -93,10 +93,13 @@ def test_a_long_text_is_read_only_if_that_pays():
     for _ in range(5):
         pacer.observe_draft_pass(20 * MS)
     pacer.observe_draft_pass(2.0, tokens=1000)  # 2 ms a token
+    pacer.observe_prefill(1000, 8.0)
     assert pacer.may_start([0.8], 1, backlog=1000, tokens_left=200)
     assert not pacer.may_start([0.8], 1, backlog=1000, tokens_left=10)
     assert not any(pacer.may_start([0.1], 1, backlog=1000, tokens_left=10) for _ in range(40))  # nor tried
     assert any(pacer.may_start([0.1], 1, backlog=0, tokens_left=10) for _ in range(40))
+    pacer.observe_prefill(1000, 0.1)  # a target that reads so fast has a draft that does
+    assert pacer.may_start([0.8], 1, backlog=1000, tokens_left=10)
 
 
 @pytest.mark.parametrize("length", [0, 1, 7])
