@@ -87,8 +87,8 @@ class SpeculativeGenerator:
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
-        if draft_length is not None and draft_length < 0:
-            raise ValueError(f"draft_length must be None or at least 0, got {draft_length}")
+        if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
+            raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
         if rule not in ("block", "token", "typical"):
             raise ValueError(f'rule must be "block", "token" or "typical", got {rule!r}')
         if on_unsupported not in ("plain", "error"):
@@ -294,7 +294,7 @@ class SpeculativeGenerator:
         """Once per generator and message."""
         if message not in self._warned:
             self._warned.add(message)
-            warnings.warn(f"specdec: {message}", stacklevel=4)
+            warnings.warn(f"specdec: {message}", stacklevel=_callers_level())
 
     def _outside_the_hook(self, config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
         """What transformers decides before it calls a custom_generate callable."""
@@ -408,6 +408,8 @@ def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | N
     """Raises for right padding and empty rows; names what else is unusual about mask or positions."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    if len(input_ids) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
     if width == 0:
         raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
     if mask is None:
@@ -474,6 +476,17 @@ def _as_dynamic_cache(target: ModelRunner, text: Transcript, base: Sequence[int]
         slot = (column - shift).clamp(0, keys.shape[2] - 1)[:, None, :, None]
         cache.update(*(t.gather(2, slot.expand(-1, t.shape[1], -1, t.shape[3])) for t in (keys, values)), index)
     return cache
+
+
+def _callers_level() -> int:
+    """`stacklevel` that makes a warning point at the first line outside of specdec, transformers and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("specdec", "transformers", "torch", "contextlib"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _generate_frame() -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Loop:
 
         pacer, report = self.pacer, self.watch.report
         passes, pass_seconds = pacer.num_draft_passes, pacer.draft_pass_seconds
-        proposed = self.proposer.propose(self._context())
+        proposed = self._checked(self.proposer.propose(self._context()))
         draft = self._pad_finished(proposed)
         self.watch.mark("draft")
         report.num_draft_passes += pacer.num_draft_passes - passes
@@ -122,6 +122,20 @@ class Loop:
             fresh=self._fresh,
             features=self._features,
         )
+
+    def _checked(self, draft: DraftTree) -> DraftTree:
+        """Proposers are also others' code: say which one broke which rule, before the target trips over it."""
+        B, who = self.text.batch_size, f"{type(self.proposer).__name__}.propose"
+        if not isinstance(draft, DraftTree):
+            raise TypeError(f"{who} must return a DraftTree, got {type(draft).__name__}")
+        if len(draft.tokens) != B:
+            raise ValueError(f"{who} drafted for {len(draft.tokens)} rows, the batch has {B}: every row needs its root")
+        if (
+            draft.tokens.device.type == "cpu"
+            and not 0 <= int(draft.tokens.min()) <= int(draft.tokens.max()) < self._vocab_size
+        ):
+            raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
+        return draft
 
     def _pad_finished(self, draft: DraftTree) -> DraftTree:
         """Rows that go on with pads (their scores are wanted) draft a chain of pads, as far as the others draft."""

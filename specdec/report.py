@@ -70,6 +70,7 @@ class Report:
             self.num_draft_tokens += nodes
             self.num_accepted_tokens += taken
             _count(self.num_draft_tokens_per_pos, depth)
+            _count(self.num_accepted_tokens_per_pos, depth, by=0)
             _count(self.num_accepted_tokens_per_pos, taken)
             self.latencies += [seconds / (taken + 1)] * (taken + 1)
 
@@ -188,6 +189,7 @@ class Report:
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             ("output tokens", f"{self.num_output_tokens}"),
+            ("drafts (in rounds of a row)", f"{self.num_drafts} ({self.num_row_rounds})"),
             ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens per draft"),
             ("tokens per target pass", f"{self.tokens_per_round:.2f}"),
@@ -207,6 +209,7 @@ class Report:
             ("where the rounds' time went", shares if rounds else "-"),
             ("of it, making and accepting drafts", f"{100 * self.building_share:.0f}%" if rounds else "-"),
         ]
+        rows = [(name, "-" if value.startswith("nan") else value) for name, value in rows]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -237,10 +240,11 @@ class Stopwatch:
         return perf_counter() - self.start
 
 
-def _count(counts: list[int], length: int) -> None:
+def _count(counts: list[int], length: int, by: int = 1) -> None:
+    """Add `by` to the first `length` entries."""
     counts += [0] * (length - len(counts))
     for i in range(length):
-        counts[i] += 1
+        counts[i] += by
 
 
 def _ratio(a: float, b: float) -> float:

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.generation import StoppingCriteria
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, Unsupported
+from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
 from tests import tiny
 from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
 
@@ -469,3 +469,53 @@ def test_bad_calls(spec, name):
 def test_empty_prompt(spec):
     with pytest.raises(ValueError, match="prompt is empty"):
         spec.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
+
+
+class Saying(Proposer):
+    """Returns what it was given, whatever it is."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def propose(self, context):
+        return self.make(context)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
+        (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
+        (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows, the batch has 2"),
+    ],
+)
+def test_a_proposer_that_breaks_the_rules_is_named(make, error, message):
+    spec = SpeculativeGenerator(tiny.model("llama"), Saying(make))
+    with pytest.raises(error, match=message):
+        spec.generate(**tiny.prompts(5, 3), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("length", ["4", 1.5, -1])
+def test_draft_lengths_that_are_none(length):
+    with pytest.raises(ValueError, match="draft_length must be None or an int of at least 0"):
+        SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=length)
+
+
+def test_a_draft_that_is_not_there(tmp_path):
+    with pytest.raises(ValueError, match="neither a folder with a model nor a hub repository"):
+        SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path / 'nothing'}")
+
+
+def test_an_empty_batch():
+    with pytest.raises(ValueError, match="the batch is empty"):
+        SpeculativeGenerator(tiny.model("llama"), "ngram").generate(torch.zeros(0, 3, dtype=torch.long))
+
+
+def test_warnings_point_at_the_callers_line():
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
+    with pytest.warns(UserWarning, match="running as plain") as caught:
+        spec.generate(**tiny.prompts(5), num_beams=2, max_new_tokens=4)
+    with pytest.warns(UserWarning, match="assistant_model is ignored") as also:
+        spec.generate(**tiny.prompts(5), assistant_model=tiny.model("llama"), max_new_tokens=4)
+    assert {warning.filename for warning in [caught[0], also[0]]} == {__file__}

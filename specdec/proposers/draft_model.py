@@ -127,7 +127,12 @@ class DraftModelProposer(AutoregressiveProposer):
 
 def load(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a draft model in the precision it was saved in."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+    except OSError as error:
+        raise ValueError(
+            f"{path!r} is neither a folder with a model nor a hub repository that can be reached: {error}"
+        ) from error
 
 
 def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:
