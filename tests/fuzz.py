@@ -235,7 +235,8 @@ def difference(plain: Any, ours: Any, plain_streamer: Any, our_streamer: Any, kw
                 if isinstance(a, tuple) and step == 0 and "attention_mask" in kwargs:
                     real = kwargs["attention_mask"].bool()[:, -x.shape[1] :]
                     x, y = (x[real], y[real]) if x.shape == y.shape else (x, y)
-                if x.shape != y.shape or x.dtype != y.dtype or not torch.allclose(x, y, atol=1e-4, rtol=1e-4):
+                close = {"atol": 1e-4, "rtol": 1e-4, "equal_nan": True}  # 5.17's length penalty makes NaN of -inf
+                if x.shape != y.shape or x.dtype != y.dtype or not torch.allclose(x, y, **close):
                     return f"{name}[{step}][{layer}] differs: {tuple(x.shape)} {x.dtype}, {tuple(y.shape)} {y.dtype}"
     return ""
 

@@ -278,7 +278,8 @@ class AutoregressiveProposer(Proposer):
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
         scores = self._processed(context, logits, stepped, n)
         top = scores.topk(min(k, scores.shape[-1]), -1)
-        return top.indices, top.values - scores.logsumexp(-1, keepdim=True)
+        log_probs = top.values - scores.logsumexp(-1, keepdim=True)
+        return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf
 
     def _onward_tree(self, context: Context, candidates: Candidates, depth: int) -> list[float]:
         """Per row, the chance that one more depth has an accepted node."""
@@ -337,6 +338,9 @@ class AutoregressiveProposer(Proposer):
 
 
 def _bin(probability: float) -> int:
+    """1 to CONFIDENCES; 1 also where a processor's +inf left no probability to speak of."""
+    if probability != probability:
+        return 1
     return 1 + int(probability * (CONFIDENCES - 1e-3))
 
 
