@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
+
+
+@contextmanager
+def _bad_input_ends() -> Iterator[None]:
+    """What the library says of bad input, without a traceback; exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
 
 
 @app.callback()
@@ -26,20 +38,15 @@ def generate(
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
     from specdec import SpeculativeGenerator
+    from specdec.demo.prompts import Prompt
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     spec = SpeculativeGenerator(model, proposer)
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
+    inputs = Prompt("", prompt).encode(tokenizer, model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     spec.generate(
-        **inputs.to(model.device),
+        **inputs,
         max_new_tokens=max_new_tokens,
         streamer=TextStreamer(tokenizer, skip_prompt=True),
         **sampling,
@@ -62,7 +69,7 @@ def inspect(
 
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
-    try:
+    with _bad_input_ends():
         checkpoint = read(head)
         typer.echo(describe(checkpoint))
         module = checkpoint.head()
@@ -74,9 +81,6 @@ def inspect(
         typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
         if probe:
             typer.echo(probe_taps(module, model, AutoTokenizer.from_pretrained(target)))
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -89,11 +93,8 @@ def export(
     """Write an EAGLE-3 head in the layout of another engine."""
     from specdec.eagle3 import load, save
 
-    try:
+    with _bad_input_ends():
         save(load(head), out, layout, target)
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
@@ -134,11 +135,8 @@ def train(
         seed=seed,
         device=device,
     )
-    try:
+    with _bad_input_ends():
         found = recipe.run()
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     typer.echo(
         f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
         f"{found.tree_length_sampled:.2f} at T=1; chains of {steps}: {found.mean_acceptance_length:.2f}, simulated "
@@ -169,13 +167,10 @@ def doctor(
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []
     theirs = [Prompt("", line).encode(tokenizer)["input_ids"][0] for line in lines]
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
-    try:
+    with _bad_input_ends():
         found = diagnose(
             model, proposer, theirs or ours, usual=ours if theirs else (), max_new_tokens=max_new_tokens, **sampling
         )
-    except ValueError as error:
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
     typer.echo(found.in_words())
 
 

@@ -285,11 +285,6 @@ def late(grow):
     )
 
 
-def normed(forward):
-    """The feature fed back went through the norm, which this head was not trained with."""
-    return lambda self, *args, **kwargs: self.norm(forward(self, *args, **kwargs))
-
-
 FAULTS = {
     "shift": (HeadRunner, "extend", shifted_states),
     "mask": (HeadRunner, "grow", blind_to_siblings),

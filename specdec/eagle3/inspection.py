@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from specdec.eagle3.checkpoint import Checkpoint
@@ -41,6 +40,7 @@ def describe(checkpoint: Checkpoint) -> str:
 
 def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str:
     """Measure the mean acceptance length for either way of counting layers; the right one is well ahead."""
+    from specdec.demo.prompts import Prompt
     from specdec.generator import SpeculativeGenerator
     from specdec.proposers.eagle3 import Eagle3Proposer
 
@@ -55,7 +55,8 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
             except ValueError:  # no such layers, counted that way
                 continue
             for prompt in PROBE_PROMPTS:
-                spec.generate(**_encoded(prompt, tokenizer, target), max_new_tokens=PROBE_TOKENS, do_sample=False)
+                inputs = Prompt("", prompt).encode(tokenizer, target.device)
+                spec.generate(**inputs, max_new_tokens=PROBE_TOKENS, do_sample=False)
             lengths[convention] = spec.report.mean_acceptance_length
     finally:
         head.config = before
@@ -64,14 +65,3 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
     best = max(lengths, key=lambda convention: lengths[convention])
     measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
     return f"mean acceptance length by tap convention: {measured}. {best!r} is right."
-
-
-def _encoded(prompt: str, tokenizer: Any, target: PreTrainedModel) -> dict[str, torch.Tensor]:
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-    else:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    return dict(inputs.to(target.device))

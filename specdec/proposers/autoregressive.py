@@ -276,10 +276,7 @@ class AutoregressiveProposer(Proposer):
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
-        scores = self._processed(context, logits, stepped, n)
-        top = scores.topk(min(k, scores.shape[-1]), -1)
-        log_probs = top.values - scores.logsumexp(-1, keepdim=True)
-        return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf
+        return top_children(self._processed(context, logits, stepped, n), k)
 
     def _onward_tree(self, context: Context, candidates: Candidates, depth: int) -> list[float]:
         """Per row, the chance that one more depth has an accepted node."""
@@ -335,6 +332,13 @@ class AutoregressiveProposer(Proposer):
         # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
         nothing = (scores == float("-inf")).all(-1, keepdim=True)
         return scores.masked_fill(nothing, 0.0)
+
+
+def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most probable entries of scores (..., K) and their log-probabilities, (..., k) each."""
+    top = scores.topk(min(k, scores.shape[-1]), -1)
+    log_probs = top.values - scores.logsumexp(-1, keepdim=True)
+    return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf
 
 
 def _bin(probability: float) -> int:

@@ -18,6 +18,8 @@ from specdec.pacing import Pacer
 from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
 
+LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
+
 
 @dataclass(frozen=True)
 class Context:
@@ -70,6 +72,12 @@ class Context:
     def row(self, b: int) -> Tensor:
         """(T_b,) int64, the whole text of row b, prompt included, without padding."""
         return self.tokens[b, self.pads[b] : self.ends[b]]
+
+    def last_tokens(self, width: int) -> Tensor:
+        """(B, width) int64, what each row's text ends in; where a row is shorter, whatever stands in its padding."""
+        ends = torch.tensor(list(self.ends), device=self.tokens.device)[:, None]
+        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
+        return self.tokens.gather(1, columns)
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
-from specdec.proposers.base import Context
+from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.runner import ModelRunner
 from specdec.tree import DraftTree, DynamicTree, Verdict
-
-LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
 
 
 class DraftModelProposer(AutoregressiveProposer):
@@ -103,9 +101,7 @@ class DraftModelProposer(AutoregressiveProposer):
         """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
         missing = self._missing(context)
         width, start = max(missing), perf_counter()
-        ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
-        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
-        tokens = context.tokens.gather(1, columns)
+        tokens = context.last_tokens(width)
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
         self._book_pass(context, logits, perf_counter() - start, tokens.numel() if width > FEW_TOKENS else 1)
         return logits

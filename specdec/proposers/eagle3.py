@@ -17,12 +17,10 @@ from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.pacing import FEW_TOKENS
-from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
-from specdec.proposers.base import Context
+from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
+from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict
-
-LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
 
 
 class Eagle3Proposer(AutoregressiveProposer):
@@ -110,9 +108,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         missing = [len(part) for part in states]
         width = max(missing)
         padded = torch.stack([torch.nn.functional.pad(part, (0, 0, width - len(part), 0)) for part in states])
-        ends = torch.tensor(list(context.ends), device=context.tokens.device)[:, None]
-        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
-        logits = runner.extend(context.tokens.gather(1, columns), padded, [width - m for m in missing])
+        logits = runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
         self._book_pass(context, logits, perf_counter() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)
 
@@ -127,9 +123,8 @@ class Eagle3Proposer(AutoregressiveProposer):
         """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order."""
         if not context.processors.context_free:
             return super()._children(context, logits, stepped, n, k)
-        scores = logits.float()
-        top = scores.topk(min(k, scores.shape[-1]), -1)
-        return self._targets(logits.device)[top.indices], top.values - scores.logsumexp(-1, keepdim=True)
+        tokens, log_probs = top_children(logits.float(), k)
+        return self._targets(logits.device)[tokens], log_probs
 
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
         ids = self._targets(logits.device)
