@@ -61,7 +61,7 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
             ours[f"specdec-draft-{length}"] = (whole_vocab, length)
         ours[f"specdec-draft-vocab{options.draft_vocab}"] = (trimmed, None)
     for text in options.proposers:
-        ours[f"specdec-{text}"] = (partial(as_proposer, text), None)
+        ours[f"specdec-{text}"] = (partial(_named, text, bench), None)
 
     made: dict[str, Callable[[], Method]] = {}
     for name, make in single.items():
@@ -85,6 +85,10 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
     return [name for name in names if name == PLAIN or any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _named(text: str, bench: Bench) -> Proposer:
+    return as_proposer(text, bench.target)
 
 
 def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..., Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import typer
+
+PROPOSERS = 'What drafts: "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3" (a known head) or "auto".'
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
 
@@ -30,7 +33,7 @@ def main() -> None:
 def generate(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     prompt: str = typer.Argument(help="What to say to it; goes through the chat template where the model has one."),
-    proposer: str = typer.Option("ngram", help='What drafts: "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".'),
+    proposer: str = typer.Option("ngram", help=PROPOSERS),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
@@ -98,45 +101,91 @@ def export(
 
 
 @app.command()
+def regenerate(
+    target: str = typer.Argument(help="Path or hub id of the target model."),
+    prompts: Path = typer.Argument(help="Prompts or conversations: JSONL (.gz), or a datasets folder.", exists=True),
+    out: Path = typer.Argument(help="JSONL to write; conversations finished in an earlier run are kept."),
+    proposer: str = typer.Option("ngram", help=PROPOSERS),
+    temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
+    batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
+    max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
+    max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
+    limit: int | None = typer.Option(None, min=1, help="Use the first so many prompts."),
+    seed: int = typer.Option(0),
+) -> None:
+    """Have a target answer prompts: the texts that a head for it is trained on."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec.demo.loading import best_device
+    from specdec.eagle3.regenerate import regenerate as run
+    from specdec.eagle3.texts import read_entries
+
+    with _bad_input_ends():
+        count = sum(1 for _ in read_entries(prompts))
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+        with Progress(*columns) as bar:
+            task = bar.add_task("answers", total=min(count, limit or count), speed="")
+            written, started = 0, perf_counter()
+
+            def progress(conversations: int, tokens: int) -> None:
+                nonlocal written
+                written += tokens
+                bar.update(task, advance=conversations, speed=f"{written / (perf_counter() - started):.0f} tokens/s")
+
+            spec = run(
+                model,
+                tokenizer,
+                prompts,
+                out,
+                proposer=proposer,
+                temperatures=temperature,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                max_prompt_tokens=max_prompt_tokens,
+                limit=limit,
+                seed=seed,
+                progress=progress,
+            )
+    typer.echo(f"the answers are in {out}\n{spec.report}")
+
+
+@app.command()
 def train(
     target: str = typer.Argument(help="Path or hub id of the target model."),
-    data: Path = typer.Argument(help="JSONL of texts that the target wrote itself.", exists=True, dir_okay=False),
+    data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
     draft_vocab: int = typer.Option(8192, min=2, help="Tokens the head can draft: the most frequent ones."),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
-    steps: int = typer.Option(5, min=1, help="Drafted tokens to train (training-time test)."),
+    steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0),
-    learning_rate: float = typer.Option(4e-4, min=0.0),
-    batch_size: int = typer.Option(4, min=1, help="Rows per update."),
+    learning_rate: float = typer.Option(1e-3, min=0.0),
+    batch_size: int = typer.Option(4, min=1, help="Rows per update, of all processes."),
+    rows_at_once: int | None = typer.Option(None, min=1, help="Rows per process and pass: fewer need less memory."),
+    cache_states: bool = typer.Option(
+        False, "--cache-states", help="Keep the target's states on disk: several epochs then cost one pass of it."
+    ),
+    flex: bool = typer.Option(False, "--flex", help="Flex attention (CUDA): needs less memory for long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
     held_out: int = typer.Option(16, min=1, help="Texts at the end of the data, only evaluated on."),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
+    evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
+    max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
     seed: int = typer.Option(0),
-    device: str | None = typer.Option(None, help="An accelerator if there is one, by default."),
+    device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
 ) -> None:
     """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
+    options = dict(locals())
     from specdec.eagle3.recipe import Recipe
 
-    recipe = Recipe(
-        target=target,
-        data=data,
-        out=out,
-        draft_vocab=draft_vocab,
-        intermediate_size=intermediate_size,
-        steps=steps,
-        length=length,
-        epochs=epochs,
-        learning_rate=learning_rate,
-        batch_size=batch_size,
-        max_texts=max_texts,
-        held_out=held_out,
-        save_every=save_every,
-        seed=seed,
-        device=device,
-    )
     with _bad_input_ends():
-        found = recipe.run()
+        found = Recipe(**options).run()
+    if found is None:
+        typer.echo("not finished yet: the same command goes on")
+        return
     typer.echo(
         f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
         f"{found.tree_length_sampled:.2f} at T=1; chains of {steps}: {found.mean_acceptance_length:.2f}, simulated "
@@ -150,7 +199,7 @@ def train(
 @app.command()
 def doctor(
     target: str = typer.Argument(help="Path or hub id of the target model."),
-    proposer: str = typer.Argument(help='"ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".'),
+    proposer: str = typer.Argument(help=PROPOSERS),
     prompts: Path | None = typer.Option(None, help="Your prompts, one a line; three of ours by default.", exists=True),
     max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),

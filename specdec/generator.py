@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from transformers.generation.utils import GenerationMixin
 
 from specdec import acceptance
 from specdec.capability import capability
+from specdec.eagle3 import registry
 from specdec.logits import NodeProcessors, stateful
 from specdec.loop import Loop, Rule
 from specdec.pacing import Pacer
@@ -48,6 +50,7 @@ KNOWN_KWARGS = {
     "return_dict",
     "cache_position",
 }
+PROPOSERS = re.compile(r"ngram|auto|eagle3|(draft|eagle3):.+")
 # Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
 ASSISTED_FIELDS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
 
@@ -65,7 +68,8 @@ class SpeculativeGenerator:
 
     Args:
         model: the target, a causal LM from transformers.
-        proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID".
+        proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3"
+            (the head that `eagle3.registry` knows for this model) or "auto" (that, else n-grams).
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
         rule: how drawn chains are verified at T > 0: "block" (Sun et al. 2403.10444), "token" (Leviathan et al.
             2211.17192), or "typical" (Medusa 2401.10774), which is LOSSY: the output no longer has the target's
@@ -94,7 +98,7 @@ class SpeculativeGenerator:
         if on_unsupported not in ("plain", "error"):
             raise ValueError(f'on_unsupported must be "plain" or "error", got {on_unsupported!r}')
         self.model = model
-        self.proposer = as_proposer(proposer)
+        self.proposer = as_proposer(proposer, model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.capability = capability(model)
         self.proposer.check(model)
@@ -327,22 +331,36 @@ class SpeculativeGenerator:
         return config, {**kwargs, "stopping_criteria": criteria}
 
 
-def as_proposer(proposer: Proposer | PreTrainedModel | str) -> Proposer:
+def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedModel) -> Proposer:
     """A `Proposer` from an object, a loaded draft model, or a short string."""
     if isinstance(proposer, Proposer):
         return proposer
     if isinstance(proposer, PreTrainedModel):
         return DraftModelProposer(proposer)
-    if proposer == "ngram":
-        return NgramProposer()
-    if isinstance(proposer, str) and proposer.startswith("draft:"):
-        return DraftModelProposer(proposer.removeprefix("draft:"))
-    if isinstance(proposer, str) and proposer.startswith("eagle3:"):
-        return Eagle3Proposer(proposer.removeprefix("eagle3:"))
-    raise ValueError(
-        'proposer must be a Proposer, a loaded draft model, "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID", got '
-        f"{proposer!r}"
-    )
+    if not isinstance(proposer, str) or not PROPOSERS.fullmatch(proposer):
+        raise ValueError(
+            'proposer must be a Proposer, a loaded draft model, "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or '
+            f'"eagle3:PATH_OR_ID", got {proposer!r}'
+        )
+    kind, _, source = proposer.partition(":")
+    if kind == "draft":
+        return DraftModelProposer(source)
+    if kind == "eagle3":
+        return Eagle3Proposer(source or registry.find(target))
+    return _known_head(target) or NgramProposer() if kind == "auto" else NgramProposer()
+
+
+def _known_head(target: PreTrainedModel) -> Proposer | None:
+    """The registry's head if there is one, it is at hand and fits; "auto" is content with n-grams."""
+    if registry.known(target) is None:
+        return None
+    try:
+        proposer = Eagle3Proposer(registry.find(target))
+        proposer.check(target)
+    except (ValueError, OSError) as error:
+        warnings.warn(f'"auto" drafts with n-grams: {error}')
+        return None
+    return proposer
 
 
 def _transcript(

@@ -1,22 +1,29 @@
 """Training data, cached states and the objective of EAGLE-3 heads."""
 
+import errno
 import gzip
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoConfig, PreTrainedTokenizerFast, TrainingArguments
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
-from specdec.eagle3 import load, states
+from specdec.eagle3 import Eagle3Trainer, convert, load, states
 from specdec.eagle3.objective import Objective, frequent_tokens
+from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
 from specdec.eagle3.texts import Text, read_texts
-from specdec.eagle3.trainer import Eagle3Trainer, convert
+from specdec.eagle3.unroll import unroll
 from tests import eagle3, tiny
 
 TEMPLATE = (
@@ -167,6 +174,10 @@ def test_rows_are_packed_and_padded(tmp_path):
 # Objective
 
 
+def frozen(target, head):
+    return target.get_input_embeddings().weight, Readout.of(target, head.draft_to_target)
+
+
 def naive_loss(head, target, text, state, steps, decay):
     """One text, token by token: the naive head's drafts against the target's own distribution."""
     from tests.naive_eagle3 import NaiveHead
@@ -194,8 +205,7 @@ def test_the_objective_is_the_naive_one():
     target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2))
     text = some_texts(target, 1, new_tokens=8)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
-    embedding, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
-    objective = Objective(head, embedding, lm_head, steps=3, decay=0.7)
+    objective = Objective(head, *frozen(target, head), steps=3, decay=0.7)
     outputs = objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state)
     loss, accuracy = naive_loss(head, target, text, state[0], 3, 0.7)
     assert float(outputs["loss"]) == pytest.approx(float(loss), rel=1e-5)
@@ -206,10 +216,66 @@ def test_gradients_reach_every_parameter():
     target, head = tiny.model("llama"), eagle3.head("3.1", tap_ids=(0, 1, 2)).train()
     text = some_texts(target, 1)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
-    objective = Objective(head, target.get_input_embeddings().weight, target.get_output_embeddings().weight, steps=2)
+    objective = Objective(head, *frozen(target, head), steps=2)
     objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state)["loss"].backward()
     assert all(weight.grad is not None and bool(weight.grad.any()) for weight in head.parameters())
     assert all(weight.grad is None for weight in target.parameters())
+
+
+def test_gradients_are_autograds(monkeypatch):
+    """The loss computes them itself, few rows at a time."""
+    target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2)).train()
+    texts = some_texts(target, 2)
+    longest = max(len(text.ids) for text in texts)
+    ids = torch.stack([torch.nn.functional.pad(text.ids, (0, longest - len(text.ids))) for text in texts])
+    learn = torch.stack([torch.nn.functional.pad(text.learn, (0, longest - len(text.learn))) for text in texts])
+    documents = torch.zeros_like(ids)
+    documents[0, 9:] = 1
+    state = eagle3.states_of(target, ids, (0, 1, 2, -1))
+    embedding, readout = frozen(target, head)
+
+    losses = []  # by the book: all logits at once
+    for step, h in enumerate(unroll(head, embedding[ids], state[..., :-32], 3, documents)):
+        rows = ids.shape[1] - 2 - step
+        keep = learn[:, 2 + step :] & (documents[:, 2 + step :] == documents[:, :rows])
+        p = readout(state[:, 1 + step : -1, -32:][keep]).softmax(-1)
+        losses.append(0.8**step * -(p * head.logits(h[:, :rows])[keep].log_softmax(-1)).sum(-1).mean())
+    (sum(losses) / sum(0.8**step for step in range(3))).backward()
+    wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
+
+    head.zero_grad()
+    monkeypatch.setattr("specdec.eagle3.objective.ROWS_AT_ONCE", 7)
+    Objective(head, embedding, readout, steps=3)(ids, learn, documents, state)["loss"].backward()
+    for name, weight in head.named_parameters():
+        torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["bias", "scale", "cap"])
+@torch.no_grad()
+def test_logits_that_are_more_than_a_matrix(kind):
+    if kind == "bias":
+        target = tiny.model("phi", seed=7)
+        target.lm_head.bias.normal_()
+    elif kind == "scale":
+        target = tiny.randomised(AutoConfig.for_model("granite", **tiny.BASE, logits_scaling=4.0))
+    else:
+        target = tiny.randomised(AutoConfig.for_model("gemma2", **tiny.BASE, head_dim=8, final_logit_softcapping=9.0))
+    ids, rows = tiny.prompts(9)["input_ids"], torch.tensor([3, 5, 40])
+    state = target.get_decoder()(input_ids=ids)[0][0]
+    theirs = target(input_ids=ids).logits[0, :, rows]
+    torch.testing.assert_close(Readout.of(target, rows)(state), theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["plain", "window"])
+@torch.no_grad()
+def test_flex_attention_agrees_with_the_dense_mask(name):
+    head = eagle3.head(name)
+    torch.manual_seed(0)
+    embeds, states = torch.randn(2, 24, 32), torch.randn(2, 24, 96)
+    documents = torch.tensor([[0] * 24, [0] * 7 + [1] * 12 + [-1] * 5])
+    dense, flex = (list(unroll(head, embeds, states, 4, documents, flex=flex)) for flex in (False, True))
+    for ours, theirs in zip(flex, dense, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_frequent_tokens():
@@ -280,29 +346,68 @@ def files(tokenizer, tmp_path_factory):
     return folder
 
 
+SMALL = "--draft-vocab 30 --steps 3 --length 40 --epochs 2 --batch-size 2 --held-out 2 --save-every 2 --device cpu"
+
+
+def arguments(files, out, *options):
+    return ["train", str(files / "model"), str(files / "data.jsonl"), str(out), *SMALL.split(), *options]
+
+
 def run(files, out, *options):
-    small = "--draft-vocab 30 --steps 3 --length 40 --epochs 2 --batch-size 2 --held-out 2 --save-every 2 --device cpu"
-    return CliRunner().invoke(
-        app, ["train", str(files / "model"), str(files / "data.jsonl"), str(out), *small.split(), *options]
+    return CliRunner().invoke(app, arguments(files, out, *options))
+
+
+def process(command, **environment):
+    threads = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | threads | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
+def losses(out):
+    """Of all updates, by the newest checkpoint."""
+    state = json.loads((Path(last_checkpoint(out / "run")) / "trainer_state.json").read_text())
+    return [(entry["step"], entry["loss"]) for entry in state["log_history"] if "loss" in entry]
+
+
+def same_heads(one, two):
+    one, two = load(one / "head").state_dict(), load(two / "head").state_dict()
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
 @pytest.mark.slow
-def test_the_command_trains_and_takes_up_its_work(files, tmp_path):
-    result = run(files, tmp_path)
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
+    more = ["--cache-states"] if cached else []
+    result = run(files, tmp_path, *more)
     assert result.exit_code == 0, result.output
-    assert "% of what the target writes" in result.output
+    assert "% of what it writes" in result.output
     assert "mean acceptance length on held-out prompts" in result.output
+    assert (tmp_path / "states").exists() == cached
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
-    assert evaluation["evaluation"]["mean_acceptance_length"] >= 1
+    assert evaluation["best"]["mean_acceptance_length"] >= 1
     before = load(tmp_path / "head").state_dict()
-    again = run(files, tmp_path)  # everything is done: nothing changes
+    again = run(files, tmp_path, *more)  # everything is done: nothing changes
     assert again.exit_code == 0, again.output
     after = load(tmp_path / "head").state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    other = run(files, tmp_path, "--seed", "1")
+    other = run(files, tmp_path, *more, "--seed", "1")
     assert other.exit_code == 2
     assert "another recipe (seed was 0, is 1)" in other.output
+
+
+@pytest.mark.slow
+def test_states_computed_on_the_way_train_the_same_head(files, tmp_path):
+    """Up to the rounding of cached states to bfloat16."""
+    for name, options in {"cached": ["--cache-states"], "online": []}.items():
+        assert run(files, tmp_path / name, *options).exit_code == 0
+    cached, online = losses(tmp_path / "cached"), losses(tmp_path / "online")
+    assert [step for step, _ in cached] == [step for step, _ in online]
+    assert [loss for _, loss in online] == pytest.approx([loss for _, loss in cached], rel=0.02)
 
 
 @pytest.mark.slow
@@ -313,13 +418,156 @@ def test_a_run_that_was_cut_off_ends_as_if_it_had_not_been(files, tmp_path):
     checkpoints = sorted((tmp_path / "cut" / "run").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     (checkpoints[-1] / "trainer_state.json").write_text("{")  # as if killed while it was written
     assert last_checkpoint(tmp_path / "cut" / "run") == str(checkpoints[-2])
+    (tmp_path / "cut" / "evaluation.json").unlink()
     (tmp_path / "cut" / "head" / "model.safetensors").unlink()
     assert run(files, tmp_path / "cut").exit_code == 0
-    one, two = (load(tmp_path / name / "head").state_dict() for name in ("whole", "cut"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert same_heads(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.slow
+def test_killed_and_taken_up_again(files, tmp_path):
+    long = ["--epochs", "30", "--cache-states", "--save-every", "10"]
+    assert run(files, tmp_path / "whole", *long).exit_code == 0
+    killed = process(["-m", "specdec", *arguments(files, tmp_path / "killed", *long)])
+    runs = tmp_path / "killed" / "run"
+    deadline = time.monotonic() + 120
+    while last_checkpoint(runs) is None and killed.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    killed.kill()  # SIGKILL
+    killed.wait()
+    assert last_checkpoint(runs) is not None, killed.stdout.read()
+    assert not (tmp_path / "killed" / "evaluation.json").exists()  # it had not come to the end
+    assert run(files, tmp_path / "killed", *long).exit_code == 0
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert same_heads(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
+    assert run(files, tmp_path / "one").exit_code == 0
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    both = process([*launch, "-m", "specdec", *arguments(files, tmp_path / "two")])
+    output, _ = both.communicate(timeout=240)
+    assert both.returncode == 0, output
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert [step for step, _ in one] == [step for step, _ in two]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_run_in_slices(files, tmp_path):
+    assert run(files, tmp_path / "whole").exit_code == 0
+    for _ in range(60):
+        result = run(files, tmp_path / "slices", "--max-minutes", "0")
+        assert result.exit_code == 0, result.output
+        if "not finished yet" not in result.output:
+            break
+    assert same_heads(tmp_path / "whole", tmp_path / "slices")
+
+
+def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "specdec.eagle3.objective.Objective.forward",
+        lambda *args, **kwargs: {"loss": torch.nan * args[0].head.fc.weight.sum(), "accuracy": torch.ones(3)},
+    )
+    result = run(files, tmp_path)
+    assert result.exit_code == 2
+    assert "the loss is nan at update 0: try a lower learning rate" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "use fewer --rows-at-once"),
+    ],
+)
+def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error, message):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("specdec.eagle3.trainer.Eagle3Trainer.train", fail)
+    result = run(files, tmp_path)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "the same command goes on" in result.output.replace("\n", " ")
+
+
+def test_rows_that_cannot_be_divided(files, tmp_path):
+    result = run(files, tmp_path, "--batch-size", "5", "--rows-at-once", "2")
+    assert result.exit_code == 2
+    assert "choose a multiple" in result.output
 
 
 def test_too_few_texts(files, tmp_path):
     result = run(files, tmp_path, "--held-out", "50")
     assert result.exit_code == 2
     assert "none is left" in result.output
+
+
+# Regenerating
+
+
+def asked(files, name="prompts.jsonl"):
+    two_turns = [{"role": role, "content": text} for role, text in [("user", "a b"), ("assistant", "x"), ("user", "c")]]
+    return written(files / name, {"prompt": "a b c"}, {"messages": two_turns}, {"prompt": "d"}, {"prompt": "e " * 90})
+
+
+def rewrite(files, out, *options):
+    command = ["regenerate", str(files / "model"), str(files / "prompts.jsonl"), str(out)]
+    limits = ["--max-new-tokens", "6", "--max-prompt-tokens", "60", "--batch-size", "2"]
+    return CliRunner().invoke(app, [*command, *limits, *options])
+
+
+def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
+    asked(files)
+    result = rewrite(files, tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    lines = {line["id"]: line for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert set(lines) == {0, 1, 2}  # the last one is too long
+    target = tiny.model("llama", num_hidden_layers=4)
+    for line in lines.values():
+        for i, message in enumerate(line["messages"]):
+            if message["role"] != "assistant":
+                continue
+            prompt = tokenizer.apply_chat_template(
+                line["messages"][:i], add_generation_prompt=True, return_tensors="pt"
+            )
+            prompt = prompt["input_ids"]
+            plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+            assert message["content"] == tokenizer.decode(plain)
+            assert message["content"] != "x"
+    texts = list(read_texts(tmp_path / "out.jsonl", tokenizer, 100))
+    assert len(texts) == 3
+    assert all(text.ids[-1] == tokenizer.eos_token_id for text in texts)
+    assert not any(text.learn[-1] for text in texts)  # they were cut off: the end is the template's
+
+
+def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
+    asked(files)
+    out = tmp_path / "out.jsonl"
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
+    whole = out.read_text()
+    first, *_ = whole.splitlines(keepends=True)
+    out.write_text(first + whole[len(first) : len(first) + 20])  # killed in the middle of a line
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+    assert out.read_text().startswith(first)
+    (tmp_path / "notes.jsonl").write_text("these are my notes\n")
+    result = rewrite(files, tmp_path / "notes.jsonl")
+    assert result.exit_code == 2
+    assert "is not a file of answers" in result.output
+    assert (tmp_path / "notes.jsonl").read_text() == "these are my notes\n"
+
+
+def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("a b c d\n\ne f g\n")
+    assert [words(tokenizer, text.ids) for text in read_texts(tmp_path / "a.txt", tokenizer, 10)] == [
+        "a b c d",
+        "e f g",
+    ]
+    rows = [{"text": "a b c"}, {"prompt": "a", "response": "b"}]  # a Dataset yields dictionaries, too
+    assert len(list(read_texts(rows, tokenizer, 10))) == 2
+    with pytest.raises(ValueError, match="entry 1: expected"):
+        list(read_texts([{"text": "a b c"}, {"question": "a"}], tokenizer, 10))

@@ -8,7 +8,7 @@ from rich.console import Console
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import best_device, load, locate, number_format
 from specdec.demo.show import Show
-from specdec.generator import SpeculativeGenerator
+from specdec.generator import PROPOSERS, SpeculativeGenerator
 
 ONE_GB = 10**9  # Python, torch and the caches
 
@@ -19,17 +19,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 def main(
     target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
     proposer: str = typer.Option(
-        "", help="ngram, draft:PATH_OR_ID or eagle3:PATH_OR_ID; default: what suits the target."
+        "", help="ngram, draft:PATH_OR_ID, eagle3:PATH_OR_ID, eagle3 or auto; default: what suits the target."
     ),
-    small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with n-gram drafts."),
+    small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
     max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
 ) -> None:
     """Show plain and speculative decoding side by side on three prompts."""
     console = Console(highlight=False)
-    if proposer and proposer != "ngram" and not proposer.startswith(("draft:", "eagle3:")):
+    if proposer and not PROPOSERS.fullmatch(proposer):
         raise typer.BadParameter(
-            f'{proposer!r}: give "ngram", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID"', param_hint="--proposer"
+            f'{proposer!r}: give "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID"',
+            param_hint="--proposer",
         )
     target, proposers = choose(target, proposer, small)
     try:
@@ -47,8 +48,9 @@ def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
         target = weights.DRAFT if small else weights.TARGET
     if proposer:
         return target, [proposer]
-    # Only of our own target do we know a smaller model with the same tokenizer.
-    return target, [f"draft:{weights.DRAFT}", "ngram"] if target == weights.TARGET else ["ngram"]
+    # Only of our own targets do we know what drafts well for them.
+    known = {weights.TARGET: [f"draft:{weights.DRAFT}", "ngram"], weights.DRAFT: ["eagle3", "ngram"]}
+    return target, known.get(target, ["ngram"])
 
 
 def own_weights(target: str, *proposers: str) -> list[str]:

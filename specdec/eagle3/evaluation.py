@@ -15,6 +15,9 @@ from specdec.taps import Taps, decoder_layers
 from specdec.tree import DynamicTree
 
 TREE = DynamicTree(depth=6, top_k=8, size=24)
+# The target's pure distribution, whatever its generation config says: that is what a head is trained on.
+GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
+SAMPLED = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ def evaluate(
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
     rounds = accepted = 0
     for prompt in prompts:
-        text = decoder.generate(prompt[None].to(target.device), do_sample=False, max_new_tokens=max_new_tokens)[0]
+        text = decoder.generate(prompt[None].to(target.device), max_new_tokens=max_new_tokens, **GREEDY)[0]
         lengths = accepted_lengths(head, target, text, draft_length)
         root = len(prompt)  # the first new token comes from the prefill
         behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
@@ -77,7 +80,7 @@ def evaluate(
                 rounds, accepted = rounds + 1, accepted + taken
             root += 1 + taken
     lengths_of_trees = []
-    for sampling in ({"do_sample": False}, {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0}):
+    for sampling in (GREEDY, SAMPLED):
         tree = Eagle3Proposer(head, tree=TREE)
         spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
         for prompt in prompts:

@@ -11,15 +11,19 @@ Knows nothing of caches' rows, of trees, or of the target: embeddings and visibi
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Cache, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from specdec.eagle3.config import Eagle3Config
+
+Visible = Tensor | BlockMask | None
 
 
 class Eagle3Head(nn.Module):
@@ -82,14 +86,15 @@ class Eagle3Head(nn.Module):
         embeds: Tensor,
         features: Tensor,
         positions: Tensor,
-        visible: Tensor | None,
+        visible: Visible,
         cache: Cache | None = None,
     ) -> Tensor:
         """One pass over n tokens per row.
 
         Args:
             embeds: (B, n, H) of tokens i+1. features: (B, n, H) of tokens i, from `fuse` or fed back.
-            positions: (B, n) int64, i. visible: (B, n, slots) bool; None: causal over these n.
+            positions: (B, n) int64, i. visible: (B, n, slots) bool; a BlockMask: by flex
+                attention; None: causal over these n.
             cache: keys and values of earlier tokens.
 
         Returns:
@@ -109,8 +114,12 @@ class Eagle3Head(nn.Module):
     def logits(self, h: Tensor) -> Tensor:
         """(B, n, K) from what `forward` returned. EAGLE-1 heads have none: the target's LM head is theirs."""
         assert self.lm_head is not None
+        return self.lm_head(self.read_out(h))
+
+    def read_out(self, h: Tensor) -> Tensor:
+        """What the LM head reads, (..., H), of what `forward` returned."""
         assert self.norm is not None
-        return self.lm_head(h if self.config.norm_output else self.norm(h))
+        return h if self.config.norm_output else self.norm(h)
 
 
 class FusingLayer(nn.Module):
@@ -127,7 +136,7 @@ class FusingLayer(nn.Module):
         self.mlp = GatedMLP(config)
 
     def forward(
-        self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
+        self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None
     ) -> Tensor:
         normed = self.hidden_norm(h)
         residual = normed if self.norm_before_residual else h
@@ -147,9 +156,7 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 
-    def forward(
-        self, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         x = h if self.input_layernorm is None else self.input_layernorm(h)
         h = h + self.self_attn(x, rotation, visible, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
@@ -181,9 +188,7 @@ class Attention(nn.Module):
         self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Tensor | None, cache: Cache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         B, n, _ = x.shape
         q, k, v = (proj(x).view(B, n, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
@@ -193,9 +198,18 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.update(k, v, self.index)
         k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
-        mask = None if visible is None else visible[:, None]
-        out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and n > 1)
+        if isinstance(visible, BlockMask):
+            out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
+        else:
+            mask = None if visible is None else visible[:, None]
+            out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and n > 1)
         return self.o_proj(out.transpose(1, 2).reshape(B, n, -1))
+
+
+@cache
+def _flex_attention(compiled: bool) -> Any:
+    """Only compiled does it skip what is masked; uncompiled it is its own reference."""
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 def _rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ PROBE_PROMPTS = (
     "Explain in a few sentences why the sky is blue and sunsets are red.",
     "List five things to check before a long bicycle trip, each with a short reason.",
 )
+CLEARLY = 1.1  # times as many accepted tokens are a difference
 PROBE_TOKENS = 48
 
 
@@ -64,4 +65,8 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
         raise ValueError("the head names layers that this target does not have, however they are counted")
     best = max(lengths, key=lambda convention: lengths[convention])
     measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
-    return f"mean acceptance length by tap convention: {measured}. {best!r} is right."
+    said = f"mean acceptance length by tap convention: {measured}"
+    ranked = sorted(lengths.values())
+    if len(ranked) > 1 and ranked[-1] - 1 <= CLEARLY * (ranked[-2] - 1):
+        return f"{said}. Too close to tell: the head drafts about as well, or as badly, either way."
+    return f"{said}. {best!r} is right."

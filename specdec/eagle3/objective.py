@@ -11,26 +11,41 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.readout import Readout
 from specdec.eagle3.unroll import unroll
 
 ROWS_AT_ONCE = 1024  # whose logits are in memory together
 
 
 class Objective(nn.Module):
-    """The head, and what of the target its loss needs: the embedding, and the LM head's rows of draft tokens.
+    """The head, and what of the target its loss needs.
 
     Args:
-        embedding: (V, H) of the target, frozen. lm_head: (V, H) of the target.
+        embedding: (V, H) of the target, frozen. readout: its logits of the draft vocabulary.
         steps: drafted tokens to train. decay: weight of a step's loss relative to the one before.
+        flex: use flex attention, see `unroll`.
+
+    Attributes:
+        state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of what the LM head reads from the target's
+            own final state. It helps a young head; `Eagle3Trainer` fades it out.
     """
 
-    def __init__(self, head: Eagle3Head, embedding: Tensor, lm_head: Tensor, *, steps: int = 5, decay: float = 0.8):
+    def __init__(
+        self,
+        head: Eagle3Head,
+        embedding: Tensor,
+        readout: Readout,
+        *,
+        steps: int = 5,
+        decay: float = 0.8,
+        flex: bool = False,
+    ):
         super().__init__()
-        self.head, self.steps, self.decay = head, steps, decay
-        self._frozen = {"embedding": embedding.detach(), "lm_head": lm_head.detach()[head.draft_to_target.cpu()]}
+        self.head, self.steps, self.decay, self.flex = head, steps, decay, flex
+        self.state_weight = 0.0
+        self._embedding, self._readout = (embedding.detach(),), readout  # in a tuple: not saved, not moved, not trained
 
     def forward(self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor) -> dict[str, Any]:
         """Loss of a batch, as `StateDataset` and `collate` make it.
@@ -42,46 +57,88 @@ class Objective(nn.Module):
             loss: weighted mean over steps of the cross-entropy per learnt token.
             accuracy: (steps,) share of learnt tokens where the head's first choice is the target's.
         """
-        head = self.head
-        embedding, lm_head = (self._frozen[name].to(ids.device) for name in ("embedding", "lm_head"))
-        H = lm_head.shape[-1]
-        states = states.to(head.dtype)
-        taps, final = states[..., :-H], states[..., -H:]
+        head, T = self.head, ids.shape[1]
+        embedding, readout = self._embedding[0].to(ids.device), self._readout.to(ids.device)
+        H = readout.weight.shape[-1]
+        taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         embeds = nn.functional.embedding(ids, embedding) if head.embed_tokens is None else head.embed_tokens(ids)
-        embeds = embeds.to(head.dtype)
-        losses, right = [], []
-        for step, h in enumerate(unroll(head, embeds, taps, self.steps, documents)):
-            rows = ids.shape[1] - 2 - step
-            if rows < 1:
-                break
-            # Row i drafts token i + 2 + step; the target chose it from its state at the token before.
-            drafted = slice(2 + step, None)
-            same = documents[:, drafted] == documents[:, :rows]
-            mask = learn[:, drafted].bool() & same  # (B, rows)
-            before = final[:, 1 + step : -1]
-            loss, hits = self._compare(h[:, :rows][mask], before[mask], lm_head)
-            losses.append(self.decay**step * loss)
-            right.append(hits)
-        weight = sum(self.decay**step for step in range(len(losses)))
-        return {"loss": torch.stack(losses).sum() / weight, "accuracy": torch.stack(right)}
+        learnt = learn.bool()
+        drafted, counted = [], []
+        steps = min(self.steps, T - 2)
+        for step, h in enumerate(unroll(head, embeds.to(head.dtype), taps, steps, documents, flex=self.flex)):
+            first = 2 + step  # row i drafts token i + 2 + step
+            drafted.append(nn.functional.pad(h[:, : T - first], (0, 0, first, 0))[learnt])
+            same = documents[:, first:] == documents[:, : T - first]
+            counted.append(nn.functional.pad(same, (first, 0))[learnt])
+        weight = torch.tensor([self.decay**step for step in range(len(drafted))], device=ids.device)
+        rows = torch.stack(counted)  # (steps, N) bool, of N learnt tokens
+        count = _over_processes(rows.sum(-1)).clamp(min=1)
+        scale = rows * (weight / weight.sum() / count)[:, None]
+        before = final.roll(1, 1)[learnt]  # the target chose a token from its state at the one before
+        assert head.lm_head is not None
+        out = head.read_out(torch.stack(drafted))
+        loss, hits = _SoftCrossEntropy.apply(out, head.lm_head.weight, before, readout, scale)
+        if self.state_weight and out.shape[-1] == H:
+            loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
+        return {"loss": loss, "accuracy": hits / rows.sum(-1).clamp(min=1)}
 
-    def _compare(self, h: Tensor, final: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy of n rows, and the share of agreeing first choices; logits of few rows at a time."""
-        if len(h) == 0:
-            return h.sum() * 0, h.new_zeros(())
-        total, hits = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.float32)
-        for start in range(0, len(h), ROWS_AT_ONCE):
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    """Sum of scale * H(target, draft). The gradients are computed on the way, so that no logits are kept or computed
+    twice, and the target's only once for all steps that draft the same token.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, drafted: Tensor, weight: Tensor, final: Tensor, readout: Readout, scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """drafted (steps, N, H), weight (K, H), final (N, target H), scale (steps, N).
+
+        Returns the loss, and (steps,) in how many rows both have the same first choice.
+        """
+        kind = drafted.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafted.dtype
+        drafted, half = drafted.to(dtype), weight.to(dtype)
+        loss = torch.zeros((), device=drafted.device)
+        hits = torch.zeros(len(drafted), device=drafted.device)
+        to_drafted = torch.empty_like(drafted)
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            loss, agreed = checkpoint(self._entropy, h[part], final[part], lm_head, use_reentrant=False)
-            total, hits = total + loss, hits + agreed
-        return total / len(h), hits / len(h)
+            p = readout(final[part]).softmax(-1)
+            choice = p.argmax(-1)
+            for step, (h, each) in enumerate(zip(drafted[:, part], scale[:, part], strict=True)):
+                logits = (h @ half.T).float()
+                hits[step] += ((logits.argmax(-1) == choice) & (each > 0)).sum()
+                norm = logits.logsumexp(-1, keepdim=True)
+                loss += (each * (norm[:, 0] - (p * logits).sum(-1))).sum()
+                to_logits = logits.sub_(norm).exp_().sub_(p).mul_(each[:, None]).to(dtype)  # (q - p) * scale
+                to_drafted[step, part] = to_logits @ half
+                if to_weight is not None:
+                    to_weight += to_logits.T @ h
+        ctx.save_for_backward(to_drafted, to_weight)
+        ctx.mark_non_differentiable(hits)
+        return loss, hits
 
-    def _entropy(self, h: Tensor, final: Tensor, lm_head: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            wanted = (final.to(lm_head.dtype) @ lm_head.T).float()
-        drafted = self.head.logits(h).float()
-        loss = -(wanted.softmax(-1) * drafted.log_softmax(-1)).sum()
-        return loss, (wanted.argmax(-1) == drafted.argmax(-1)).sum().float()
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        to_drafted, to_weight = ctx.saved_tensors
+        return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None
+
+
+def _distance(out: Tensor, wanted: Tensor) -> Tensor:
+    """(..., N) squared, relative to the wanted states' own squared lengths."""
+    wanted = wanted.float()
+    return (out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)
+
+
+def _over_processes(counts: Tensor) -> Tensor:
+    """The mean over training processes: with it, the mean of their losses is the loss of all rows together."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return counts
+    counts = counts.float()
+    torch.distributed.all_reduce(counts)
+    return counts / torch.distributed.get_world_size()
 
 
 def frequent_tokens(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int, size: int) -> tuple[Tensor, float]:

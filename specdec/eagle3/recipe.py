@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate import PartialState
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
+from torch.utils.data import Dataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from specdec.eagle3.config import default_taps
-from specdec.eagle3.evaluation import Evaluation, evaluate
+from specdec.eagle3.evaluation import Evaluation
+from specdec.eagle3.fresh import convert
+from specdec.eagle3.judge import Judge, is_json
 from specdec.eagle3.objective import frequent_tokens
-from specdec.eagle3.states import StateDataset, bytes_per_token, extract
+from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
-from specdec.eagle3.trainer import Eagle3Trainer, convert
+from specdec.eagle3.trainer import Eagle3Trainer
 from specdec.taps import decoder_layers
 
-CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+# What may differ between two runs of one recipe.
+FREE = ("out", "device", "save_every", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
 
 @dataclass(frozen=True)
@@ -30,11 +47,15 @@ class Recipe:
     """What to train, on what, and how.
 
     Args:
-        target: path or hub id. data: JSONL of texts the target wrote, see `read_texts`. out: folder for all results.
+        target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
         draft_vocab: tokens the head can draft. intermediate_size: of its MLP; None: the target's.
-        steps: drafted tokens to train. length: tokens per packed row. batch_size: rows per update.
+        steps: drafted tokens to train. length: tokens per packed row.
+        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all.
+        cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
+        flex: use flex attention (CUDA), whose memory does not grow with the square of the length.
         max_texts: use the first so many. held_out: texts at the end of the data that are only evaluated on.
-        save_every: updates between checkpoints. device: None: an accelerator if there is one.
+        save_every, evaluate_every: updates between checkpoints, and between evaluations by the decoder.
+        max_minutes: stop after them; the same call goes on. device: None: an accelerator if there is one.
     """
 
     target: str
@@ -42,19 +63,26 @@ class Recipe:
     out: Path
     draft_vocab: int = 8192
     intermediate_size: int | None = None
-    steps: int = 5
+    steps: int = 3
     length: int = 512
     epochs: float = 2.0
-    learning_rate: float = 4e-4
+    learning_rate: float = 1e-3
     batch_size: int = 4
+    rows_at_once: int | None = None
+    cache_states: bool = False
+    flex: bool = False
     max_texts: int | None = None
     held_out: int = 16
     save_every: int = 100
+    evaluate_every: int = 500
+    max_minutes: float | None = None
     seed: int = 0
     device: str | None = None
 
-    def run(self) -> Evaluation:
-        """Extract, train, evaluate; everything in `out`, the head in `out/head`."""
+    def run(self) -> Evaluation | None:
+        """Extract, train, evaluate; everything in `out`, the best head in `out/head`. None if time was up before."""
+        started = time.monotonic()
+        processes = PartialState(cpu=self.device == "cpu")
         self.out.mkdir(parents=True, exist_ok=True)
         self._settle()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
@@ -62,29 +90,43 @@ class Recipe:
         if len(texts) <= self.held_out:
             raise ValueError(f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left")
         training, held_out = texts[: len(texts) - self.held_out], texts[len(texts) - self.held_out :]
-        device = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(device).eval()
-        self._extract(target, training)
-        trainer = self._trainer(target, training, device)
-        trainer.train(resume_from_checkpoint=last_checkpoint(self.out / "run"))
-        trainer.save_head(self.out / "head", self.target)
-        return self._evaluate(trainer, target, held_out)
+        target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(processes.device).eval()
+        deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
+        dataset: Dataset = PackedTexts(training, self.length)
+        if self.cache_states:
+            with processes.main_process_first():
+                if not self._extract(target, training, deadline):
+                    return None
+            dataset = StateDataset(self.out / "states", self.length)
+        trainer = self._trainer(target, training, dataset, processes)
+        prompts = [_prompt(text) for text in held_out]
+        judge = Judge(trainer, prompts, self.out, target=self.target, every=self.evaluate_every)
+        trainer.add_callback(judge)
+        if deadline is not None:
+            trainer.add_callback(Deadline(deadline))
+        with _clear_failures(self.out):
+            trainer.train(resume_from_checkpoint=last_checkpoint(self.out / "run"))
+        if trainer.state.global_step < trainer.state.max_steps:
+            return None
+        return judge.best()
 
     def _settle(self) -> None:
         """The same folder must not be used for another recipe: its states and checkpoints would be mixed up."""
         path, mine = self.out / "recipe.json", {key: str(value) for key, value in asdict(self).items()}
-        for name in ("out", "device", "save_every"):
+        for name in FREE:
             del mine[name]
-        theirs = json.loads(path.read_text()) if path.exists() and _is_json(path) else mine
+        theirs = json.loads(path.read_text()) if path.exists() and is_json(path) else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             raise ValueError(
                 f"{self.out} holds the work of another recipe ({name} was {theirs.get(name)}, is {mine.get(name)}): "
                 "choose another folder"
             )
-        path.write_text(json.dumps(mine, indent=1))
+        if PartialState().is_main_process:
+            path.write_text(json.dumps(mine, indent=1))
 
-    def _extract(self, target: PreTrainedModel, texts: Sequence[Text]) -> None:
+    def _extract(self, target: PreTrainedModel, texts: Sequence[Text], deadline: float | None) -> bool:
+        """Whether all states are there."""
         taps = default_taps(len(decoder_layers(target)))
         tokens = sum(len(text.ids) for text in texts)
         done = sum(path.stat().st_size for path in (self.out / "states").glob("states-*.safetensors"))
@@ -92,63 +134,97 @@ class Recipe:
         print(f"{len(texts)} texts, {tokens} tokens; their states take {size / 1e9:.1f} GB in {self.out / 'states'}")
         if size > 0.95 * free:
             raise ValueError(f"{size / 1e9:.1f} GB of states do not fit on the disk, {free / 1e9:.1f} GB are free")
-        with Progress() as bar:
+        with Progress() as bar, _clear_failures(self.out):
             task = bar.add_task("states", total=tokens)
-            extract(target, texts, taps, self.out / "states", progress=lambda done: bar.advance(task, done))
+            return extract(
+                target,
+                texts,
+                taps,
+                self.out / "states",
+                progress=lambda done: bar.advance(task, done),
+                go_on=lambda: deadline is None or time.monotonic() < deadline,
+            )
 
-    def _trainer(self, target: PreTrainedModel, texts: Sequence[Text], device: torch.device) -> Eagle3Trainer:
+    def _trainer(
+        self, target: PreTrainedModel, texts: Sequence[Text], dataset: Dataset, processes: PartialState
+    ) -> Eagle3Trainer:
         size = target.config.get_text_config(decoder=True).vocab_size
         vocab, covered = frequent_tokens([(text.ids, text.learn) for text in texts], size, min(self.draft_vocab, size))
-        print(f"the {len(vocab)} tokens of the draft vocabulary are {100 * covered:.1f}% of what the target writes")
+        processes.print(f"the {len(vocab)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
         torch.manual_seed(self.seed)
         changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
         head = convert(target, vocab, **changes)
+        at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
+        if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be divided among {processes.num_processes} processes in passes "
+                f"of {at_once or 1} rows: choose a multiple"
+            )
+        on_cpu = processes.device.type == "cpu"
         args = TrainingArguments(
             output_dir=str(self.out / "run"),
-            per_device_train_batch_size=self.batch_size,
+            per_device_train_batch_size=at_once,
+            gradient_accumulation_steps=self.batch_size // (at_once * processes.num_processes),
             num_train_epochs=self.epochs,
             learning_rate=self.learning_rate,
             adam_beta2=0.95,
             max_grad_norm=0.5,
-            warmup_steps=50,
+            warmup_steps=20,
             lr_scheduler_type="cosine",
             bf16=True,
-            use_cpu=device.type == "cpu",
+            use_cpu=on_cpu,
+            ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
             logging_steps=10,
             save_steps=self.save_every,
             save_total_limit=2,
             seed=self.seed,
             report_to=[],
-            dataloader_pin_memory=device.type != "cpu",
+            remove_unused_columns=False,
+            dataloader_pin_memory=not on_cpu,
         )
-        dataset = StateDataset(self.out / "states", self.length)
-        return Eagle3Trainer(head, target, args, steps=self.steps, train_dataset=dataset)
+        return Eagle3Trainer(head, target, args, steps=self.steps, flex=self.flex, train_dataset=dataset)
 
-    def _evaluate(self, trainer: Eagle3Trainer, target: PreTrainedModel, texts: Sequence[Text]) -> Evaluation:
-        head = trainer.head.to(target.device, target.dtype).eval()
-        found = evaluate(head, target, [_prompt(text) for text in texts], draft_length=self.steps)
-        logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-        content = {"evaluation": asdict(found), "warning": found.warning, "log": logged}
-        (self.out / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
-        return found
+
+class Deadline(TrainerCallback):
+    """Saves and stops when time is up."""
+
+    def __init__(self, at: float):
+        self.at = at
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if time.monotonic() > self.at and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+            print(f"time is up at update {state.global_step} of {state.max_steps}: the same command goes on from there")
+        return control
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end."""
+    """The newest checkpoint that was written to its end; the trainer's state is what is written last."""
     whole = [
         path
         for path in folder.glob("checkpoint-*")
-        if all((path / name).exists() for name in CHECKPOINT_FILES) and _is_json(path / "trainer_state.json")
+        if all((path / name).exists() for name in CHECKPOINT_FILES) and is_json(path / "trainer_state.json")
     ]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text())
-    except ValueError:
-        return False
-    return True
+class _clear_failures:
+    """What can go wrong for want of room, in words; what was saved before is kept."""
+
+    def __init__(self, out: Path):
+        self.out = out
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        kept = f"What was finished is kept in {self.out}; the same command goes on from there."
+        if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error):
+            raise ValueError(f"the disk is full. Make room. {kept}") from error
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ValueError(f"out of memory: use fewer --rows-at-once. {kept}") from error
 
 
 def _prompt(text: Text) -> Tensor:

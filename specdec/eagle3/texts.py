@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,28 +32,65 @@ class Text:
     learn: Tensor
 
 
-def read_texts(path: str | Path, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
-    """Texts of a JSONL file (also gzipped) through the tokenizer's chat template, cut to `max_tokens`."""
-    path, count = Path(path), 0
+def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
+    """Texts through the tokenizer's chat template, cut to `max_tokens`.
+
+    Args:
+        data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
+    """
+    for place, entry in read_entries(data):
+        try:
+            text = encode(entry, tokenizer)
+        except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+            raise ValueError(f"{place}: {error}") from error
+        text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
+        if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
+            yield text
+
+
+def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
+    a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
+    """
+    if not isinstance(data, (str, Path)):
+        name, entries = "the data", ((f"entry {number}", entry) for number, entry in enumerate(data))
+    elif Path(data).is_dir():
+        name, entries = str(data), _dataset(Path(data))
+    elif Path(data).suffix == ".txt":
+        parts = Path(data).read_text(encoding="utf-8").split("\n\n")
+        name, entries = str(data), ((f"{data}", {"text": part.strip()}) for part in parts if part.strip())
+    else:
+        name, entries = str(data), _lines(Path(data))
+    count = 0
+    for count, (place, entry) in enumerate(entries, start=1):  # noqa: B007
+        yield place, entry
+    if count == 0:
+        raise ValueError(f"{name} is empty: one JSON object per line is expected, {FORMATS}")
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rt", encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                entry = json.loads(line)
+                yield f"{path}, line {number}", json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
-            try:
-                text = encode(entry, tokenizer)
-            except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            count += 1
-            text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
-            if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
-                yield text
-    if count == 0:
-        raise ValueError(f"{path} is empty: one JSON object per line is expected, {FORMATS}")
+
+
+def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        from datasets import load_from_disk
+    except ImportError as error:
+        raise ValueError(f"{path} is a folder, which `pip install datasets` is needed to read") from error
+    try:
+        rows = load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is a folder, but none that datasets' save_to_disk wrote") from error
+    for number, row in enumerate(rows):
+        yield f"{path}, row {number}", row
 
 
 def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -66,24 +103,34 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     if "response" in entry:
         if "prompt" not in entry:
             raise ValueError("a response without its prompt")
-        prompt = _prompt([{"role": "user", "content": entry["prompt"]}], tokenizer)
+        prompt = encode_prompt([{"role": "user", "content": entry["prompt"]}], tokenizer)
         answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"]
         if entry.get("finish") != "length" and tokenizer.eos_token_id is not None:
             answer = [*answer, tokenizer.eos_token_id]
         if not answer:
             raise ValueError("the response is empty")
         return _text(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    return _conversation(messages_of(entry), tokenizer, cut=entry.get("finish") == "length")
+
+
+def messages_of(entry: Any) -> list[dict[str, str]]:
+    """The messages of an entry that is a conversation, or a prompt alone."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected {FORMATS}")
     messages = entry.get("messages") or entry.get("conversations")
+    if not messages and "prompt" in entry:
+        messages = [{"role": "user", "content": entry["prompt"]}]
     if not messages:
         raise ValueError(f"expected {FORMATS}")
-    return _conversation([_message(message) for message in messages], tokenizer)
+    return [_message(message) for message in messages]
 
 
-def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> Text:
+def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Text:
     """All answers are learnt from that stand in the conversation as they stood when they were given.
 
     Where each lies is found by encoding the conversation up to it. A template may show earlier answers in another way
-    (without their thinking, say): those are not what the target wrote, and not learnt from.
+    (without their thinking, say): those are not what the target wrote, and not learnt from. Nor is the end token of a
+    last answer that was cut off.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -100,6 +147,8 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
         while end > start and tokenizer.eos_token_id in ids[start:end] and ids[end - 1] != tokenizer.eos_token_id:
             end -= 1  # what the template adds behind the end token is not the target's
         learn[start:end] = [True] * (end - start)
+        if cut and i == answers[-1] and end > start and ids[end - 1] == tokenizer.eos_token_id:
+            learn[end - 1] = False
     return _text(ids, learn)
 
 
@@ -113,7 +162,8 @@ def _message(message: dict[str, str]) -> dict[str, str]:
     return {"role": ROLES[role], "content": content}
 
 
-def _prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """A conversation up to where the target is to answer."""
     if tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     return _rendered(messages, tokenizer, True)

@@ -1,7 +1,8 @@
-"""`convert` makes a fresh head for a target; `Eagle3Trainer` is transformers' Trainer with EAGLE-3's objective."""
+"""`Eagle3Trainer`: transformers' Trainer with EAGLE-3's objective."""
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -11,71 +12,56 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdec.eagle3.checkpoint import save
-from specdec.eagle3.config import Eagle3Config, default_taps
+from specdec.eagle3.fresh import embedding_of
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.objective import Objective
-from specdec.eagle3.states import collate
-from specdec.taps import decoder_layers
+from specdec.eagle3.readout import Readout
+from specdec.eagle3.states import collate, states_of_packed
+from specdec.taps import FINAL, Taps, decoder_layers
 
 RECENT = 50  # batches whose accuracies are averaged for the log
-
-
-def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eagle3Head:
-    """A fresh head for a target.
-
-    Args:
-        draft_vocab: (K,) int64 ascending, the target's ids that the head can draft.
-        changes: of `Eagle3Config`'s fields; by default the layer is like one of the target's.
-    """
-    text = target.config.get_text_config(decoder=True)
-    H, heads = text.hidden_size, text.num_attention_heads
-    config = Eagle3Config(
-        **{
-            "hidden_size": H,
-            "target_hidden_size": H,
-            "vocab_size": text.vocab_size,
-            "draft_vocab_size": len(draft_vocab),
-            "intermediate_size": getattr(text, "intermediate_size", 4 * H),
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", heads),
-            "head_dim": getattr(text, "head_dim", None) or H // heads,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-            "max_position_embeddings": getattr(text, "max_position_embeddings", 4096),
-            "tap_ids": default_taps(len(decoder_layers(target))),
-        }
-        | changes
-    )
-    head = Eagle3Head(config)
-    lm_head = target.get_output_embeddings().weight.detach()[draft_vocab.to(target.device)]
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
-        assert head.lm_head is not None
-        head.lm_head.weight.copy_(lm_head)  # the target's own rows: a head starts out knowing what tokens mean
-        if head.embed_tokens is not None:
-            head.embed_tokens.weight.copy_(_embedding(target))
-    return head
+STATE_WEIGHT = 4.0  # of the loss on final states when training begins; it falls to 0
 
 
 class Eagle3Trainer(Trainer):
-    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`."""
+    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`, or a `texts.PackedTexts`, whose states are
+    then computed for every batch.
+
+    Args:
+        steps: drafted tokens to train. flex: use flex attention, see `unroll`.
+    """
 
     def __init__(
-        self, head: Eagle3Head, target: PreTrainedModel, args: TrainingArguments, *, steps: int = 5, **kwargs: Any
+        self,
+        head: Eagle3Head,
+        target: PreTrainedModel,
+        args: TrainingArguments,
+        *,
+        steps: int = 3,
+        flex: bool = False,
+        **kwargs: Any,
     ):
-        embedding = _embedding(target)
-        _require_plain_lm_head(target)
-        objective = Objective(head, embedding, target.get_output_embeddings().weight, steps=steps)
-        super().__init__(model=objective, args=args, data_collator=collate, **kwargs)
-        self.head = head
+        readout = Readout.of(target, head.draft_to_target)
+        self.objective = Objective(head, embedding_of(target), readout, steps=steps, flex=flex)
+        super().__init__(model=self.objective, args=args, data_collator=collate, **kwargs)
+        self.head, self.target, self.steps = head, target, steps
+        self._listener = Taps(target, [*head.config.taps(len(decoder_layers(target))), FINAL])
         self._accuracies: deque[Tensor] = deque(maxlen=RECENT)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
+        if "states" not in inputs:
+            inputs = inputs | {"states": states_of_packed(self.target, self._listener, inputs)}
+        done = self.state.global_step / max(1, self.state.max_steps)
+        self.objective.state_weight = STATE_WEIGHT * (1 - done)
         outputs = model(**inputs)
+        loss = outputs["loss"].detach()
+        if not bool(loss.isfinite()):
+            raise ValueError(
+                f"the loss is {float(loss)} at update {self.state.global_step}: try a lower learning rate. "
+                f"Checkpoints up to then are kept in {self.args.output_dir}"
+            )
         self._accuracies.append(outputs["accuracy"].detach())
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
@@ -88,30 +74,18 @@ class Eagle3Trainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_head(self, folder: str | Path, target: str = "") -> None:
-        """Write the head alone, in bfloat16."""
-        state = {name: tensor.clone() for name, tensor in self.head.state_dict().items()}
-        copy = Eagle3Head(self.head.config).bfloat16()
-        copy.load_state_dict(state)
-        save(copy, folder, "sglang", target)
+        """Write the head alone, in bfloat16; an earlier one there is replaced when this one is whole."""
+        copy = copy_of(self.head, torch.bfloat16)
+        folder = Path(folder)
+        partial = folder.with_name(folder.name + ".part")
+        shutil.rmtree(partial, ignore_errors=True)
+        save(copy, partial, "sglang", target)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
 
 
-@torch.no_grad()
-def _require_plain_lm_head(target: PreTrainedModel) -> None:
-    """The loss takes the target's logits for `lm_head.weight @ state`: some models add a bias, a scale or a cap."""
-    ids = torch.arange(1, 9, device=target.device)[None]
-    state = target.get_decoder()(input_ids=ids, use_cache=False)[0]
-    ours = (state @ target.get_output_embeddings().weight.T).float()
-    theirs = target(input_ids=ids, use_cache=False).logits.float()
-    if (ours - theirs).abs().mean() > 0.05 * theirs.std():
-        raise ValueError(
-            f"{type(target).__name__} computes its logits with more than a matrix (a bias, a scale or a cap): training "
-            "heads for it is not supported yet"
-        )
-
-
-def _embedding(target: PreTrainedModel) -> Tensor:
-    """(V, H) as the target's embedding module gives it: Gemma's scales its rows."""
-    module = target.get_input_embeddings()
-    rows = torch.arange(module.weight.shape[0], device=module.weight.device)
-    with torch.no_grad():
-        return torch.cat([module(part) for part in rows.split(4096)])
+def copy_of(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:
+    """The same head in another precision."""
+    copy = Eagle3Head(head.config).to(head.device, dtype)
+    copy.load_state_dict(head.state_dict())
+    return copy.eval()

@@ -1,0 +1,118 @@
+"""`convert`: a fresh head for a target, which starts out from what the target knows.
+
+The LM head is made of the target's own rows, the layer of its last one's weights. On Qwen2.5-Coder-0.5B a simulated
+chain was 1.31 tokens long after 80,000 tokens of training, from random weights 1.22.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.eagle3.config import Eagle3Config, default_taps
+from specdec.eagle3.head import Eagle3Head, FusingLayer
+from specdec.taps import decoder_layers
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eagle3Head:
+    """A fresh head for a target.
+
+    Args:
+        draft_vocab: (K,) int64 ascending, the target's ids that the head can draft.
+        changes: of `Eagle3Config`'s fields; by default the layer is like one of the target's.
+    """
+    text = target.config.get_text_config(decoder=True)
+    layers = decoder_layers(target)
+    attention = getattr(layers[-1], "self_attn", None)
+    H, heads = text.hidden_size, text.num_attention_heads
+    config = Eagle3Config(
+        **{
+            "hidden_size": H,
+            "target_hidden_size": H,
+            "vocab_size": text.vocab_size,
+            "draft_vocab_size": len(draft_vocab),
+            "intermediate_size": getattr(text, "intermediate_size", 4 * H),
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", heads),
+            "head_dim": getattr(text, "head_dim", None) or H // heads,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "max_position_embeddings": getattr(text, "max_position_embeddings", 4096),
+            "attention_bias": getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
+            "tap_ids": default_taps(len(layers)),
+        }
+        | changes
+    )
+    head = Eagle3Head(config)
+    with torch.no_grad():
+        for module in head.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
+        assert head.lm_head is not None
+        head.lm_head.weight.copy_(target.get_output_embeddings().weight[draft_vocab.to(target.device)])
+        if head.embed_tokens is not None:
+            head.embed_tokens.weight.copy_(embedding_of(target))
+        _copy_layer(head, layers[-1])
+        _copy_norm(head.norm, getattr(target.get_decoder(), "norm", None))
+        if head.fc.weight.shape[0] == H:
+            head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
+    return head
+
+
+def _copy_layer(head: Eagle3Head, theirs: nn.Module) -> None:
+    """The weights of a target's layer, as far as they have the usual names and fit; the rest stays random."""
+    ours = head.layers[0]
+    assert isinstance(ours, FusingLayer)
+    attention, mlp = getattr(theirs, "self_attn", None), getattr(theirs, "mlp", None)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        mine, its = getattr(ours.self_attn, name), getattr(attention, name, None)
+        if _fits(its, (mine.weight.shape[0], mine.weight.shape[1] // 2)):
+            mine.weight.copy_(torch.cat([its.weight, its.weight], 1) / 2)  # for the embedding, and for the feature
+            if mine.bias is not None and its.bias is not None:
+                mine.bias.copy_(its.bias)
+    out = getattr(attention, "o_proj", None)
+    if _fits(out, ours.self_attn.o_proj.weight.shape):
+        ours.self_attn.o_proj.weight.copy_(out.weight)
+    its = [getattr(mlp, name, None) for name in PROJECTIONS]
+    width, H = ours.mlp.gate_proj.weight.shape
+    if all(isinstance(part, nn.Linear) for part in its) and _fits(its[0], (max(width, its[0].out_features), H)):
+        gate, up, down = (part.weight.float() for part in its)
+        strongest = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices  # a narrower MLP's
+        ours.mlp.gate_proj.weight.copy_(gate[strongest])
+        ours.mlp.up_proj.weight.copy_(up[strongest])
+        ours.mlp.down_proj.weight.copy_(down[:, strongest])
+    for norm, name in (
+        (ours.input_layernorm, "input_layernorm"),
+        (ours.hidden_norm, "input_layernorm"),
+        (ours.post_attention_layernorm, "post_attention_layernorm"),
+    ):
+        _copy_norm(norm, getattr(theirs, name, None))
+
+
+def _fits(module: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(module, nn.Linear) and tuple(module.weight.shape) == tuple(shape)
+
+
+def _copy_norm(ours: nn.Module | None, theirs: nn.Module | None) -> None:
+    """By what it does, not by its weight: Gemma's norms multiply by 1 + weight."""
+    weight = getattr(theirs, "weight", None)
+    if ours is None or theirs is None or weight is None or weight.shape != ours.weight.shape:
+        return
+    effect = theirs(torch.ones_like(weight))  # of a state whose mean square is 1
+    if bool(effect.any()):  # a layer norm takes the mean away, too
+        ours.weight.copy_(effect)
+
+
+def embedding_of(target: PreTrainedModel) -> Tensor:
+    """(V, H) as the target's embedding module gives it: Gemma's scales its rows."""
+    module = target.get_input_embeddings()
+    rows = torch.arange(module.weight.shape[0], device=module.weight.device)
+    with torch.no_grad():
+        return torch.cat([module(part) for part in rows.split(4096)])

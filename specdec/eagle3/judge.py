@@ -1,0 +1,108 @@
+"""`Judge`: measures a head while it is trained, by the real decoder, and keeps the best one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from specdec.eagle3.evaluation import Evaluation, evaluate
+from specdec.eagle3.states import PackedTexts, StateDataset
+from specdec.eagle3.trainer import Eagle3Trainer, copy_of
+
+
+class Judge(TrainerCallback):
+    """Has the real decoder measure the head now and then, and keeps the best one.
+
+    Owns `out/head`, `out/evaluation.json` and the curve, `out/curve.png`.
+
+    Args:
+        prompts: (T,) int64 each. target: the name that the head's config gives. every: updates between measurements.
+    """
+
+    def __init__(self, trainer: Eagle3Trainer, prompts: Sequence[Tensor], out: Path, *, target: str, every: int):
+        self.trainer, self.prompts, self.out = trainer, prompts, out
+        self.target, self.every = target, every
+        self.path = out / "evaluation.json"
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+            self._judge(state)
+
+    def best(self) -> Evaluation:
+        """The evaluation of the head in `out/head`."""
+        if not self.path.exists():
+            self._judge(self.trainer.state)
+        return _evaluation(json.loads(self.path.read_text())["best"])
+
+    def _judge(self, state: TrainerState) -> None:
+        if not state.is_world_process_zero:
+            return
+        head = copy_of(self.trainer.head, self.trainer.target.dtype)
+        with torch.random.fork_rng():  # decoding draws, training goes on as if it had not
+            torch.manual_seed(self.trainer.args.seed)
+            found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
+        measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
+        self.trainer.log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
+        if found.warning:
+            print(f"warning: {found.warning}")
+        before = json.loads(self.path.read_text()) if self.path.exists() and is_json(self.path) else None
+        content: dict[str, Any] = before or {}
+        if before is None or found.tree_length >= _evaluation(before["best"]).tree_length:
+            self.trainer.save_head(self.out / "head", self.target)
+            content |= {"best": asdict(found), "best_update": state.global_step}
+        content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
+        partial = self.path.with_suffix(".part")
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.rename(self.path)
+        draw(content, self.out / "curve.png")
+
+    def _tokens(self) -> int:
+        dataset = self.trainer.train_dataset
+        assert isinstance(dataset, (StateDataset, PackedTexts))
+        return dataset.num_tokens
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    """Loss and acceptance against training tokens; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    log, tokens = content["log"], content["tokens_per_epoch"] / 1e6
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+
+    def line(axes: Any, key: str, label: str, style: str = "-") -> None:
+        points = [(entry["epoch"] * tokens, entry[key]) for entry in log if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+
+    line(left, "loss", "loss")
+    left.set(xlabel="training tokens (millions)", ylabel="cross-entropy")
+    line(right, "simulated_length", "training batches, steps taken as independent")
+    line(right, "decoder_simulated_length", "held-out prompts, simulated", "s:")
+    line(right, "decoder_mean_acceptance_length", "held-out prompts, decoder: chains", "o-")
+    line(right, "decoder_tree_length", "decoder: trees", "^-")
+    line(right, "decoder_tree_length_sampled", "decoder: trees, T = 1", "v-")
+    right.set(xlabel="training tokens (millions)", ylabel="mean acceptance length")
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _evaluation(entry: dict[str, Any]) -> Evaluation:
+    return Evaluation(**entry | {"acceptance_rate_per_pos": tuple(entry["acceptance_rate_per_pos"])})
+
+
+def is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,62 @@
+"""`Readout`: how a target makes logits of its final state, for some tokens only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Readout:
+    """`cap * tanh(scale * (weight @ state + bias) / cap)`, what is None left out.
+
+    Attributes:
+        weight: (K, H). bias: (K,). scale: Cohere's and Granite's. cap: Gemma-2's.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, state: Tensor) -> Tensor:
+        """(n, K) float32 of states (n, H)."""
+        logits = (state.to(self.weight.dtype) @ self.weight.T).float()
+        if self.bias is not None:
+            logits = logits + self.bias.float()
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def to(self, device: torch.device) -> Readout:
+        if self.weight.device == device:
+            return self
+        bias = None if self.bias is None else self.bias.to(device)
+        return replace(self, weight=self.weight.to(device), bias=bias)
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, target: PreTrainedModel, rows: Tensor) -> Readout:
+        """Of a target, restricted to the tokens `rows` (K,); found out, and checked, by running it on eight tokens."""
+        lm_head = target.get_output_embeddings()
+        bias = getattr(lm_head, "bias", None)
+        cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
+        whole = cls(lm_head.weight.detach(), None if bias is None else bias.detach(), 1.0, cap)
+
+        ids = torch.arange(1, 9, device=target.device)[None]
+        state = target.get_decoder()(input_ids=ids, use_cache=False)[0][0]
+        theirs = target(input_ids=ids, use_cache=False).logits[0].float().to(whole.weight.device)
+        uncapped = theirs if cap is None else cap * torch.atanh((theirs / cap).clamp(-0.9999, 0.9999))
+        linear = replace(whole, cap=None)(state)
+        scale = float((linear * uncapped).sum() / linear.square().sum().clamp(min=1e-9))  # least squares
+        whole = replace(whole, scale=1.0 if abs(scale - 1) < 0.02 else scale)
+        if (whole(state) - theirs).abs().mean() > 0.05 * theirs.std():
+            raise ValueError(
+                f"{type(target).__name__} computes its logits in a way that is not known (more than a matrix, a bias, "
+                "a scale and a cap): heads cannot be trained for it"
+            )
+        rows = rows.to(whole.weight.device)
+        return replace(whole, weight=whole.weight[rows], bias=None if whole.bias is None else whole.bias[rows])

@@ -1,0 +1,195 @@
+"""`regenerate`: a head's training texts, written by the target itself, in speculative batches; it resumes.
+
+Owns the file of answers: a line per conversation, appended whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
+from specdec.generator import SpeculativeGenerator
+from specdec.proposers.base import Proposer
+
+WINDOW = 16  # batches whose prompts are sorted by length, so that a batch's are alike
+
+
+@dataclass
+class Conversation:
+    """One line of the output.
+
+    Attributes:
+        number: its entry's place in the prompts. asked: messages of the user's and the system's, in order.
+        messages: the conversation with the target's answers. finish: "length" if the last answer was cut off.
+    """
+
+    number: int
+    asked: list[dict[str, str]]
+    messages: list[dict[str, str]] = field(default_factory=list)
+    finish: str = "stop"
+    tokens: int = 0
+
+    def next_prompt(self) -> list[dict[str, str]] | None:
+        """The conversation up to the next answer; None if it is over."""
+        if self.finish == "length" or not self.asked:
+            return None
+        while self.asked:
+            message = self.asked.pop(0)
+            self.messages.append(message)
+            if message["role"] == "user":
+                return self.messages
+        return None
+
+
+def regenerate(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: str | Path | Any,
+    out: Path,
+    *,
+    proposer: Proposer | PreTrainedModel | str = "ngram",
+    temperatures: Sequence[float] = (0.0,),
+    batch_size: int = 8,
+    max_new_tokens: int = 256,
+    max_prompt_tokens: int = 1024,
+    limit: int | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], Any] = lambda conversations, tokens: None,
+) -> SpeculativeGenerator:
+    """Have the target answer prompts; answers that are there already are replaced.
+
+    Args:
+        prompts: see `read_entries`; entries are `{"prompt": ...}` or conversations.
+        out: JSONL; conversations finished in an earlier run of the same prompts are kept.
+        temperatures: conversations take turns with them. The rest is the target's own generation config.
+        max_prompt_tokens: longer conversations are left out.
+        progress: called with the conversations done, and the tokens written for them.
+    """
+    if not temperatures or min(temperatures) < 0:
+        raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
+    done = _finished(out)
+    waiting = [c for c in _conversations(prompts, limit) if c.number not in done]
+    progress(len(done), 0)
+    spec = SpeculativeGenerator(target, proposer)
+    with out.open("a", encoding="utf-8") as file:
+        for temperature, batch in _batches(waiting, tokenizer, temperatures, batch_size):
+            torch.manual_seed(seed + batch[0].number)
+            _answer(spec, tokenizer, batch, temperature, max_new_tokens, max_prompt_tokens)
+            answered = [c for c in batch if any(message["role"] == "assistant" for message in c.messages)]
+            for c in answered:
+                line = {"id": c.number, "temperature": temperature, "finish": c.finish, "messages": c.messages}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            progress(len(batch), sum(c.tokens for c in batch))
+    return spec
+
+
+def _finished(out: Path) -> set[int]:
+    """Of an earlier run; what it left half-written is cut off."""
+    done: set[int] = set()
+    if not out.exists():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return done
+    whole = 0
+    for line in out.read_bytes().splitlines(keepends=True):
+        try:
+            done.add(json.loads(line)["id"])
+        except (ValueError, KeyError, TypeError) as error:
+            if line.endswith(b"\n"):
+                raise ValueError(f"{out} is not a file of answers: choose another name") from error
+        else:
+            if not line.endswith(b"\n"):
+                done.discard(json.loads(line)["id"])
+                break
+            whole += len(line)
+    os.truncate(out, whole)
+    return done
+
+
+def _conversations(prompts: Any, limit: int | None) -> Iterator[Conversation]:
+    for number, (place, entry) in enumerate(read_entries(prompts)):
+        if limit is not None and number >= limit:
+            return
+        try:
+            asked = [message for message in messages_of(entry) if message["role"] != "assistant"]
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        if not any(message["role"] == "user" for message in asked):
+            raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
+        yield Conversation(number, asked)
+
+
+def _batches(
+    waiting: Sequence[Conversation],
+    tokenizer: PreTrainedTokenizerBase,
+    temperatures: Sequence[float],
+    batch_size: int,
+) -> Iterator[tuple[float, list[Conversation]]]:
+    """Conversations of one temperature and like length."""
+    for start in range(0, len(waiting), WINDOW * batch_size):
+        window = waiting[start : start + WINDOW * batch_size]
+        for index, temperature in enumerate(temperatures):
+            mine = [c for c in window if c.number % len(temperatures) == index]
+            mine.sort(key=lambda c: sum(len(message["content"]) for message in c.asked))
+            for first in range(0, len(mine), batch_size):
+                yield temperature, mine[first : first + batch_size]
+
+
+def _answer(
+    spec: SpeculativeGenerator,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Sequence[Conversation],
+    temperature: float,
+    max_new_tokens: int,
+    max_prompt_tokens: int,
+) -> None:
+    """All turns of all conversations; those with a turn left share a call."""
+    device = spec.model.device
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    while True:
+        asking, prompts = [], []
+        for conversation in batch:
+            messages = conversation.next_prompt()
+            if messages is None:
+                continue
+            try:
+                prompt = encode_prompt(messages, tokenizer)
+            except TemplateError as error:
+                raise ValueError(f"entry {conversation.number} does not fit the chat template: {error}") from error
+            if len(prompt) > max_prompt_tokens:
+                conversation.finish = "length"
+                messages.pop()
+                continue
+            asking.append(conversation)
+            prompts.append(prompt)
+        if not asking:
+            return
+        longest = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        texts = spec.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=max_new_tokens, **sampling)
+        ends = _end_tokens(spec.model)
+        for conversation, text in zip(asking, texts[:, longest:].tolist(), strict=True):
+            end = next((i for i, token in enumerate(text) if token in ends), None)
+            conversation.finish = "length" if end is None else "stop"
+            conversation.tokens += len(text) if end is None else end + 1
+            content = tokenizer.decode(text[:end], skip_special_tokens=False)
+            conversation.messages.append({"role": "assistant", "content": content})
+
+
+def _end_tokens(model: PreTrainedModel) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}

@@ -1,0 +1,82 @@
+"""Which EAGLE-3 head belongs to which target: the heads of this project, and published ones by their hub ids.
+
+Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, and are known by their checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Known:
+    """head: a folder of `heads/`, or a hub id. sha256: of a folder's weights; None: the hub checks its own."""
+
+    head: str
+    sha256: str | None = None
+
+
+# By the target's name on the hub, without its organization and in lower case.
+HEADS: dict[str, Known] = {
+    "llama-3.1-8b-instruct": Known("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+    "llama-3.3-70b-instruct": Known("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
+    "qwen3-1.7b": Known("AngelSlim/Qwen3-1.7B_eagle3"),
+    "qwen3-4b": Known("AngelSlim/Qwen3-4B_eagle3"),
+    "qwen3-8b": Known("RedHatAI/Qwen3-8B-speculator.eagle3"),
+    "qwen3-14b": Known("RedHatAI/Qwen3-14B-speculator.eagle3"),
+    "qwen3-32b": Known("RedHatAI/Qwen3-32B-speculator.eagle3"),
+}
+
+
+class NoHead(ValueError):
+    """No head is known for a target, or it is not there."""
+
+
+def known(target: PreTrainedModel) -> Known | None:
+    """The head for a target, going by the name that it was loaded under."""
+    return HEADS.get(name_of(target))
+
+
+def find(target: PreTrainedModel) -> str:
+    """The folder or hub id of a target's head: in this checkout, else in the cache ($SPECDEC_CACHE/heads), else on the
+    hub.
+
+    Raises:
+        NoHead: none is known, ours is not on this machine, or its file is damaged.
+    """
+    entry = known(target)
+    if entry is None:
+        raise NoHead(
+            f"no EAGLE-3 head is known for {name_of(target) or type(target).__name__}: give one as "
+            '"eagle3:PATH_OR_HUB_ID", or train one with `specdec train`'
+        )
+    if entry.sha256 is None:
+        return entry.head
+    for place in places():
+        weights = place / entry.head / WEIGHTS
+        if weights.exists():
+            if hashlib.sha256(weights.read_bytes()).hexdigest() != entry.sha256:
+                raise NoHead(f"{weights} is not the file that it should be (its checksum differs): fetch it again")
+            return str(weights.parent)
+    raise NoHead(
+        f"the head {entry.head} is not on this machine: it lies in heads/{entry.head} of specdec's repository and is "
+        f"found in a checkout, or copied to {places()[-1] / entry.head}"
+    )
+
+
+def places() -> list[Path]:
+    """Folders that may hold our heads."""
+    cache = Path(os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()
+    return [Path(__file__).resolve().parents[2] / "heads", cache / "heads"]
+
+
+def name_of(target: PreTrainedModel) -> str:
+    """`Qwen/Qwen2.5-Coder-0.5B-Instruct` and a folder of that name give the same."""
+    return Path(str(getattr(target.config, "_name_or_path", "") or "").rstrip("/")).name.lower()

@@ -1,0 +1,71 @@
+"""Which head belongs to which target."""
+
+import hashlib
+
+import pytest
+
+from specdec import Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec.eagle3 import registry, save
+from specdec.eagle3.registry import Known, NoHead
+from tests import eagle3, tiny
+
+
+@pytest.fixture
+def target():
+    made = tiny.model("llama", num_hidden_layers=4)
+    before = made.config._name_or_path
+    made.config._name_or_path = "some-org/Tiny-Llama/"
+    yield made
+    made.config._name_or_path = before
+
+
+@pytest.fixture
+def ours(target, tmp_path, monkeypatch):
+    """A head of the project's for the tiny target, in the cache."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    save(eagle3.head(tap_ids=(1, 2, 3)), tmp_path / "heads" / "tiny-head", "sglang")
+    weights = tmp_path / "heads" / "tiny-head" / "model.safetensors"
+    checksum = hashlib.sha256(weights.read_bytes()).hexdigest()
+    monkeypatch.setitem(registry.HEADS, "tiny-llama", Known("tiny-head", checksum))
+    return weights
+
+
+def test_a_known_head_is_found(target, ours):
+    for name in ("eagle3", "auto"):
+        spec = SpeculativeGenerator(target, name, on_unsupported="error")
+        assert isinstance(spec.proposer, Eagle3Proposer)
+    prompt = tiny.prompts(6)["input_ids"]
+    out = spec.generate(prompt, do_sample=False, max_new_tokens=12)
+    assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()
+
+
+def test_without_a_known_head(target, monkeypatch):
+    with pytest.raises(NoHead, match='no EAGLE-3 head is known for tiny-llama: give one as "eagle3:PATH_OR_HUB_ID"'):
+        SpeculativeGenerator(target, "eagle3")
+    assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
+
+
+def test_a_head_that_is_not_there(target, ours):
+    ours.unlink()
+    with pytest.raises(NoHead, match="is not on this machine"):
+        SpeculativeGenerator(target, "eagle3")
+    with pytest.warns(UserWarning, match='"auto" drafts with n-grams: the head tiny-head is not on this machine'):
+        assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
+
+
+def test_a_damaged_head_is_refused(target, ours):
+    ours.write_bytes(ours.read_bytes()[:-1] + b"x")
+    with pytest.raises(NoHead, match="its checksum differs"):
+        SpeculativeGenerator(target, "eagle3")
+
+
+def test_hub_ids_are_given_as_they_are(target):
+    target.config._name_or_path = "Qwen/Qwen3-8B"
+    assert registry.find(target) == "RedHatAI/Qwen3-8B-speculator.eagle3"
+
+
+def test_every_head_of_ours_is_in_the_checkout_and_whole(target):
+    for name, known in registry.HEADS.items():
+        if known.sha256 is not None:
+            target.config._name_or_path = name
+            assert registry.find(target).endswith(known.head)
