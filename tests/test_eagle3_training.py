@@ -22,7 +22,7 @@ from specdec.eagle3.objective import Objective, frequent_tokens
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
-from specdec.eagle3.texts import Text, read_texts
+from specdec.eagle3.texts import Text, encode_prompt, read_texts
 from specdec.eagle3.unroll import unroll
 from tests import eagle3, tiny
 
@@ -467,10 +467,10 @@ def test_a_run_in_slices(files, tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "specdec.eagle3.objective.Objective.forward",
-        lambda *args, **kwargs: {"loss": torch.nan * args[0].head.fc.weight.sum(), "accuracy": torch.ones(3)},
-    )
+    def broken(self, ids, **kwargs):
+        return {"loss": torch.nan * self.head.fc.weight.sum(), "accuracy": torch.ones(3)}
+
+    monkeypatch.setattr("specdec.eagle3.objective.Objective.forward", broken)
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert "the loss is nan at update 0: try a lower learning rate" in result.output
@@ -531,10 +531,7 @@ def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
         for i, message in enumerate(line["messages"]):
             if message["role"] != "assistant":
                 continue
-            prompt = tokenizer.apply_chat_template(
-                line["messages"][:i], add_generation_prompt=True, return_tensors="pt"
-            )
-            prompt = prompt["input_ids"]
+            prompt = torch.tensor([encode_prompt(line["messages"][:i], tokenizer)])
             plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
             assert message["content"] == tokenizer.decode(plain)
             assert message["content"] != "x"

@@ -52,6 +52,7 @@ def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
     """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
     a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
     """
+    entries: Iterator[tuple[str, Any]]
     if not isinstance(data, (str, Path)):
         name, entries = "the data", ((f"entry {number}", entry) for number, entry in enumerate(data))
     elif Path(data).is_dir():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache
 
 from specdec.eagle3.head import Eagle3Head
@@ -51,6 +51,7 @@ def unroll(
         shifted = torch.nn.functional.pad(embeds[:, 1 + step :], (0, 0, 0, step))  # behind the text: never scored
         sees = _mask(documents, position, step, head.config.sliding_window)
         keys = L * (step + 1)
+        visible: Tensor | BlockMask
         if flex:
             visible = create_block_mask(sees, B, None, L, keys, device=str(embeds.device))
         else:
