@@ -215,7 +215,7 @@ def test_a_difference_is_shown_and_explained(model, tokenizer):
     ("options", "expected"),
     [
         pytest.param(("", "", False), (weights.TARGET, [f"draft:{weights.DRAFT}", "ngram"]), id="default"),
-        pytest.param(("", "", True), (weights.DRAFT, ["ngram"]), id="small"),
+        pytest.param(("", "", True), (weights.DRAFT, ["eagle3", "ngram"]), id="small"),
         pytest.param(("some/model", "", False), ("some/model", ["ngram"]), id="another target"),
         pytest.param(("", "ngram", False), (weights.TARGET, ["ngram"]), id="one proposer"),
         pytest.param(("some/model", "eagle3:x", False), ("some/model", ["eagle3:x"]), id="both"),

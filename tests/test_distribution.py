@@ -22,7 +22,10 @@ from specdec import (
     Proposer,
     SpeculativeGenerator,
 )
+from specdec.eagle3.objective import Objective
+from specdec.eagle3.readout import Readout
 from specdec.pacing import Pacer
+from specdec.taps import FINAL
 from tests import eagle3, naive
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
@@ -143,6 +146,25 @@ def eagle_head():
     )
 
 
+@functools.cache
+def trained_eagle_head():
+    """The same, trained on texts of the target's."""
+    head, model = eagle_head().train(), target()
+    torch.manual_seed(3)
+    prompt = torch.tensor([PROMPT] * 256)
+    ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=NEW)
+    states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
+    readout = Readout.of(model, head.draft_to_target)
+    objective = Objective(head, model.get_input_embeddings().weight, readout, steps=3)
+    learn, documents = torch.arange(ids.shape[1]).expand_as(ids) >= len(PROMPT), torch.zeros_like(ids)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(150):
+        optimizer.zero_grad()
+        objective(ids, learn, documents, states)["loss"].backward()
+        optimizer.step()
+    return head.eval()
+
+
 SMALL_TREE = DynamicTree(depth=3, top_k=2, size=6)
 PROPOSERS = {
     "chain": lambda: DraftModelProposer(drafter()),
@@ -152,6 +174,9 @@ PROPOSERS = {
     "dynamic tree": lambda: DraftModelProposer(drafter(), tree=SMALL_TREE),
     "dynamic tree, automatic size": lambda: DraftModelProposer(drafter(), tree=DynamicTree(depth=3, top_k=3)),
     "eagle3": lambda: Eagle3Proposer(eagle_head(), tree=SMALL_TREE),
+    "eagle3, trained": lambda: Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE),
+    "eagle3, trained, drawn tree": lambda: Eagle3Proposer(trained_eagle_head(), branching=(2, 2)),
+    "eagle3, trained, drawn chain": lambda: Eagle3Proposer(trained_eagle_head(), branching=(1, 1, 1)),
     "eagle3, automatic size": lambda: Eagle3Proposer(eagle_head()),
     "eagle3, drawn chain": lambda: Eagle3Proposer(eagle_head(), branching=(1, 1, 1)),
     "eagle3, drawn tree": lambda: Eagle3Proposer(eagle_head(), branching=(2, 2)),
@@ -267,6 +292,7 @@ REPRESENTATIVE = [
     pytest.param("tree, top", "block", "warped", None, id="top tree, warped, automatic length"),
     pytest.param("n-gram tree", "block", "plain", 3, id="n-gram tree"),
     pytest.param("eagle3", "block", "plain", 3, id="eagle3, dynamic tree"),
+    pytest.param("eagle3, trained", "block", "plain", 3, id="trained eagle3, dynamic tree"),
     pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
 ]
@@ -275,6 +301,17 @@ REPRESENTATIVE = [
 @pytest.mark.parametrize(("proposer", "rule", "sampling", "draft_length"), REPRESENTATIVE)
 def test_distribution(proposer, rule, sampling, draft_length):
     assert measured(PROPOSERS[proposer](), CALLS, SAMPLING[sampling], rule, draft_length) < EXACT
+
+
+def test_the_trained_head_drafts_better():
+    lengths = []
+    for head in (eagle_head(), trained_eagle_head()):
+        spec = SpeculativeGenerator(target(), Eagle3Proposer(head, branching=(1, 1, 1)), draft_length=3)
+        torch.manual_seed(0)
+        prompt = torch.tensor([PROMPT] * 64)
+        spec.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=12)
+        lengths.append(spec.report.mean_acceptance_length)
+    assert lengths[1] > lengths[0] + 0.5
 
 
 @pytest.mark.slow

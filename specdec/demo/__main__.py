@@ -8,6 +8,7 @@ from rich.console import Console
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import best_device, load, locate, number_format
 from specdec.demo.show import Show
+from specdec.eagle3 import registry
 from specdec.generator import PROPOSERS, SpeculativeGenerator
 
 ONE_GB = 10**9  # Python, torch and the caches
@@ -49,8 +50,9 @@ def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
     if proposer:
         return target, [proposer]
     # Only of our own targets do we know what drafts well for them.
-    known = {weights.TARGET: [f"draft:{weights.DRAFT}", "ngram"], weights.DRAFT: ["eagle3", "ngram"]}
-    return target, known.get(target, ["ngram"])
+    proposers = ["eagle3"] if registry.at_hand(target) else []  # heads lie in a checkout, not in the wheel
+    proposers += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
+    return target, [*proposers, "ngram"]
 
 
 def own_weights(target: str, *proposers: str) -> list[str]:

@@ -46,7 +46,7 @@ class Readout:
         cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
         whole = cls(lm_head.weight.detach(), None if bias is None else bias.detach(), 1.0, cap)
 
-        ids = torch.arange(1, 9, device=target.device)[None]
+        ids = torch.arange(1, 9, device=target.device)[None] % whole.weight.shape[0]
         state = target.get_decoder()(input_ids=ids, use_cache=False)[0][0]
         theirs = target(input_ids=ids, use_cache=False).logits[0].float().to(whole.weight.device)
         uncapped = theirs if cap is None else cap * torch.atanh((theirs / cap).clamp(-0.9999, 0.9999))

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
@@ -38,7 +39,7 @@ class Conversation:
     finish: str = "stop"
     tokens: int = 0
 
-    def next_prompt(self) -> list[dict[str, str]] | None:
+    def next_question(self) -> list[dict[str, str]] | None:
         """The conversation up to the next answer; None if it is over."""
         if self.finish == "length" or not self.asked:
             return None
@@ -154,40 +155,48 @@ def _answer(
     max_prompt_tokens: int,
 ) -> None:
     """All turns of all conversations; those with a turn left share a call."""
-    device = spec.model.device
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    while True:
-        asking, prompts = [], []
-        for conversation in batch:
-            messages = conversation.next_prompt()
-            if messages is None:
-                continue
-            try:
-                prompt = encode_prompt(messages, tokenizer)
-            except TemplateError as error:
-                raise ValueError(f"entry {conversation.number} does not fit the chat template: {error}") from error
-            if len(prompt) > max_prompt_tokens:
-                conversation.finish = "length"
-                messages.pop()
-                continue
-            asking.append(conversation)
-            prompts.append(prompt)
-        if not asking:
-            return
-        longest = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        texts = spec.generate(ids.to(device), attention_mask=mask.to(device), max_new_tokens=max_new_tokens, **sampling)
-        ends = _end_tokens(spec.model)
-        for conversation, text in zip(asking, texts[:, longest:].tolist(), strict=True):
+    ends = _end_tokens(spec.model)
+    while asking := [
+        (c, prompt) for c in batch if (prompt := _next_prompt(c, tokenizer, max_prompt_tokens)) is not None
+    ]:
+        inputs = _left_padded([prompt for _, prompt in asking])
+        longest = inputs["input_ids"].shape[1]
+        inputs = {name: tensor.to(spec.model.device) for name, tensor in inputs.items()}
+        texts = spec.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[:, longest:]
+        for (conversation, _), text in zip(asking, texts.tolist(), strict=True):
             end = next((i for i, token in enumerate(text) if token in ends), None)
             conversation.finish = "length" if end is None else "stop"
             conversation.tokens += len(text) if end is None else end + 1
-            content = tokenizer.decode(text[:end], skip_special_tokens=False)
-            conversation.messages.append({"role": "assistant", "content": content})
+            conversation.messages.append({"role": "assistant", "content": tokenizer.decode(text[:end])})
+
+
+def _next_prompt(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+) -> list[int] | None:
+    """Tokens up to the next answer; None if the conversation is over, or too long to go on."""
+    messages = conversation.next_question()
+    if messages is None:
+        return None
+    try:
+        prompt = encode_prompt(messages, tokenizer)
+    except TemplateError as error:
+        raise ValueError(f"entry {conversation.number} does not fit the chat template: {error}") from error
+    if len(prompt) <= max_prompt_tokens:
+        return prompt
+    messages.pop()
+    conversation.asked.clear()
+    return None
+
+
+def _left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
+    longest = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
 
 
 def _end_tokens(model: PreTrainedModel) -> set[int]:

@@ -71,6 +71,12 @@ def find(target: PreTrainedModel) -> str:
     )
 
 
+def at_hand(name: str) -> bool:
+    """Whether one of our own heads for a target of this name is on this machine."""
+    entry = HEADS.get(name.lower())
+    return entry is not None and any((place / entry.head / WEIGHTS).exists() for place in places())
+
+
 def places() -> list[Path]:
     """Folders that may hold our heads."""
     cache = Path(os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()
