@@ -108,6 +108,7 @@ class Recipe:
             trainer.train(resume_from_checkpoint=last_checkpoint(self.out / "run"))
         if trainer.state.global_step < trainer.state.max_steps:
             return None
+        trainer.accelerator.wait_for_everyone()  # one process judges
         return judge.best()
 
     def _settle(self) -> None:
