@@ -62,7 +62,7 @@ class Objective(nn.Module):
         H = readout.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         embeds = nn.functional.embedding(ids, embedding) if head.embed_tokens is None else head.embed_tokens(ids)
-        learnt = learn.bool()
+        learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
         drafted, counted = [], []
         steps = min(self.steps, T - 2)
         for step, h in enumerate(unroll(head, embeds.to(head.dtype), taps, steps, documents, flex=self.flex)):
@@ -129,7 +129,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 def _distance(out: Tensor, wanted: Tensor) -> Tensor:
     """(..., N) squared, relative to the wanted states' own squared lengths."""
     wanted = wanted.float()
-    return (out.float() - wanted).square().sum(-1) / wanted.square().sum(-1)
+    return (out.float() - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-6)
 
 
 def _over_processes(counts: Tensor) -> Tensor:
