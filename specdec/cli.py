@@ -111,6 +111,7 @@ def regenerate(
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
     max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
     limit: int | None = typer.Option(None, min=1, help="Use the first so many prompts."),
+    max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
     seed: int = typer.Option(0),
 ) -> None:
     """Have a target answer prompts: the texts that a head for it is trained on."""
@@ -148,8 +149,11 @@ def regenerate(
                 limit=limit,
                 seed=seed,
                 progress=progress,
+                go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
             )
-    typer.echo(f"the answers are in {out}\n{spec.report}")
+            finished = bar.finished
+    left_over = "" if finished else " so far: the same command goes on"
+    typer.echo(f"the answers are in {out}{left_over}\n{spec.report}")
 
 
 @app.command()

@@ -551,6 +551,10 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
     assert out.read_text().startswith(first)
+    sliced = tmp_path / "sliced.jsonl"
+    result = rewrite(files, sliced, "--max-minutes", "0")
+    assert "so far: the same command goes on" in result.output
+    assert not sliced.read_text()
     (tmp_path / "notes.jsonl").write_text("these are my notes\n")
     result = rewrite(files, tmp_path / "notes.jsonl")
     assert result.exit_code == 2

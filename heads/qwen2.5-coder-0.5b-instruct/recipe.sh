@@ -9,5 +9,5 @@ mkdir -p "$OUT"
 specdec regenerate "$TARGET" "$PROMPTS" "$OUT/answers.jsonl" --max-new-tokens 256 \
     --temperature 0 --temperature 0.7 --temperature 0 --temperature 1
 specdec train "$TARGET" "$OUT/answers.jsonl" "$OUT" --cache-states \
-    --max-texts 1940 --held-out 8 --intermediate-size 2048 --steps 3 --epochs 6 --learning-rate 1.2e-3 \
+    --max-texts 1940 --held-out 8 --intermediate-size 2048 --steps 3 --epochs 5 --learning-rate 1.2e-3 \
     --save-every 50 --evaluate-every 400

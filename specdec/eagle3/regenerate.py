@@ -65,6 +65,7 @@ def regenerate(
     limit: int | None = None,
     seed: int = 0,
     progress: Callable[[int, int], Any] = lambda conversations, tokens: None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> SpeculativeGenerator:
     """Have the target answer prompts; answers that are there already are replaced.
 
@@ -73,7 +74,7 @@ def regenerate(
         out: JSONL; conversations finished in an earlier run of the same prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out.
-        progress: called with the conversations done, and the tokens written for them.
+        progress: called with the conversations done, and the tokens written for them. go_on: asked before each batch.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
@@ -83,6 +84,8 @@ def regenerate(
     spec = SpeculativeGenerator(target, proposer)
     with out.open("a", encoding="utf-8") as file:
         for temperature, batch in _batches(waiting, tokenizer, temperatures, batch_size):
+            if not go_on():
+                break
             torch.manual_seed(seed + batch[0].number)
             _answer(spec, tokenizer, batch, temperature, max_new_tokens, max_prompt_tokens)
             answered = [c for c in batch if any(message["role"] == "assistant" for message in c.messages)]
