@@ -19,7 +19,7 @@ def _bad_input_ends() -> Iterator[None]:
     """What the library says of bad input, without a traceback; exit code 2."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: no such model or file
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
 
@@ -41,11 +41,13 @@ def generate(
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
     from specdec import SpeculativeGenerator
+    from specdec.demo.loading import best_device
     from specdec.demo.prompts import Prompt
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    spec = SpeculativeGenerator(model, proposer)
+    with _bad_input_ends():
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        spec = SpeculativeGenerator(model, proposer)
     inputs = Prompt("", prompt).encode(tokenizer, model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     spec.generate(
@@ -66,6 +68,7 @@ def inspect(
     """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from specdec.demo.loading import best_device
     from specdec.eagle3.checkpoint import read
     from specdec.eagle3.inspection import describe, probe_taps
     from specdec.proposers import Eagle3Proposer
@@ -78,8 +81,8 @@ def inspect(
         module = checkpoint.head()
         if target is None:
             return
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-        proposer = Eagle3Proposer(module)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        proposer = Eagle3Proposer(module.to(best_device()))
         proposer.check(model)
         typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
         if probe:
@@ -172,9 +175,9 @@ def train(
     cache_states: bool = typer.Option(
         False, "--cache-states", help="Keep the target's states on disk: several epochs then cost one pass of it."
     ),
-    flex: bool = typer.Option(False, "--flex", help="Flex attention (CUDA): needs less memory for long rows."),
+    flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
-    held_out: int = typer.Option(16, min=1, help="Texts at the end of the data, only evaluated on."),
+    held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
     evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
     max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
@@ -183,10 +186,14 @@ def train(
 ) -> None:
     """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
     options = dict(locals())
+    from accelerate import PartialState
+
     from specdec.eagle3.recipe import Recipe
 
     with _bad_input_ends():
         found = Recipe(**options).run()
+    if not PartialState().is_main_process:
+        return
     if found is None:
         typer.echo("not finished yet: the same command goes on")
         return
@@ -211,11 +218,13 @@ def doctor(
     """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from specdec.demo.loading import best_device
     from specdec.demo.prompts import PROMPTS, Prompt
     from specdec.doctor import diagnose
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+    with _bad_input_ends():
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
     ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []
     theirs = [Prompt("", line).encode(tokenizer)["input_ids"][0] for line in lines]

@@ -1,5 +1,6 @@
 """Training data, cached states and the objective of EAGLE-3 heads."""
 
+import copy
 import errno
 import gzip
 import json
@@ -109,7 +110,8 @@ def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
 
 def test_long_texts_are_cut_and_those_without_anything_to_learn_left_out(tokenizer, tmp_path):
     path = written(tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a b c d e f", "response": "g"})
-    assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5]
+    with pytest.warns(UserWarning, match="1 of 2 texts were left out"):
+        assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5]
 
 
 # States
@@ -555,11 +557,24 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     result = rewrite(files, sliced, "--max-minutes", "0")
     assert "so far: the same command goes on" in result.output
     assert not sliced.read_text()
-    (tmp_path / "notes.jsonl").write_text("these are my notes\n")
-    result = rewrite(files, tmp_path / "notes.jsonl")
+    for foreign in ("these are my notes\n", '{"mine": 1}'):
+        (tmp_path / "notes.jsonl").write_text(foreign)
+        result = rewrite(files, tmp_path / "notes.jsonl")
+        assert result.exit_code == 2
+        assert "is not a file of answers" in result.output
+        assert (tmp_path / "notes.jsonl").read_text() == foreign
+    written(files / "prompts.jsonl", {"prompt": "z"})
+    result = rewrite(files, out)
     assert result.exit_code == 2
-    assert "is not a file of answers" in result.output
-    assert (tmp_path / "notes.jsonl").read_text() == "these are my notes\n"
+    assert "holds answers of another target or to other prompts" in result.output
+
+
+def test_without_a_chat_template_a_conversation_is_a_prompt_and_its_answer(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    [text] = read_texts([{"messages": messages, "finish": "length"}], plain, 10)
+    assert (words(plain, text.ids), words(plain, text.ids[text.learn])) == ("a b c d", "c d")
 
 
 def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from specdec.tree import DynamicTree
 
 TREE = DynamicTree(depth=6, top_k=8, size=24)
 # The target's pure distribution, whatever its generation config says: that is what a head is trained on.
-GREEDY = {"do_sample": False, "repetition_penalty": 1.0}
-SAMPLED = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
+SAMPLED: dict[str, Any] = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def evaluate(
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
     rounds = accepted = 0
     for prompt in prompts:
-        text = decoder.generate(prompt[None].to(target.device), max_new_tokens=max_new_tokens, **GREEDY)[0]
+        text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
         lengths = accepted_lengths(head, target, text, draft_length)
         root = len(prompt)  # the first new token comes from the prefill
         behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
@@ -84,7 +85,7 @@ def evaluate(
         tree = Eagle3Proposer(head, tree=TREE)
         spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
         for prompt in prompts:
-            spec.generate(prompt[None].to(target.device), max_new_tokens=max_new_tokens, **sampling)
+            spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
         lengths_of_trees.append(spec.report.mean_acceptance_length)
     report = decoder.report
     return Evaluation(
@@ -94,6 +95,12 @@ def evaluate(
         tree_length=lengths_of_trees[0],
         tree_length_sampled=lengths_of_trees[1],
     )
+
+
+def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
+    """With a mask: `generate()` would take pad tokens of the prompt's own for padding."""
+    ids = prompt[None].to(target.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
+from specdec.eagle3.readout import Readout
 from specdec.taps import decoder_layers
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -56,7 +57,8 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
                     nn.init.zeros_(module.bias)
         head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
         assert head.lm_head is not None
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight[draft_vocab.to(target.device)])
+        readout = Readout.of(target, draft_vocab)
+        head.lm_head.weight.copy_(readout.weight * readout.scale)
         if head.embed_tokens is not None:
             head.embed_tokens.weight.copy_(embedding_of(target))
         _copy_layer(head, layers[-1])

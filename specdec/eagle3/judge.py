@@ -35,8 +35,10 @@ class Judge(TrainerCallback):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._judge(state)
 
-    def best(self) -> Evaluation:
-        """The evaluation of the head in `out/head`."""
+    def best(self) -> Evaluation | None:
+        """The evaluation of the head in `out/head`; None in processes other than the first."""
+        if not self.trainer.is_world_process_zero():
+            return None
         if not self.path.exists():
             self._judge(self.trainer.state)
         return _evaluation(json.loads(self.path.read_text())["best"])
@@ -45,7 +47,9 @@ class Judge(TrainerCallback):
         if not state.is_world_process_zero:
             return
         head = copy_of(self.trainer.head, self.trainer.target.dtype)
-        with torch.random.fork_rng():  # decoding draws, training goes on as if it had not
+        device = self.trainer.target.device
+        # Decoding draws; training goes on as if it had not.
+        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             torch.manual_seed(self.trainer.args.seed)
             found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}

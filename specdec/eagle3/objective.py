@@ -72,8 +72,9 @@ class Objective(nn.Module):
             counted.append(nn.functional.pad(same, (first, 0))[learnt])
         weight = torch.tensor([self.decay**step for step in range(len(drafted))], device=ids.device)
         rows = torch.stack(counted)  # (steps, N) bool, of N learnt tokens
-        count = _over_processes(rows.sum(-1)).clamp(min=1)
-        scale = rows * (weight / weight.sum() / count)[:, None]
+        # Another process may have longer rows, and so more steps.
+        counts = nn.functional.pad(rows.sum(-1), (0, self.steps - len(rows)))
+        scale = rows * (weight / weight.sum() / _over_processes(counts)[: len(rows)].clamp(min=1))[:, None]
         before = final.roll(1, 1)[learnt]  # the target chose a token from its state at the one before
         assert head.lm_head is not None
         out = head.read_out(torch.stack(drafted))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from specdec.capability import capability
 from specdec.eagle3.config import default_taps
 from specdec.eagle3.evaluation import Evaluation
 from specdec.eagle3.fresh import convert
@@ -39,7 +42,7 @@ from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 # What may differ between two runs of one recipe.
-FREE = ("out", "device", "save_every", "evaluate_every", "max_minutes", "rows_at_once", "flex")
+FREE = ("data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,11 @@ class Recipe:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
         draft_vocab: tokens the head can draft. intermediate_size: of its MLP; None: the target's.
         steps: drafted tokens to train. length: tokens per packed row.
-        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all.
+        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
+            of one update count alike, however many tokens are learnt in each.
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
-        flex: use flex attention (CUDA), whose memory does not grow with the square of the length.
-        max_texts: use the first so many. held_out: texts at the end of the data that are only evaluated on.
+        flex: use flex attention, see `unroll`.
+        max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         save_every, evaluate_every: updates between checkpoints, and between evaluations by the decoder.
         max_minutes: stop after them; the same call goes on. device: None: an accelerator if there is one.
     """
@@ -82,21 +86,29 @@ class Recipe:
     def run(self) -> Evaluation | None:
         """Extract, train, evaluate; everything in `out`, the best head in `out/head`. None if time was up before."""
         started = time.monotonic()
-        processes = PartialState(cpu=self.device == "cpu")
+        if self.device not in (None, "cpu"):
+            raise ValueError(f'device is "cpu" or None (an accelerator if there is one), got {self.device!r}')
+        processes = PartialState(cpu=self.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
         self.out.mkdir(parents=True, exist_ok=True)
-        self._settle()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if len(texts) <= self.held_out:
             raise ValueError(f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left")
-        training, held_out = texts[: len(texts) - self.held_out], texts[len(texts) - self.held_out :]
+        self._settle(texts)
+        apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
+        training = [text for i, text in enumerate(texts) if i not in apart]
+        held_out = [texts[i] for i in sorted(apart)]
         target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(processes.device).eval()
+        if capability(target).masks is None:
+            raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
         deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
         dataset: Dataset = PackedTexts(training, self.length)
         if self.cache_states:
-            with processes.main_process_first():
-                if not self._extract(target, training, deadline):
-                    return None
+            if processes.is_local_main_process:
+                self._extract(target, training, deadline)
+            processes.wait_for_everyone()
+            if not (self.out / "states" / "states.json").exists():
+                return None
             dataset = StateDataset(self.out / "states", self.length)
         trainer = self._trainer(target, training, dataset, processes)
         prompts = [_prompt(text) for text in held_out]
@@ -111,11 +123,14 @@ class Recipe:
         trainer.accelerator.wait_for_everyone()  # one process judges
         return judge.best()
 
-    def _settle(self) -> None:
+    def _settle(self, texts: Sequence[Text]) -> None:
         """The same folder must not be used for another recipe: its states and checkpoints would be mixed up."""
-        path, mine = self.out / "recipe.json", {key: str(value) for key, value in asdict(self).items()}
-        for name in FREE:
-            del mine[name]
+        path = self.out / "recipe.json"
+        mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
+        content = hashlib.sha256()
+        for text in texts:
+            content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
+        mine["texts"] = content.hexdigest()
         theirs = json.loads(path.read_text()) if path.exists() and is_json(path) else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
@@ -126,18 +141,17 @@ class Recipe:
         if PartialState().is_main_process:
             path.write_text(json.dumps(mine, indent=1))
 
-    def _extract(self, target: PreTrainedModel, texts: Sequence[Text], deadline: float | None) -> bool:
-        """Whether all states are there."""
+    def _extract(self, target: PreTrainedModel, texts: Sequence[Text], deadline: float | None) -> None:
         taps = default_taps(len(decoder_layers(target)))
         tokens = sum(len(text.ids) for text in texts)
         done = sum(path.stat().st_size for path in (self.out / "states").glob("states-*.safetensors"))
-        size, free = tokens * bytes_per_token(target, taps), done + shutil.disk_usage(self.out).free
+        size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(self.out).free
         print(f"{len(texts)} texts, {tokens} tokens; their states take {size / 1e9:.1f} GB in {self.out / 'states'}")
-        if size > 0.95 * free:
+        if size - done > 0.95 * free:
             raise ValueError(f"{size / 1e9:.1f} GB of states do not fit on the disk, {free / 1e9:.1f} GB are free")
         with Progress() as bar, _clear_failures(self.out):
             task = bar.add_task("states", total=tokens)
-            return extract(
+            extract(
                 target,
                 texts,
                 taps,
@@ -195,9 +209,13 @@ class Deadline(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if time.monotonic() > self.at and state.global_step < state.max_steps:
+        up = torch.tensor(float(time.monotonic() > self.at), device=args.device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(up)  # all stop at the same update
+        if bool(up) and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
-            print(f"time is up at update {state.global_step} of {state.max_steps}: the same command goes on from there")
+            if state.is_world_process_zero:
+                print(f"time is up at update {state.global_step} of {state.max_steps}: the same command goes on")
         return control
 
 
@@ -229,5 +247,6 @@ class _clear_failures:
 
 
 def _prompt(text: Text) -> Tensor:
-    """What stands before the first token that the target wrote."""
-    return text.ids[: max(1, int(text.learn.long().argmax()))]
+    """What stands before the first token that the target wrote; of a plain text its first quarter."""
+    start = int(text.learn.long().argmax())
+    return text.ids[: start or max(1, len(text.ids) // 4)]

@@ -21,6 +21,7 @@ from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
 
+HALF_WRITTEN = b'{"id": '  # how our lines begin
 WINDOW = 16  # batches whose prompts are sorted by length, so that a batch's are alike
 
 
@@ -71,56 +72,62 @@ def regenerate(
 
     Args:
         prompts: see `read_entries`; entries are `{"prompt": ...}` or conversations.
-        out: JSONL; conversations finished in an earlier run of the same prompts are kept.
+        out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out.
         progress: called with the conversations done, and the tokens written for them. go_on: asked before each batch.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
-    done = _finished(out)
-    waiting = [c for c in _conversations(prompts, limit) if c.number not in done]
+    conversations = list(_conversations(prompts, limit, tokenizer))
+    name = str(target.config._name_or_path)
+    done = _finished(out, conversations, name)
     progress(len(done), 0)
     spec = SpeculativeGenerator(target, proposer)
     with out.open("a", encoding="utf-8") as file:
-        for temperature, batch in _batches(waiting, tokenizer, temperatures, batch_size):
+        for temperature, whole in _batches(conversations, temperatures, batch_size):
+            batch = [c for c in whole if c.number not in done]
+            if not batch:
+                continue
             if not go_on():
                 break
             torch.manual_seed(seed + batch[0].number)
             _answer(spec, tokenizer, batch, temperature, max_new_tokens, max_prompt_tokens)
             answered = [c for c in batch if any(message["role"] == "assistant" for message in c.messages)]
             for c in answered:
-                line = {"id": c.number, "temperature": temperature, "finish": c.finish, "messages": c.messages}
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                line = {"id": c.number, "target": name, "temperature": temperature, "finish": c.finish}
+                file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
             progress(len(batch), sum(c.tokens for c in batch))
     return spec
 
 
-def _finished(out: Path) -> set[int]:
-    """Of an earlier run; what it left half-written is cut off."""
+def _finished(out: Path, conversations: Sequence[Conversation], target: str) -> set[int]:
+    """Of an earlier run; a line that it left half-written is cut off."""
     done: set[int] = set()
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         return done
     whole = 0
     for line in out.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n") and line.startswith(HALF_WRITTEN[: len(line)]):
+            break
         try:
-            done.add(json.loads(line)["id"])
+            entry = json.loads(line)
+            number, theirs = entry["id"], [m for m in entry["messages"] if m["role"] != "assistant"]
         except (ValueError, KeyError, TypeError) as error:
-            if line.endswith(b"\n"):
-                raise ValueError(f"{out} is not a file of answers: choose another name") from error
-        else:
-            if not line.endswith(b"\n"):
-                done.discard(json.loads(line)["id"])
-                break
-            whole += len(line)
+            raise ValueError(f"{out} is not a file of answers: choose another name") from error
+        asked = conversations[number].asked if number < len(conversations) else []
+        if entry.get("target") != target or theirs != asked[: len(theirs)]:
+            raise ValueError(f"{out} holds answers of another target or to other prompts: choose another name")
+        done.add(number)
+        whole += len(line)
     os.truncate(out, whole)
     return done
 
 
-def _conversations(prompts: Any, limit: int | None) -> Iterator[Conversation]:
+def _conversations(prompts: Any, limit: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Conversation]:
     for number, (place, entry) in enumerate(read_entries(prompts)):
         if limit is not None and number >= limit:
             return
@@ -130,18 +137,19 @@ def _conversations(prompts: Any, limit: int | None) -> Iterator[Conversation]:
             raise ValueError(f"{place}: {error}") from error
         if not any(message["role"] == "user" for message in asked):
             raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
+        if tokenizer.chat_template is None and len(asked) > 1:
+            raise ValueError(f"{place}: the tokenizer has no chat template, so a conversation is one message")
         yield Conversation(number, asked)
 
 
 def _batches(
-    waiting: Sequence[Conversation],
-    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
     temperatures: Sequence[float],
     batch_size: int,
 ) -> Iterator[tuple[float, list[Conversation]]]:
     """Conversations of one temperature and like length."""
-    for start in range(0, len(waiting), WINDOW * batch_size):
-        window = waiting[start : start + WINDOW * batch_size]
+    for start in range(0, len(conversations), WINDOW * batch_size):
+        window = conversations[start : start + WINDOW * batch_size]
         for index, temperature in enumerate(temperatures):
             mine = [c for c in window if c.number % len(temperatures) == index]
             mine.sort(key=lambda c: sum(len(message["content"]) for message in c.asked))

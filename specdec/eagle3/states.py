@@ -6,6 +6,7 @@ Owns the files. A shard holds some texts end to end; a half-written one never ca
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,9 @@ def extract(
                 return False
             _write(path, [texts[i] for i in members], _states(target, listener, texts, members, batch_tokens), taps)
         progress(tokens)
-    (folder / "states.json").write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
+    partial = folder / "states.json.part"
+    partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
+    partial.rename(folder / "states.json")
     return True
 
 
@@ -121,7 +124,7 @@ def _write(path: Path, texts: Sequence[Text], states: dict[int, Tensor], taps: S
         "lengths": torch.tensor([len(text.ids) for text in texts]),
         "states": torch.cat(list(states.values())),
     }
-    partial = path.with_suffix(".part")
+    partial = path.with_suffix(f".{os.getpid()}.part")  # several machines may share the folder
     save_file(tensors, partial)
     partial.rename(path)
 
@@ -182,6 +185,7 @@ class PackedTexts(Dataset):
     """The same rows without states, for training that computes them as it goes."""
 
     def __init__(self, texts: Sequence[Text], length: int):
+        self.length = length
         self._rows: list[list[Text]] = []
         filled = length
         for text in texts:
@@ -208,9 +212,9 @@ class PackedTexts(Dataset):
         }
 
 
-def collate(items: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch, padded on the right with documents of their own that nothing is learnt from."""
-    longest = max(len(item["ids"]) for item in items)
+def collate(items: Sequence[dict[str, Tensor]], length: int = 0) -> dict[str, Tensor]:
+    """A batch, padded on the right to `length` at least, with documents of their own that nothing is learnt from."""
+    longest = max(length, *(len(item["ids"]) for item in items))
     fill = {"ids": 0, "learn": 0, "states": 0, "documents": PADDING}
 
     def padded(tensor: Tensor, name: str) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,14 +39,22 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
     Args:
         data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
     """
+    count = kept = 0
     for place, entry in read_entries(data):
+        count += 1
         try:
             text = encode(entry, tokenizer)
         except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
             raise ValueError(f"{place}: {error}") from error
         text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
         if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
+            kept += 1
             yield text
+    if kept < count:
+        warnings.warn(
+            f"{count - kept} of {count} texts were left out: within {max_tokens} tokens they hold nothing that the "
+            "target wrote, or the chat template shows their answers differently than they were given"
+        )
 
 
 def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -111,7 +120,11 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
         if not answer:
             raise ValueError("the response is empty")
         return _text(prompt + answer, [False] * len(prompt) + [True] * len(answer))
-    return _conversation(messages_of(entry), tokenizer, cut=entry.get("finish") == "length")
+    messages, cut = messages_of(entry), entry.get("finish") == "length"
+    if tokenizer.chat_template is None and [message["role"] for message in messages] == ["user", "assistant"]:
+        plain = {"prompt": messages[0]["content"], "response": messages[1]["content"], "finish": entry.get("finish")}
+        return encode(plain, tokenizer)
+    return _conversation(messages, tokenizer, cut)
 
 
 def messages_of(entry: Any) -> list[dict[str, str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from specdec.eagle3.fresh import embedding_of
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.objective import Objective
 from specdec.eagle3.readout import Readout
-from specdec.eagle3.states import collate, states_of_packed
+from specdec.eagle3.states import StateDataset, collate, states_of_packed
 from specdec.taps import FINAL, Taps, decoder_layers
 
 RECENT = 50  # batches whose accuracies are averaged for the log
@@ -41,11 +42,21 @@ class Eagle3Trainer(Trainer):
         flex: bool = False,
         **kwargs: Any,
     ):
+        taps = head.config.taps(len(decoder_layers(target)))
+        dataset = kwargs.get("train_dataset")
+        if isinstance(dataset, StateDataset) and dataset.taps != taps:
+            raise ValueError(f"the states are of layers {dataset.taps}, the head reads {taps}: extract them anew")
+        if args.n_gpu > 1:
+            args._n_gpu = 1  # DataParallel would split rows whose losses belong together
+            print("one GPU of several is used: start with `accelerate launch` to use all")
+        head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
         readout = Readout.of(target, head.draft_to_target)
         self.objective = Objective(head, embedding_of(target), readout, steps=steps, flex=flex)
-        super().__init__(model=self.objective, args=args, data_collator=collate, **kwargs)
+        # Flex attention is compiled for each length.
+        batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
+        super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
         self.head, self.target, self.steps = head, target, steps
-        self._listener = Taps(target, [*head.config.taps(len(decoder_layers(target))), FINAL])
+        self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: deque[Tensor] = deque(maxlen=RECENT)
 
     def compute_loss(
@@ -77,11 +88,15 @@ class Eagle3Trainer(Trainer):
         """Write the head alone, in bfloat16; an earlier one there is replaced when this one is whole."""
         copy = copy_of(self.head, torch.bfloat16)
         folder = Path(folder)
-        partial = folder.with_name(folder.name + ".part")
-        shutil.rmtree(partial, ignore_errors=True)
-        save(copy, partial, "sglang", target)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        written = folder.with_name(folder.name + ".part")
+        old = folder.with_name(folder.name + ".old")
+        shutil.rmtree(written, ignore_errors=True)
+        save(copy, written, "sglang", target)
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        written.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def copy_of(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:

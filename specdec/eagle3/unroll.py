@@ -33,7 +33,8 @@ def unroll(
     Args:
         embeds: (B, T, H) of the text's tokens 0 to T-1. states: (B, T, taps * target H) of the same tokens.
         steps: drafted tokens. documents: (B, T) int64, texts packed in one row do not see each other.
-        flex: use flex attention, which skips what is masked; else a dense mask, (B, T, steps * T) at the last step.
+        flex: use flex attention, which skips what is masked and keeps no scores (CUDA; elsewhere only its slow
+            reference runs); else a dense mask, (B, T, steps * T) at the last step.
 
     Yields:
         For step j (B, T - 1 - j, H): row i drafts token i + 2 + j, after true states up to token i and true tokens up
@@ -44,7 +45,8 @@ def unroll(
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents
     documents = documents[:, :L]
     row = torch.arange(L, device=embeds.device)
-    position = row - (documents[:, :, None] == documents[:, None, :]).long().argmax(-1)  # each text has its own
+    begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    position = row - (row * begins).cummax(-1).values  # each text has its own
     features = head.fuse(states[:, :L])
     cache = DynamicCache()
     for step in range(steps):
