@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.eagle3.head import Eagle3Head
+from specdec.proposers.draft_view import int8_pays, with_int8_linears
 from specdec.rows import CachedRows
 
 
@@ -22,6 +23,7 @@ class HeadRunner(CachedRows):
     def __init__(self, head: Eagle3Head, target: PreTrainedModel):
         super().__init__()
         self.head = head
+        self._fast = with_int8_linears(head) if int8_pays(head) else head
         self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
         self.lm_head: nn.Module | None = target.get_output_embeddings() if head.lm_head is None else None
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
@@ -92,10 +94,10 @@ class HeadRunner(CachedRows):
                 visible = torch.arange(self.cache.end, device=positions.device) <= positions[..., None]
             keys = torch.arange(self.cache.end, device=positions.device)[None] if slots is None else slots
             visible = visible & (positions[..., None] - keys[:, None] < window)
-        return self.head(embeds, features, positions, visible, self.cache)
+        return self._fast(embeds, features, positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:
-            return self.head.logits(h)
+            return self._fast.logits(h)
         weight = next(self.lm_head.parameters())
         return self.lm_head(h.to(weight.device, weight.dtype)).to(h.device)

@@ -6,11 +6,13 @@ A draft need not be exact, it is verified; a view shares the model's weights and
 from __future__ import annotations
 
 import copy
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+M = TypeVar("M", bound=nn.Module)
 FEW_TOKENS = 4  # up to here the 8-bit product is the faster one (2 CPU cores, AVX-512)
 
 
@@ -39,7 +41,7 @@ class Int8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-def with_int8_linears(model: PreTrainedModel) -> PreTrainedModel:
+def with_int8_linears(model: M) -> M:
     """A view of `model` with `Int8Linear` in place of its linear layers: half a copy of its weights on top."""
     view = share(model)
     for module in list(view.modules()):
@@ -67,16 +69,16 @@ def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
     return view
 
 
-def int8_pays(model: PreTrainedModel) -> bool:
-    """Whether 8-bit decoding is to be had and worth its memory: bfloat16 on a CPU, 50M parameters or more."""
+def int8_pays(model: nn.Module) -> bool:
+    """Whether 8-bit decoding is to be had and worth its memory: bfloat16 on a CPU, 10M parameters or more."""
+    weights = list(model.parameters())
     return (
-        model.device.type == "cpu"
-        and model.dtype == torch.bfloat16
-        and hasattr(torch, "_weight_int8pack_mm")
-        and model.num_parameters() >= 50_000_000
+        hasattr(torch, "_weight_int8pack_mm")
+        and all(weight.device.type == "cpu" and weight.dtype == torch.bfloat16 for weight in weights)
+        and sum(weight.numel() for weight in weights) >= 10_000_000
     )
 
 
-def share(model: PreTrainedModel) -> PreTrainedModel:
+def share(model: M) -> M:
     """A copy of the model's structure around the very same parameters and buffers."""
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

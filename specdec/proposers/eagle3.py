@@ -19,12 +19,15 @@ from specdec.eagle3.runner import HeadRunner
 from specdec.pacing import FEW_TOKENS
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
+from specdec.proposers.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
 
 class Eagle3Proposer(AutoregressiveProposer):
-    """Drafts dynamic trees by default; chains where the target can verify nothing else.
+    """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
+
+    On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
 
     Args:
         head: the head, or a folder or hub id of any of the known formats (see `specdec inspect`).
@@ -39,7 +42,8 @@ class Eagle3Proposer(AutoregressiveProposer):
         tree: DynamicTree | None = None,
         draw: bool = True,
     ):
-        if branching is None and tree is None:
+        self._automatic = branching is None and tree is None
+        if self._automatic:
             tree = DynamicTree()
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._loaded = not isinstance(head, Eagle3Head)  # then it goes where the target is
@@ -68,6 +72,8 @@ class Eagle3Proposer(AutoregressiveProposer):
             raise ValueError(f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}")
         if self._loaded:
             self.head.to(target.device)
+        if self._automatic and target.device.type == "cpu":
+            self.tree = DynamicTree(top_k=FEW_INT8_TOKENS)
         self.taps(target)  # raises if the target has no such layers
         self.runner = HeadRunner(self.head, target)
 
