@@ -232,12 +232,12 @@ class Pacer:
         """Book how likely a token just looked at was to be accepted, drafted or not."""
         self.expected_rate += Acceptance.STEP * (rate - self.expected_rate)
 
-    def observe_draft_pass(self, seconds: float, tokens: int = 1) -> None:
-        """Book a pass of the draft model over so many tokens."""
+    def observe_draft_pass(self, seconds: float, tokens: int = 1, building: float = 0.0) -> None:
+        """Book a pass of the draft model over so many tokens, and the seconds it took to make nodes of its logits."""
         self.num_draft_passes += 1
         self.draft_pass_seconds += seconds
         if tokens <= FEW_TOKENS:
-            self._draft_steps.append(seconds)
+            self._draft_steps.append(seconds + building)
         else:
             self._reading = seconds / tokens
 

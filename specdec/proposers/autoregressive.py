@@ -180,9 +180,12 @@ class AutoregressiveProposer(Proposer):
         probs: list[Tensor] = []
         keys: list[list[int]] = []
         chances = _chances(context, 1.0)
+        passed: tuple[float, float] | None = None  # when the last pass began and ended
         while True:
             scores = self._processed(context, logits, stepped, 1)[:, 0]  # (B, V)
             q = scores.softmax(-1) if draw else None
+            if passed is not None:
+                self._book_pass(context, logits, passed[1] - passed[0], building=perf_counter() - passed[1])
             if pacer.length is None:
                 keys.append(_confidence(scores, q))
                 chances = _onward(context, chances, keys[-1], len(drafts))
@@ -197,7 +200,9 @@ class AutoregressiveProposer(Proposer):
                 break
             last = torch.full((B, 1), len(drafts) - 2, device=token.device) if len(drafts) > 1 else None
             stepped = stepped.and_then(token[:, None], last)
-            logits = self._timed_step(context, stepped, 1, last, chain=True)
+            start = perf_counter()
+            logits = self._step(stepped, 1, last, True)
+            passed = start, perf_counter()
         if not drafts:
             return DraftTree.root_only(context.root)
         self._step_of_node = _in_order(B, 1 + len(drafts), stepped)
@@ -258,9 +263,12 @@ class AutoregressiveProposer(Proposer):
             frontier, above = candidates.frontier(tree.top_k)
             ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
             stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
-            n = frontier.shape[1]
-            logits = self._timed_step(context, stepped, n, above)
-            candidates = candidates.expanded(frontier, *self._children(context, logits, stepped, n, tree.top_k))
+            n, start = frontier.shape[1], perf_counter()
+            logits = self._step(stepped, n, above, False)
+            passed = perf_counter()
+            children = self._children(context, logits, stepped, n, tree.top_k)
+            self._book_pass(context, logits, passed - start, building=perf_counter() - passed)
+            candidates = candidates.expanded(frontier, *children)
         room = torch.tensor(
             [room if active else 0 for room, active in zip(context.room, context.active, strict=True)],
             device=context.tokens.device,
@@ -300,18 +308,18 @@ class AutoregressiveProposer(Proposer):
                     gains[rank] += rates.rate(_bin(probability), prior=probability)
         return sorted(gains, reverse=True)
 
-    def _timed_step(
-        self, context: Context, stepped: Stepped, n: int, parents: Tensor | None, chain: bool = False
-    ) -> Tensor:
+    def _timed_step(self, context: Context, stepped: Stepped, n: int, parents: Tensor | None) -> Tensor:
         start = perf_counter()
-        logits = self._step(stepped, n, parents, chain)
+        logits = self._step(stepped, n, parents, False)
         self._book_pass(context, logits, perf_counter() - start)
         return logits
 
-    def _book_pass(self, context: Context, logits: Tensor, seconds: float, tokens: int = 1) -> None:
+    def _book_pass(
+        self, context: Context, logits: Tensor, seconds: float, tokens: int = 1, building: float = 0.0
+    ) -> None:
         """On a device that works on its own a pass is only launched by now: the whole draft tells its time."""
         if logits.device.type == "cpu":
-            context.pacer.observe_draft_pass(seconds, tokens)
+            context.pacer.observe_draft_pass(seconds, tokens, building)
         else:
             self._launched += 1
 
