@@ -164,7 +164,10 @@ def train(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
-    draft_vocab: int = typer.Option(8192, min=2, help="Tokens the head can draft: the most frequent ones."),
+    start_from: str | None = typer.Option(
+        None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
+    ),
+    draft_vocab: int = typer.Option(8192, min=2, help="Tokens a fresh head can draft: the most frequent ones."),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
     steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
-from specdec.eagle3 import Eagle3Trainer, convert, load, states
-from specdec.eagle3.objective import Objective, frequent_tokens
+from specdec.eagle3 import Eagle3Trainer, convert, load, recipe, save, states
+from specdec.eagle3.objective import Objective, frequent_tokens, token_counts
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
@@ -282,9 +282,10 @@ def test_flex_attention_agrees_with_the_dense_mask(name):
 
 def test_frequent_tokens():
     ids, learn = torch.tensor([5, 5, 5, 2, 2, 7, 3, 3, 3]), torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 0])
-    best, covered = frequent_tokens([(ids, learn)], 10, 2)
-    assert best.tolist() == [2, 5]
-    assert covered == pytest.approx(5 / 6)
+    counts = token_counts([(ids, learn)], 10)
+    assert counts.tolist() == [0, 0, 2, 0, 0, 3, 0, 1, 0, 0]
+    assert frequent_tokens(counts, 2).tolist() == [2, 5]
+    assert len(frequent_tokens(counts, 20)) == 10
 
 
 # Training
@@ -296,8 +297,9 @@ def test_training_makes_a_head_that_drafts(tmp_path):
     target = tiny.model("llama", num_hidden_layers=4)
     texts = some_texts(target, 16, 40)
     extract(target, texts, (1, 2, 3), tmp_path / "states")
-    vocab, covered = frequent_tokens([(text.ids, text.learn) for text in texts], tiny.VOCAB, 40)
-    assert covered > 0.8
+    counts = token_counts([(text.ids, text.learn) for text in texts], tiny.VOCAB)
+    vocab = frequent_tokens(counts, 40)
+    assert counts[vocab].sum() > 0.8 * counts.sum()
     torch.manual_seed(0)
     head = convert(target, vocab, tap_ids=(1, 2, 3))
     args = TrainingArguments(
@@ -400,6 +402,39 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
     other = run(files, tmp_path, *more, "--seed", "1")
     assert other.exit_code == 2
     assert "another recipe (seed was 0, is 1)" in other.output
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_a_head(files, tmp_path):
+    assert run(files, tmp_path / "first", "--epochs", "30").exit_code == 0
+    start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5"]
+    assert run(files, tmp_path / "still", *start, "--learning-rate", "0").exit_code == 0
+    assert same_heads(tmp_path / "first", tmp_path / "still")
+    assert run(files, tmp_path / "second", *start).exit_code == 0
+    assert not same_heads(tmp_path / "first", tmp_path / "second")
+    assert losses(tmp_path / "second")[0][1] < losses(tmp_path / "first")[0][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, ["--intermediate-size", "8"], "leave out --intermediate-size"),
+        ({"target_hidden_size": 64}, [], "belongs to another model"),
+        (None, [], "neither a folder"),
+    ],
+)
+def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options, message):
+    if changes is not None:
+        save(eagle3.head(tap_ids=(0, 1, 2), **changes), tmp_path / "head")
+    result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *options)
+    assert result.exit_code == 2
+    assert message in result.output.replace("\n", " ")
+
+
+def test_training_does_not_go_on_from_the_first_eagle(monkeypatch):
+    monkeypatch.setattr(recipe, "load", lambda path: eagle3.head(version=1, draft_vocab_size=tiny.VOCAB))
+    with pytest.raises(ValueError, match="only EAGLE-3"):
+        recipe.Recipe("target", Path("data"), Path("out"), start_from="head")._head(tiny.model("llama"), torch.ones(2))
 
 
 @pytest.mark.slow

@@ -142,17 +142,18 @@ def _over_processes(counts: Tensor) -> Tensor:
     return counts / torch.distributed.get_world_size()
 
 
-def frequent_tokens(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int, size: int) -> tuple[Tensor, float]:
-    """The draft vocabulary: the `size` tokens that the target writes most often.
+def token_counts(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
+    """(V,) int64, how often the target wrote each token.
 
     Args:
         texts: ids and learn flags, (T,) each.
-
-    Returns:
-        ids (size,) int64 ascending, and the share of the written tokens that they are.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for ids, learn in texts:
         counts += torch.bincount(ids[learn.bool()], minlength=vocab_size)
-    best = counts.topk(size).indices.sort().values
-    return best, float(counts[best].sum() / counts.sum().clamp(min=1))
+    return counts
+
+
+def frequent_tokens(counts: Tensor, size: int) -> Tensor:
+    """The draft vocabulary, (K,) int64 ascending: the `size` tokens, or all, with the highest counts (V,)."""
+    return counts.topk(min(size, len(counts))).indices.sort().values

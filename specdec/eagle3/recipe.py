@@ -30,14 +30,17 @@ from transformers import (
 )
 
 from specdec.capability import capability
+from specdec.eagle3.checkpoint import load
 from specdec.eagle3.config import default_taps
 from specdec.eagle3.evaluation import Evaluation
 from specdec.eagle3.fresh import convert
 from specdec.eagle3.judge import Judge, is_json
-from specdec.eagle3.objective import frequent_tokens
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.objective import frequent_tokens, token_counts
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import Eagle3Trainer
+from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
@@ -51,7 +54,8 @@ class Recipe:
 
     Args:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
-        draft_vocab: tokens the head can draft. intermediate_size: of its MLP; None: the target's.
+        start_from: a head to go on from, a folder or hub id; it keeps its draft vocabulary and MLP. None: a fresh one.
+        draft_vocab: tokens a fresh head can draft. intermediate_size: of its MLP; None: the target's.
         steps: drafted tokens to train. length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
             of one update count alike, however many tokens are learnt in each.
@@ -65,6 +69,7 @@ class Recipe:
     target: str
     data: Path
     out: Path
+    start_from: str | None = None
     draft_vocab: int = 8192
     intermediate_size: int | None = None
     steps: int = 3
@@ -163,12 +168,14 @@ class Recipe:
     def _trainer(
         self, target: PreTrainedModel, texts: Sequence[Text], dataset: Dataset, processes: PartialState
     ) -> Eagle3Trainer:
-        size = target.config.get_text_config(decoder=True).vocab_size
-        vocab, covered = frequent_tokens([(text.ids, text.learn) for text in texts], size, min(self.draft_vocab, size))
-        processes.print(f"the {len(vocab)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
         torch.manual_seed(self.seed)
-        changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-        head = convert(target, vocab, **changes)
+        size = target.config.get_text_config(decoder=True).vocab_size
+        written = token_counts([(text.ids, text.learn) for text in texts], size)
+        head = self._head(target, written)
+        covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
+        processes.print(
+            f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
+        )
         at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
         if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
             raise ValueError(
@@ -198,6 +205,19 @@ class Recipe:
             dataloader_pin_memory=not on_cpu,
         )
         return Eagle3Trainer(head, target, args, steps=self.steps, flex=self.flex, train_dataset=dataset)
+
+    def _head(self, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
+        """To begin with. written: (V,) int64, how often each token stands in the texts."""
+        if self.start_from is None:
+            changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
+            return convert(target, frequent_tokens(written, self.draft_vocab), **changes)
+        if self.intermediate_size is not None:
+            raise ValueError("a head to go on from has its MLP already: leave out --intermediate-size")
+        head = load(self.start_from)
+        if head.config.version != 3:
+            raise ValueError(f"{self.start_from} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
+        Eagle3Proposer(head).check(target)
+        return head
 
 
 class Deadline(TrainerCallback):
