@@ -12,6 +12,8 @@ import torch
 from prompts import Job, choose, cut_into_jobs, encode, read, warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.transcript import end_tokens
+
 
 @dataclass(frozen=True)
 class Options:
@@ -101,9 +103,7 @@ class Bench:
 
     @property
     def end_tokens(self) -> set[int]:
-        config = self.target.generation_config
-        ends = config.eos_token_id if config is not None else None
-        return {ends} if isinstance(ends, int) else set(ends or ())
+        return end_tokens(self.target)
 
     @property
     def text_ends(self) -> set[int]:

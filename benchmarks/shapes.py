@@ -93,13 +93,12 @@ def row(
     lengths = [report.mean_acceptance_length for report in reports.values()]
     whole = spec.report
     nodes = whole.num_draft_tokens / max(1, whole.num_drafts)
-    rounds = sum(whole.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
     return [
         name,
         *(f"{length:.2f}" for length in lengths),
         f"{sum(lengths) / len(lengths):.2f}",
         number(nodes),
-        f"{100 * whole.seconds['draft'] / rounds:.0f}%",
+        f"{100 * whole.seconds['draft'] / whole.round_seconds:.0f}%",
         f"{100 * whole.building_share:.1f}%",
     ]
 

@@ -38,8 +38,7 @@ def detail_table(rows: Sequence[MethodSummary], identities: Mapping[str, Identit
         )
         shares = ["-"] * 3
         if report is not None:
-            rounds = sum(report.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
-            shares = [percent(report.seconds[phase], rounds) for phase in ("draft", "verify")]
+            shares = [percent(report.seconds[phase], report.round_seconds) for phase in ("draft", "verify")]
             shares.append(percent(report.overhead, 1))
         lines.append(
             [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.runner import SLIDING, ModelRunner, default_masks, forward_parameters
+from specdec.runner import SLIDING, ModelRunner, default_masks, device_of, forward_parameters
 from specdec.tree import DraftTree
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
@@ -45,7 +45,7 @@ _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = 
 def capability(model: PreTrainedModel) -> Capability:
     """`probe(model)`, once per model, precision and attention implementation."""
     known = _found.setdefault(model, {})
-    key = (model.dtype, model.device, model.config.get_text_config(decoder=True)._attn_implementation)
+    key = (model.dtype, device_of(model), model.config.get_text_config(decoder=True)._attn_implementation)
     if key not in known:
         known[key] = probe(model)
     return known[key]
@@ -102,7 +102,7 @@ def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
 
 
 def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks), model.device
+    runner, device = ModelRunner(model, masks), device_of(model)
     ids = _token_ids(model, 32)
     prompts = [ids[:7], ids[7:11]]
     drafts = torch.stack([ids[11:16], ids[16:21]])
@@ -132,7 +132,7 @@ def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
 
 
 def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks), model.device
+    runner, device = ModelRunner(model, masks), device_of(model)
     ids = _token_ids(model, 12)
     runner.start(1)
     picks = [runner.extend(ids[None, :6], [0]).logits[0]]
@@ -178,7 +178,7 @@ def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
     special |= set(ends) if isinstance(ends, list) else {ends}
     size = config.vocab_size
     ids = [i for i in ((7919 * k + 13) % size for k in range(4 * count)) if i not in special]
-    return torch.tensor(ids[:count], device=model.device)
+    return torch.tensor(ids[:count], device=device_of(model))
 
 
 @contextmanager

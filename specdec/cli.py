@@ -6,10 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import typer
 
-PROPOSERS = 'What drafts: "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3" (a known head) or "auto".'
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+WHAT_DRAFTS = (
+    'What drafts: "ngram", "eagle3" (a known head), "eagle3:PATH_OR_ID", "draft:PATH_OR_ID", one of these three behind '
+    '"ngram+", or "auto".'
+)
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
 
@@ -24,6 +31,16 @@ def _bad_input_ends() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _load(target: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """In the precision it was saved in, on the best device there is."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from specdec.demo.loading import best_device
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval(), tokenizer
+
+
 @app.callback()
 def main() -> None:
     """Speculative decoding for Hugging Face models."""
@@ -33,20 +50,18 @@ def main() -> None:
 def generate(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     prompt: str = typer.Argument(help="What to say to it; goes through the chat template where the model has one."),
-    proposer: str = typer.Option("ngram", help=PROPOSERS),
+    proposer: str = typer.Option("ngram", help=WHAT_DRAFTS),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
     """Write a continuation token by token, then print the report."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
 
     from specdec import SpeculativeGenerator
-    from specdec.demo.loading import best_device
     from specdec.demo.prompts import Prompt
 
     with _bad_input_ends():
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        model, tokenizer = _load(target)
         spec = SpeculativeGenerator(model, proposer)
     inputs = Prompt("", prompt).encode(tokenizer, model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
@@ -66,9 +81,6 @@ def inspect(
     probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
 ) -> None:
     """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from specdec.demo.loading import best_device
     from specdec.eagle3.checkpoint import read
     from specdec.eagle3.inspection import describe, probe_taps
     from specdec.proposers import Eagle3Proposer
@@ -81,12 +93,12 @@ def inspect(
         module = checkpoint.head()
         if target is None:
             return
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
-        proposer = Eagle3Proposer(module.to(best_device()))
+        model, tokenizer = _load(target)
+        proposer = Eagle3Proposer(module.to(model.device))
         proposer.check(model)
         typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
         if probe:
-            typer.echo(probe_taps(module, model, AutoTokenizer.from_pretrained(target)))
+            typer.echo(probe_taps(module, model, tokenizer))
 
 
 @app.command()
@@ -108,7 +120,7 @@ def regenerate(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     prompts: Path = typer.Argument(help="Prompts or conversations: JSONL (.gz), or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="JSONL to write; conversations finished in an earlier run are kept."),
-    proposer: str = typer.Option("ngram", help=PROPOSERS),
+    proposer: str = typer.Option("ngram", help=WHAT_DRAFTS),
     temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
     batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
@@ -119,25 +131,18 @@ def regenerate(
 ) -> None:
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from specdec.demo.loading import best_device
     from specdec.eagle3.regenerate import regenerate as run
-    from specdec.eagle3.texts import read_entries
 
     with _bad_input_ends():
-        count = sum(1 for _ in read_entries(prompts))
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        model, tokenizer = _load(target)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
         with Progress(*columns) as bar:
-            task = bar.add_task("answers", total=min(count, limit or count), speed="")
-            written, started = 0, perf_counter()
+            task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
 
-            def progress(conversations: int, tokens: int) -> None:
-                nonlocal written
-                written += tokens
-                bar.update(task, advance=conversations, speed=f"{written / (perf_counter() - started):.0f} tokens/s")
+            def progress(done: int, total: int, tokens: int) -> None:
+                speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
+                bar.update(task, completed=done, total=total, speed=speed)
 
             spec = run(
                 model,
@@ -213,21 +218,17 @@ def train(
 @app.command()
 def doctor(
     target: str = typer.Argument(help="Path or hub id of the target model."),
-    proposer: str = typer.Argument(help=PROPOSERS),
+    proposer: str = typer.Argument(help=WHAT_DRAFTS),
     prompts: Path | None = typer.Option(None, help="Your prompts, one a line; three of ours by default.", exists=True),
     max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
     """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from specdec.demo.loading import best_device
     from specdec.demo.prompts import PROMPTS, Prompt
     from specdec.doctor import diagnose
 
     with _bad_input_ends():
-        tokenizer = AutoTokenizer.from_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+        model, tokenizer = _load(target)
     ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []
     theirs = [Prompt("", line).encode(tokenizer)["input_ids"][0] for line in lines]

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from specdec.capability import probe
-from specdec.runner import ModelRunner
+from specdec.runner import ModelRunner, device_of
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 
@@ -23,12 +23,12 @@ def pass_costs(
     Args:
         context: tokens in the cache. repeats: passes of each size, after one that is not counted.
     """
-    model = runner.model
+    device = device_of(runner.model)
     vocab = runner.config.vocab_size
     generator = torch.Generator().manual_seed(0)
 
     def tokens(n: int) -> torch.Tensor:
-        return torch.randint(vocab, (batch_size, n), generator=generator).to(model.device)
+        return torch.randint(vocab, (batch_size, n), generator=generator).to(device)
 
     runner.start(batch_size)
     runner.extend(tokens(context), [0] * batch_size)
@@ -36,8 +36,8 @@ def pass_costs(
     for _ in range(repeats + 1):
         for n in sizes:
             draft = tokens(n)
-            depth = torch.arange(n, device=model.device).expand(batch_size, n)
-            seen = torch.ones(n, n, dtype=torch.bool, device=model.device).tril().expand(batch_size, n, n)
+            depth = torch.arange(n, device=device).expand(batch_size, n)
+            seen = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(batch_size, n, n)
             start = perf_counter()
             logits = runner.grow(draft, depth, seen, chain=True).logits
             logits[0, 0, 0].item()  # on an accelerator, this waits for the pass

@@ -19,6 +19,7 @@ from specdec.costs import pass_costs, target_runner
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
+from specdec.runner import device_of
 
 PROBED = 8  # drafted per round, to see the acceptance at so many positions
 LONGEST = 16  # simulated
@@ -139,15 +140,15 @@ def diagnose(
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     automatic = SpeculativeGenerator(target, proposer, on_unsupported="error")
     fixed = SpeculativeGenerator(target, automatic.proposer, draft_length=PROBED, on_unsupported="error")
-    texts = [fixed.generate(prompt[None].to(target.device), **arguments)[0, len(prompt) :] for prompt in prompts]
+    texts = [fixed.generate(prompt[None].to(device_of(target)), **arguments)[0, len(prompt) :] for prompt in prompts]
     report = fixed.report
     for prompt in prompts:
-        automatic.generate(prompt[None].to(target.device), **arguments)
+        automatic.generate(prompt[None].to(device_of(target)), **arguments)
     elsewhere = None
     if usual:
         other = SpeculativeGenerator(target, automatic.proposer, draft_length=PROBED, on_unsupported="error")
         for prompt in usual:
-            other.generate(prompt[None].to(target.device), **arguments)
+            other.generate(prompt[None].to(device_of(target)), **arguments)
         elsewhere = next(iter(other.report.conditional_acceptance_rate_per_pos), 0.0)
     costs = pass_costs(target_runner(target), sizes=(1, 2, 4, 8, 16))
     per_pass = report.seconds_per_draft_pass

@@ -27,8 +27,7 @@ class Report:
         num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
         num_rounds: target passes after the prefill.
         num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
-        num_accepted_tokens: drafted tokens that were accepted. num_emitted_tokens: accepted tokens plus one per
-            row-round (its bonus or recovered token).
+        num_accepted_tokens: drafted tokens that were accepted.
         num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
         num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
         seconds: wall time by phase: prefill, draft, verify, accept, other.
@@ -134,16 +133,20 @@ class Report:
         return _ratio(self.draft_pass_seconds, self.num_draft_passes)
 
     @property
+    def round_seconds(self) -> float:
+        """Wall time of all rounds: everything but the prefills."""
+        return sum(self.seconds[phase] for phase in PHASES[1:])
+
+    @property
     def building_share(self) -> float:
         """Share of the rounds' time that went into making drafts, without the draft's passes, and accepting them."""
         building = self.seconds["draft"] - self.draft_pass_seconds + self.seconds["accept"]
-        return _ratio(building, sum(self.seconds[phase] for phase in PHASES if phase != "prefill"))
+        return _ratio(building, self.round_seconds)
 
     @property
     def overhead(self) -> float:
         """Share of the rounds' time that is neither the target's pass nor drafting."""
-        rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
-        return _ratio(self.seconds["accept"] + self.seconds["other"], rounds)
+        return _ratio(self.seconds["accept"] + self.seconds["other"], self.round_seconds)
 
     def add(self, other: Report) -> None:
         """Take in another report's counts."""
@@ -181,11 +184,8 @@ class Report:
 
     def __str__(self) -> str:
         per_pos = " ".join(f"{rate:.2f}" for rate in self.conditional_acceptance_rate_per_pos[:10]) or "-"
-        rounds = sum(self.seconds[phase] for phase in ("draft", "verify", "accept", "other"))
-        shares = ", ".join(
-            f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%"
-            for phase in ("draft", "verify", "accept", "other")
-        )
+        rounds = self.round_seconds
+        shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             ("output tokens", f"{self.num_output_tokens}"),

@@ -173,6 +173,14 @@ class ModelRunner(CachedRows):
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model takes its inputs. One whose first weights accelerate keeps elsewhere calls itself "meta"."""
+    if model.device.type != "meta":
+        return model.device
+    device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)
+    return model.device if device is None else torch.device(device)
+
+
 def forward_parameters(model: PreTrainedModel) -> set[str]:
     """Names that `model.forward` accepts."""
     return set(inspect.signature(model.forward).parameters)

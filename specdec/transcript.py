@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 
 
 @dataclass
@@ -237,3 +237,9 @@ class Transcript:
             hidden = (records.prompt_hidden_states, *later)
         scores = tuple(self._settled_scores) if self.records.scores is not None else None
         return {"scores": scores, "logits": logits, "hidden_states": hidden}
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """What ends a model's texts, by its generation config."""
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    return {ends} if isinstance(ends, int) else set(ends or ())

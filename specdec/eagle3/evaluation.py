@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.unroll import unroll
+from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DynamicTree
 
@@ -99,7 +100,7 @@ def evaluate(
 
 def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
     """With a mask: `generate()` would take pad tokens of the prompt's own for padding."""
-    ids = prompt[None].to(target.device)
+    ids = prompt[None].to(device_of(target))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -56,9 +56,9 @@ class Judge(TrainerCallback):
         self.trainer.log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
         if found.warning:
             print(f"warning: {found.warning}")
-        before = json.loads(self.path.read_text()) if self.path.exists() and is_json(self.path) else None
+        before = read_json(self.path)
         content: dict[str, Any] = before or {}
-        if before is None or found.tree_length >= _evaluation(before["best"]).tree_length:
+        if before is None or found.tree_length >= before["best"]["tree_length"]:
             self.trainer.save_head(self.out / "head", self.target)
             content |= {"best": asdict(found), "best_update": state.global_step}
         content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
@@ -104,9 +104,9 @@ def _evaluation(entry: dict[str, Any]) -> Evaluation:
     return Evaluation(**entry | {"acceptance_rate_per_pos": tuple(entry["acceptance_rate_per_pos"])})
 
 
-def is_json(path: Path) -> bool:
+def read_json(path: Path) -> Any | None:
+    """What is in a file; None if there is none, or it was not written to its end."""
     try:
-        json.loads(path.read_text())
-    except ValueError:
-        return False
-    return True
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None

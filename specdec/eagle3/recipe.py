@@ -7,7 +7,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import islice
@@ -34,8 +35,8 @@ from specdec.eagle3.checkpoint import load
 from specdec.eagle3.config import default_taps
 from specdec.eagle3.evaluation import Evaluation
 from specdec.eagle3.fresh import convert
-from specdec.eagle3.judge import Judge, is_json
 from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.judge import Judge, read_json
 from specdec.eagle3.objective import frequent_tokens, token_counts
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
@@ -136,7 +137,7 @@ class Recipe:
         for text in texts:
             content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
         mine["texts"] = content.hexdigest()
-        theirs = json.loads(path.read_text()) if path.exists() and is_json(path) else mine
+        theirs = read_json(path) or mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             raise ValueError(
@@ -244,26 +245,23 @@ def last_checkpoint(folder: Path) -> str | None:
     whole = [
         path
         for path in folder.glob("checkpoint-*")
-        if all((path / name).exists() for name in CHECKPOINT_FILES) and is_json(path / "trainer_state.json")
+        if all((path / name).exists() for name in CHECKPOINT_FILES) and read_json(path / "trainer_state.json")
     ]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
 
-class _clear_failures:
+@contextmanager
+def _clear_failures(out: Path) -> Iterator[None]:
     """What can go wrong for want of room, in words; what was saved before is kept."""
-
-    def __init__(self, out: Path):
-        self.out = out
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        kept = f"What was finished is kept in {self.out}; the same command goes on from there."
+    kept = f"What was finished is kept in {out}; the same command goes on from there."
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"out of memory: use fewer --rows-at-once. {kept}") from error
+    except Exception as error:
         if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error):
             raise ValueError(f"the disk is full. Make room. {kept}") from error
-        if isinstance(error, torch.OutOfMemoryError):
-            raise ValueError(f"out of memory: use fewer --rows-at-once. {kept}") from error
+        raise
 
 
 def _prompt(text: Text) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
+from specdec.transcript import end_tokens
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
 WINDOW = 16  # batches whose prompts are sorted by length, so that a batch's are alike
@@ -65,7 +66,7 @@ def regenerate(
     max_prompt_tokens: int = 1024,
     limit: int | None = None,
     seed: int = 0,
-    progress: Callable[[int, int], Any] = lambda conversations, tokens: None,
+    progress: Callable[[int, int, int], Any] = lambda done, total, tokens: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> SpeculativeGenerator:
     """Have the target answer prompts; answers that are there already are replaced.
@@ -75,14 +76,16 @@ def regenerate(
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out.
-        progress: called with the conversations done, and the tokens written for them. go_on: asked before each batch.
+        progress: called with the conversations done, those there are, and the tokens written in this run.
+        go_on: asked before each batch.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
     conversations = list(_conversations(prompts, limit, tokenizer))
     name = str(target.config._name_or_path)
     done = _finished(out, conversations, name)
-    progress(len(done), 0)
+    handled, tokens = len(done), 0
+    progress(handled, len(conversations), tokens)
     spec = SpeculativeGenerator(target, proposer)
     with out.open("a", encoding="utf-8") as file:
         for temperature, whole in _batches(conversations, temperatures, batch_size):
@@ -99,7 +102,8 @@ def regenerate(
                 file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-            progress(len(batch), sum(c.tokens for c in batch))
+            handled, tokens = handled + len(batch), tokens + sum(c.tokens for c in batch)
+            progress(handled, len(conversations), tokens)
     return spec
 
 
@@ -167,7 +171,7 @@ def _answer(
 ) -> None:
     """All turns of all conversations; those with a turn left share a call."""
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ends = _end_tokens(spec.model)
+    ends = end_tokens(spec.model)
     while asking := [
         (c, prompt) for c in batch if (prompt := _next_prompt(c, tokenizer, max_prompt_tokens)) is not None
     ]:
@@ -208,8 +212,3 @@ def _left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
         ids[row, longest - len(prompt) :] = torch.tensor(prompt)
         mask[row, longest - len(prompt) :] = 1
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def _end_tokens(model: PreTrainedModel) -> set[int]:
-    ends = model.generation_config.eos_token_id
-    return set() if ends is None else set(ends) if isinstance(ends, list) else {ends}

@@ -6,7 +6,6 @@ Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, a
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,28 +61,33 @@ def find(target: PreTrainedModel) -> str:
         )
     if entry.sha256 is None:
         return entry.head
-    for place in places():
-        weights = place / entry.head / WEIGHTS
-        if weights.exists():
-            if hashlib.sha256(weights.read_bytes()).hexdigest() != entry.sha256:
-                raise NoHead(f"{weights} is not the file that it should be (its checksum differs): fetch it again")
-            return str(weights.parent)
-    raise NoHead(
-        f"the head {entry.head} is not on this machine: it lies in heads/{entry.head} of specdec's repository and is "
-        f"found in a checkout, or copied to {places()[-1] / entry.head}"
-    )
+    folder = _folder(entry)
+    if folder is None:
+        raise NoHead(
+            f"the head {entry.head} is not on this machine: it lies in heads/{entry.head} of specdec's repository and "
+            f"is found in a checkout, or copied to {places()[-1] / entry.head}"
+        )
+    if hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() != entry.sha256:
+        raise NoHead(f"{folder / WEIGHTS} is not the file that it should be (its checksum differs): fetch it again")
+    return str(folder)
 
 
 def at_hand(name: str) -> bool:
     """Whether one of our own heads for a target of this name is on this machine."""
     entry = HEADS.get(name.lower())
-    return entry is not None and any((place / entry.head / WEIGHTS).exists() for place in places())
+    return entry is not None and _folder(entry) is not None
+
+
+def _folder(entry: Known) -> Path | None:
+    """Where one of our own heads is."""
+    return next((place / entry.head for place in places() if (place / entry.head / WEIGHTS).exists()), None)
 
 
 def places() -> list[Path]:
     """Folders that may hold our heads."""
-    cache = Path(os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()
-    return [Path(__file__).resolve().parents[2] / "heads", cache / "heads"]
+    from specdec.demo.weights import cache_folder
+
+    return [Path(__file__).resolve().parents[2] / "heads", cache_folder() / "heads"]
 
 
 def name_of(target: PreTrainedModel) -> str:

@@ -87,7 +87,7 @@ class HeadRunner(CachedRows):
         weight = next(self.embedding.parameters())
         if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
-        embeds = self.embedding(tokens.to(weight.device)).to(self.head.device, self.head.dtype)
+        embeds = self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
         window = self.head.config.sliding_window
         if window is not None:
             if visible is None:
@@ -100,4 +100,9 @@ class HeadRunner(CachedRows):
         if self.lm_head is None:
             return self._fast.logits(h)
         weight = next(self.lm_head.parameters())
-        return self.lm_head(h.to(weight.device, weight.dtype)).to(h.device)
+        return self.lm_head(_beside(weight, h.to(weight.dtype))).to(h.device)
+
+
+def _beside(weight: Tensor, tensor: Tensor) -> Tensor:
+    """On the weight's device; where it is fetched for each pass (accelerate's offloading), its hook sees to that."""
+    return tensor if weight.device.type == "meta" else tensor.to(weight.device)

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,14 @@ def extract(
     folder.mkdir(parents=True, exist_ok=True)
     listener = Taps(target, [*taps, FINAL])
     batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 16384)
-    for number, members in enumerate(_shards(texts)):
+    for number, members in enumerate(_packed([len(text.ids) for text in texts], SHARD_TOKENS)):
         path = folder / f"states-{number:05d}.safetensors"
         tokens = sum(len(texts[i].ids) for i in members)
         if not path.exists():
             if not go_on():
                 return False
-            _write(path, [texts[i] for i in members], _states(target, listener, texts, members, batch_tokens), taps)
+            of_shard = [texts[i] for i in members]
+            _write(path, of_shard, _states(target, listener, of_shard, batch_tokens))
         progress(tokens)
     partial = folder / "states.json.part"
     partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
@@ -67,33 +69,37 @@ def extract(
     return True
 
 
-def _shards(texts: Sequence[Text]) -> list[list[int]]:
-    shards: list[list[int]] = []
-    filled = SHARD_TOKENS
-    for i, text in enumerate(texts):
-        if filled + len(text.ids) > SHARD_TOKENS:
-            shards.append([])
+def _packed(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices in order, in groups whose lengths add up to `most` at most; a longer one is alone."""
+    groups: list[list[int]] = []
+    filled = most
+    for i, length in enumerate(lengths):
+        if filled + length > most or not groups:
+            groups.append([])
             filled = 0
-        shards[-1].append(i)
-        filled += len(text.ids)
-    return shards
+        groups[-1].append(i)
+        filled += length
+    return groups
 
 
-def _states(
-    target: PreTrainedModel, listener: Taps, texts: Sequence[Text], members: Sequence[int], batch_tokens: int
-) -> dict[int, Tensor]:
-    """(T, C) of each text; texts of like length share a pass, padded on the right, which causal attention ignores."""
+def _states(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batch_tokens: int) -> list[Tensor]:
+    """(T, C) of each text; those of like length share a pass."""
     out: dict[int, Tensor] = {}
-    ordered = sorted(members, key=lambda i: len(texts[i].ids))
+    ordered = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     while ordered:
-        longest = len(texts[ordered[-1]].ids)
-        batch, ordered = ordered[-max(1, batch_tokens // longest) :], ordered[: -max(1, batch_tokens // longest)]
-        ids = torch.nn.utils.rnn.pad_sequence([texts[i].ids for i in batch], batch_first=True)
-        with listener.listening():
-            target.get_decoder()(input_ids=ids.to(target.device), use_cache=False)
-        for row, i in zip(listener.features(), batch, strict=True):
-            out[i] = row[: len(texts[i].ids)].to("cpu", torch.bfloat16)
-    return {i: out[i] for i in members}
+        count = max(1, batch_tokens // len(texts[ordered[-1]].ids))
+        batch, ordered = ordered[-count:], ordered[:-count]
+        for i, states in zip(batch, _pass(target, listener, [texts[i].ids for i in batch]), strict=True):
+            out[i] = states.to("cpu", torch.bfloat16)
+    return [out[i] for i in range(len(texts))]
+
+
+def _pass(target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor]) -> list[Tensor]:
+    """States (T, C) of texts (T,) in one pass of the target, padded on the right, which causal attention ignores."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+    with listener.listening():
+        target.get_decoder()(input_ids=ids.to(target.device), use_cache=False)
+    return [row[: len(text)] for row, text in zip(listener.features(), texts, strict=True)]
 
 
 @torch.no_grad()
@@ -106,23 +112,19 @@ def states_of_packed(target: PreTrainedModel, listener: Taps, batch: dict[str, T
         for number in documents[row].unique().tolist()
         if number != PADDING
     ]
-    parts = [ids[row, where] for row, where in places]
-    padded = torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
-    with listener.listening():
-        target.get_decoder()(input_ids=padded.to(target.device), use_cache=False)
-    found = listener.features()
-    states = found.new_zeros(*ids.shape, found.shape[-1])
+    found = _pass(target, listener, [ids[row, where] for row, where in places])
+    states = found[0].new_zeros(*ids.shape, found[0].shape[-1])
     for (row, where), of_it in zip(places, found, strict=True):
-        states[row, where.to(found.device)] = of_it[: len(where)]
+        states[row, where.to(states.device)] = of_it
     return states.to(ids.device)
 
 
-def _write(path: Path, texts: Sequence[Text], states: dict[int, Tensor], taps: Sequence[int]) -> None:
+def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor]) -> None:
     tensors = {
         "ids": torch.cat([text.ids for text in texts]),
         "learn": torch.cat([text.learn for text in texts]),
         "lengths": torch.tensor([len(text.ids) for text in texts]),
-        "states": torch.cat(list(states.values())),
+        "states": torch.cat(list(states)),
     }
     partial = path.with_suffix(f".{os.getpid()}.part")  # several machines may share the folder
     save_file(tensors, partial)
@@ -147,22 +149,16 @@ class StateDataset(Dataset):
         described = json.loads((self.folder / "states.json").read_text())
         self.taps = tuple(described["taps"])
         self._paths = [self.folder / f"states-{number:05d}.safetensors" for number in range(described["shards"])]
-        self._rows: list[list[_Place]] = []
-        for shard, path in enumerate(self._paths):
-            self._pack(shard, path)
+        self._rows = [row for shard in range(len(self._paths)) for row in self._rows_of(shard)]
 
-    def _pack(self, shard: int, path: Path) -> None:
-        with safe_open(path, "pt") as file:
+    def _rows_of(self, shard: int) -> list[list[_Place]]:
+        with safe_open(self._paths[shard], "pt") as file:
             lengths = file.get_tensor("lengths").tolist()
-        start, filled = 0, self.length
-        for length in lengths:
-            kept = min(length, self.length)
-            if filled + kept > self.length:
-                self._rows.append([])
-                filled = 0
-            self._rows[-1].append(_Place(shard, start, kept))
-            filled += kept
-            start += length
+        starts = [0, *accumulate(lengths)]
+        places = [
+            _Place(shard, start, min(length, self.length)) for start, length in zip(starts, lengths, strict=False)
+        ]
+        return [[places[i] for i in row] for row in _packed([place.length for place in places], self.length)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -186,15 +182,8 @@ class PackedTexts(Dataset):
 
     def __init__(self, texts: Sequence[Text], length: int):
         self.length = length
-        self._rows: list[list[Text]] = []
-        filled = length
-        for text in texts:
-            kept = Text(text.ids[:length], text.learn[:length])
-            if filled + len(kept.ids) > length:
-                self._rows.append([])
-                filled = 0
-            self._rows[-1].append(kept)
-            filled += len(kept.ids)
+        cut = [Text(text.ids[:length], text.learn[:length]) for text in texts]
+        self._rows = [[cut[i] for i in row] for row in _packed([len(text.ids) for text in cut], length)]
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -6,9 +6,11 @@ Owns the shapes of drafts and when to stop. The models, and how they keep up wit
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
+T = TypeVar("T")
 CONFIDENCES = 20  # bins of a probability of the draft's
 
 
@@ -180,12 +183,13 @@ class AutoregressiveProposer(Proposer):
         probs: list[Tensor] = []
         keys: list[list[int]] = []
         chances = _chances(context, 1.0)
-        passed: tuple[float, float] | None = None  # when the last pass began and ended
-        while True:
+
+        def read(logits: Tensor) -> tuple[Tensor, Tensor | None]:
             scores = self._processed(context, logits, stepped, 1)[:, 0]  # (B, V)
-            q = scores.softmax(-1) if draw else None
-            if passed is not None:
-                self._book_pass(context, logits, passed[1] - passed[0], building=perf_counter() - passed[1])
+            return scores, scores.softmax(-1) if draw else None
+
+        scores, q = read(logits)
+        while True:
             if pacer.length is None:
                 keys.append(_confidence(scores, q))
                 chances = _onward(context, chances, keys[-1], len(drafts))
@@ -200,9 +204,7 @@ class AutoregressiveProposer(Proposer):
                 break
             last = torch.full((B, 1), len(drafts) - 2, device=token.device) if len(drafts) > 1 else None
             stepped = stepped.and_then(token[:, None], last)
-            start = perf_counter()
-            logits = self._step(stepped, 1, last, True)
-            passed = start, perf_counter()
+            scores, q = self._step_and(read, context, stepped, 1, last, chain=True)
         if not drafts:
             return DraftTree.root_only(context.root)
         self._step_of_node = _in_order(B, 1 + len(drafts), stepped)
@@ -226,9 +228,14 @@ class AutoregressiveProposer(Proposer):
         stepped = Stepped.none(context.root, context.room)
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
-        for d, width in enumerate(branching[:limit], start=1):
+
+        def read(logits: Tensor) -> tuple[Tensor, Tensor]:
             probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
-            children = _draw_without_replacement(probs, width) if draw else _top(probs, width)
+            width = branching[depth[-1]]
+            return probs, _draw_without_replacement(probs, width) if draw else _top(probs, width)
+
+        probs, children = read(logits)
+        for d, width in enumerate(branching[:limit], start=1):
             if draw:
                 q_rows.append(probs)
             first = len(parents)
@@ -244,7 +251,7 @@ class AutoregressiveProposer(Proposer):
             missing = tokens[:, first:] < 0
             dead = missing if above is None else missing | stepped.dead.gather(1, above)
             stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above, dead)
-            logits = self._timed_step(context, stepped, len(level), above)
+            probs, children = self._step_and(read, context, stepped, len(level), above)
         q = None
         if q_rows:
             leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
@@ -263,11 +270,8 @@ class AutoregressiveProposer(Proposer):
             frontier, above = candidates.frontier(tree.top_k)
             ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
             stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
-            n, start = frontier.shape[1], perf_counter()
-            logits = self._step(stepped, n, above, False)
-            passed = perf_counter()
-            children = self._children(context, logits, stepped, n, tree.top_k)
-            self._book_pass(context, logits, passed - start, building=perf_counter() - passed)
+            read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
+            children = self._step_and(read, context, stepped, frontier.shape[1], above)
             candidates = candidates.expanded(frontier, *children)
         room = torch.tensor(
             [room if active else 0 for room, active in zip(context.room, context.active, strict=True)],
@@ -308,11 +312,23 @@ class AutoregressiveProposer(Proposer):
                     gains[rank] += rates.rate(_bin(probability), prior=probability)
         return sorted(gains, reverse=True)
 
-    def _timed_step(self, context: Context, stepped: Stepped, n: int, parents: Tensor | None) -> Tensor:
+    def _step_and(
+        self,
+        read: Callable[[Tensor], tuple[Tensor, T]],
+        context: Context,
+        stepped: Stepped,
+        n: int,
+        parents: Tensor | None,
+        *,
+        chain: bool = False,
+    ) -> tuple[Tensor, T]:
+        """`_step`, and what `read` makes of its logits; both are booked."""
         start = perf_counter()
-        logits = self._step(stepped, n, parents, False)
-        self._book_pass(context, logits, perf_counter() - start)
-        return logits
+        logits = self._step(stepped, n, parents, chain)
+        passed = perf_counter()
+        out = read(logits)
+        self._book_pass(context, logits, passed - start, building=perf_counter() - passed)
+        return out
 
     def _book_pass(
         self, context: Context, logits: Tensor, seconds: float, tokens: int = 1, building: float = 0.0

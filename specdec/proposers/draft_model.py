@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
-from specdec.runner import ModelRunner
+from specdec.runner import ModelRunner, device_of
+from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
 
@@ -63,13 +64,13 @@ class DraftModelProposer(AutoregressiveProposer):
                 f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
                 f"differ, at token id {differing} first. Choose a draft model of the target's family."
             )
-        if self._loaded and target.device != self.model.device:
-            self.model.to(target.device)
+        if self._loaded and device_of(target) != self.model.device:
+            self.model.to(device_of(target))
             self.runner = self._new_runner()
-        if target.device.type != self.model.device.type:
+        if device_of(target).type != device_of(self.model).type:
             raise ValueError(
-                f"the draft model is on {self.model.device} and the target on {target.device}: move the draft with "
-                f"draft.to('{target.device}')"
+                f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "
+                f"draft.to('{device_of(target)}')"
             )
 
     def _new_runner(self) -> ModelRunner:
@@ -166,9 +167,7 @@ def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | 
     if isinstance(vocab, int) and vocab < 1:
         raise ValueError(f"vocab must be a positive number of tokens or a tensor of token ids, got {vocab}")
     known = torch.arange(vocab) if isinstance(vocab, int) else vocab.long().cpu()
-    ends = model.generation_config.eos_token_id if model.generation_config else None
-    ends = [ends] if isinstance(ends, int) else list(ends or [])
-    known = torch.cat([known, torch.tensor(ends, dtype=torch.long)]).unique()
+    known = torch.cat([known, torch.tensor(sorted(end_tokens(model)), dtype=torch.long)]).unique()
     if int(known[0]) < 0 or int(known[-1]) >= size:
         raise ValueError(f"vocab holds ids from {int(known[0])} to {int(known[-1])}, the draft knows 0 to {size - 1}")
     return known
