@@ -1,7 +1,7 @@
 """specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes."""
 
 from specdec.generator import SpeculativeGenerator, Unsupported
-from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, NgramProposer, Proposer
+from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
 from specdec.report import Report
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
@@ -12,6 +12,7 @@ __all__ = [
     "DraftTree",
     "DynamicTree",
     "Eagle3Proposer",
+    "HybridProposer",
     "NgramProposer",
     "Proposer",
     "Report",

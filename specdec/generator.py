@@ -29,9 +29,9 @@ from specdec.eagle3 import registry
 from specdec.logits import NodeProcessors, stateful
 from specdec.loop import Loop, Rule
 from specdec.pacing import Pacer
-from specdec.proposers import DraftModelProposer, Eagle3Proposer, NgramProposer, Proposer
+from specdec.proposers import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
 from specdec.report import Report, Stopwatch
-from specdec.runner import ModelRunner, Output
+from specdec.runner import ModelRunner, Output, device_of
 from specdec.transcript import Records, Transcript
 from specdec.tree import DraftTree, Verdict
 
@@ -50,7 +50,8 @@ KNOWN_KWARGS = {
     "return_dict",
     "cache_position",
 }
-PROPOSERS = re.compile(r"ngram|auto|eagle3|(draft|eagle3):.+")
+WITH_NGRAMS = "ngram+"
+PROPOSERS = re.compile(r"ngram|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
 # Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
 ASSISTED_FIELDS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
 
@@ -69,7 +70,8 @@ class SpeculativeGenerator:
     Args:
         model: the target, a causal LM from transformers.
         proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3"
-            (the head that `eagle3.registry` knows for this model) or "auto" (that, else n-grams).
+            (the head that `eagle3.registry` knows for this model), one of the latter three behind "ngram+" (see
+            `HybridProposer`), or "auto" ("ngram+eagle3" where a head is known, else "ngram").
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
         rule: how drawn chains are verified at T > 0: "block" (Sun et al. 2403.10444), "token" (Leviathan et al.
             2211.17192), or "typical" (Medusa 2401.10774), which is LOSSY: the output no longer has the target's
@@ -167,7 +169,7 @@ class SpeculativeGenerator:
         **model_kwargs: Any,
     ):
         report = self.last_report = Report(num_calls=1, num_rows=len(input_ids))
-        watch = Stopwatch(report, model.device)
+        watch = Stopwatch(report, device_of(model))
         reason = self._unsupported(input_ids, logits_processor, generation_config, synced_gpus, model_kwargs)
         if reason:
             self._fall_back(reason)
@@ -340,14 +342,17 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
     if not isinstance(proposer, str) or not PROPOSERS.fullmatch(proposer):
         raise ValueError(
             'proposer must be a Proposer, a loaded draft model, "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or '
-            f'"eagle3:PATH_OR_ID", got {proposer!r}'
+            f'"eagle3:PATH_OR_ID", the latter also behind "ngram+", got {proposer!r}'
         )
     kind, _, source = proposer.partition(":")
+    if kind.startswith(WITH_NGRAMS):
+        return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
     if kind == "draft":
         return DraftModelProposer(source)
     if kind == "eagle3":
         return Eagle3Proposer(source or registry.find(target))
-    return _known_head(target) or NgramProposer() if kind == "auto" else NgramProposer()
+    head = _known_head(target) if kind == "auto" else None
+    return NgramProposer() if head is None else HybridProposer(head)
 
 
 def _known_head(target: PreTrainedModel) -> Proposer | None:
@@ -396,7 +401,7 @@ def _prefill(
     """Run the prompts, in chunks of `prefill_chunk_size` if asked; logits (B, 1, V) after them."""
     embeds = model_kwargs.get("inputs_embeds")
     given = input_ids if embeds is None else embeds
-    device = target.model.device
+    device = device_of(target.model)
     given, pads = given.to(device), _pads(given, model_kwargs)
     wants_hidden = text.records.hidden_states is not None
     chunk = config.prefill_chunk_size or given.shape[1]

@@ -260,6 +260,7 @@ class Pacer:
             self.verify.observe_plain(verify_seconds)
             usual = self.verify.plain
         seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * usual)
+        self._trying = False
         self._seconds = 0.9 * self._seconds + seconds
         self._tokens = 0.9 * self._tokens + gained
 

@@ -19,7 +19,7 @@ import transformers
 from transformers import LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from tests import eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")
@@ -35,6 +35,7 @@ PROPOSERS = (
     "trimmed",
     "eagle3",
     "eagle3 tree",
+    "hybrid",
     "garbage",
     "answer",
 )
@@ -179,6 +180,7 @@ def proposer(name: str, model: str, answer: torch.Tensor, draft_length: int | No
         "itself dynamic": lambda: DraftModelProposer(target, tree=DynamicTree(depth=4, top_k=2)),
         "eagle3": lambda: Eagle3Proposer(eagle3.head("3.1")),
         "eagle3 tree": lambda: Eagle3Proposer(eagle3.head(), branching=(3, 2, 1)),
+        "hybrid": lambda: HybridProposer(Eagle3Proposer(eagle3.head())),
         "trimmed": lambda: DraftModelProposer(target, vocab=20),
         "garbage": lambda: tiny.Garbage(size=draft_length or 5),
         "answer": lambda: tiny.Garbage(size=7, answer=answer),

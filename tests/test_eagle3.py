@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.eagle3.config import Eagle3Config
@@ -342,3 +343,28 @@ def test_a_head_of_another_target(changes, message):
 def test_a_config_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         Eagle3Config(**eagle3.SHAPE | changes)
+
+
+@pytest.mark.parametrize("elsewhere", [("model.layers.1", "model.layers.3"), ("model.embed_tokens", "lm_head")])
+def test_a_target_whose_parts_lie_apart(elsewhere, tmp_path):
+    """accelerate's hooks fetch them for each pass: from the disk here, from other devices where there are some."""
+    whole = tiny.model("llama", num_hidden_layers=4)
+    whole.save_pretrained(tmp_path / "model")
+    parts = [
+        "model.embed_tokens",
+        *(f"model.layers.{i}" for i in range(4)),
+        "model.norm",
+        "model.rotary_emb",
+        "lm_head",
+    ]
+    places = {part: "disk" if part in elsewhere else "cpu" for part in parts}
+    target = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "parts"
+    ).eval()
+    inputs = tiny.prompts(9, 4)
+    plain = whole.generate(**inputs, do_sample=False, max_new_tokens=12)
+    spec = SpeculativeGenerator(
+        target, Eagle3Proposer(eagle3.head(tap_ids=(1, 2, 3))), draft_length=3, on_unsupported="error"
+    )
+    assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain.tolist()
+    assert spec.report.num_draft_tokens > 0

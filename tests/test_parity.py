@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, NgramProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, NgramProposer, SpeculativeGenerator
 from tests import tiny
 
 MODELS = list(tiny.CONFIGS)
@@ -18,6 +18,7 @@ PROPOSERS = {
     "dynamic tree": lambda target: DraftModelProposer(draft_of(target), tree=DynamicTree(depth=4, top_k=3, size=9)),
     "dynamic target tree": lambda target: DraftModelProposer(target, tree=DynamicTree(depth=4, top_k=3)),
     "trimmed": lambda target: DraftModelProposer(target, vocab=20),
+    "hybrid": lambda target: HybridProposer(DraftModelProposer(draft_of(target))),
     "garbage": lambda target: tiny.Garbage(),
 }
 LENGTHS = (None, 0, 1, 4)

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from specdec import Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec import Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from specdec.eagle3 import registry, save
 from specdec.eagle3.registry import Known, NoHead
 from tests import eagle3, tiny
@@ -31,9 +31,11 @@ def ours(target, tmp_path, monkeypatch):
 
 
 def test_a_known_head_is_found(target, ours):
-    for name in ("eagle3", "auto"):
+    assert isinstance(SpeculativeGenerator(target, "eagle3").proposer, Eagle3Proposer)
+    for name in ("ngram+eagle3", "auto"):
         spec = SpeculativeGenerator(target, name, on_unsupported="error")
-        assert isinstance(spec.proposer, Eagle3Proposer)
+        assert isinstance(spec.proposer, HybridProposer)
+        assert isinstance(spec.proposer.other, Eagle3Proposer)
     prompt = tiny.prompts(6)["input_ids"]
     out = spec.generate(prompt, do_sample=False, max_new_tokens=12)
     assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()

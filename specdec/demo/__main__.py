@@ -5,11 +5,13 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
+from specdec.cli import WHAT_DRAFTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import best_device, load, locate, number_format
 from specdec.demo.show import Show
 from specdec.eagle3 import registry
-from specdec.generator import PROPOSERS, SpeculativeGenerator
+from specdec.generator import PROPOSERS, WITH_NGRAMS, SpeculativeGenerator
+from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
 
 ONE_GB = 10**9  # Python, torch and the caches
 
@@ -19,9 +21,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
-    proposer: str = typer.Option(
-        "", help="ngram, draft:PATH_OR_ID, eagle3:PATH_OR_ID, eagle3 or auto; default: what suits the target."
-    ),
+    proposer: str = typer.Option("", help=f"{WHAT_DRAFTS} Default: what suits the target."),
     small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
     max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
@@ -30,7 +30,7 @@ def main(
     console = Console(highlight=False)
     if proposer and not PROPOSERS.fullmatch(proposer):
         raise typer.BadParameter(
-            f'{proposer!r}: give "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or "eagle3:PATH_OR_ID"',
+            f"{proposer!r}. {WHAT_DRAFTS}",
             param_hint="--proposer",
         )
     target, proposers = choose(target, proposer, small)
@@ -75,11 +75,11 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
     generators = {}
     for proposer in proposers:
         kind, _, source = proposer.partition(":")
-        if kind == "draft":  # loaded here, to be in the target's number format and on its device
-            draft, _ = load(locate(source), dtype)
-            generators[kind] = SpeculativeGenerator(model, draft)
-        else:
-            generators[kind] = SpeculativeGenerator(model, proposer)
+        made: str | Proposer = proposer
+        if kind.endswith("draft"):  # loaded here, to be in the target's number format and on its device
+            draft = DraftModelProposer(load(locate(source), dtype)[0])
+            made = HybridProposer(draft) if kind.startswith(WITH_NGRAMS) else draft
+        generators[kind] = SpeculativeGenerator(model, made)
     return Show(model, tokenizer, generators, console, max_new_tokens)
 
 

@@ -3,6 +3,7 @@
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.ngram import NgramProposer
 
-__all__ = ["Context", "DraftModelProposer", "Eagle3Proposer", "NgramProposer", "Proposer"]
+__all__ = ["Context", "DraftModelProposer", "Eagle3Proposer", "HybridProposer", "NgramProposer", "Proposer"]

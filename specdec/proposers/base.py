@@ -111,5 +111,8 @@ class Proposer(ABC):
     def propose(self, context: Context) -> DraftTree:
         """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""
 
+    def follow(self, context: Context) -> None:
+        """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later."""
+
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         """The round is over: `accepted[b]` drafted tokens of row b (and `verdict.next_token[b]`) are its text now."""

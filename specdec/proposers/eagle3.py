@@ -20,6 +20,7 @@ from specdec.pacing import FEW_TOKENS
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
+from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
@@ -71,8 +72,8 @@ class Eagle3Proposer(AutoregressiveProposer):
         if int(self.head.draft_to_target.max()) >= text.vocab_size:
             raise ValueError(f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}")
         if self._loaded:
-            self.head.to(target.device)
-        if self._automatic and target.device.type == "cpu":
+            self.head.to(device_of(target))
+        if self._automatic and device_of(target).type == "cpu":
             self.tree = DynamicTree(top_k=FEW_INT8_TOKENS)
         self.taps(target)  # raises if the target has no such layers
         self.runner = HeadRunner(self.head, target)
@@ -86,11 +87,14 @@ class Eagle3Proposer(AutoregressiveProposer):
         self._waiting = [[] for _ in range(context.batch_size)]
 
     def propose(self, context: Context) -> DraftTree:
+        self.follow(context)
+        return super().propose(context)
+
+    def follow(self, context: Context) -> None:
         assert context.features is not None
         for b, count in enumerate(context.fresh):
             if count and context.active[b] and context.pacer.limit:
                 self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
-        return super().propose(context)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         super().observe(draft, verdict, accepted)

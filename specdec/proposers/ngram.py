@@ -34,7 +34,8 @@ class NgramProposer(Proposer):
         self.max_ngram, self.min_ngram, self.continuations = max_ngram, min_ngram, continuations
         self._texts: list[list[int]] = []
         self._index: list[dict[tuple[int, ...], list[int]]] = []  # n-gram -> where it ended, in order
-        self._guesses: list[_Guess | None] = []  # the last round's, drafted or not
+        self._found: list[list[_Guess]] = []  # this round's
+        self._guesses: list[_Guess | None] = []  # the last round's first ones, drafted or not
 
     def begin(self, context: Context) -> None:
         self._texts = [[] for _ in range(context.batch_size)]
@@ -42,21 +43,26 @@ class NgramProposer(Proposer):
         self._guesses = [None] * context.batch_size
 
     def propose(self, context: Context) -> DraftTree:
-        pacer = context.pacer
-        found: list[list[_Guess]] = [[] for _ in range(context.batch_size)]
-        if pacer.limit == 0:
-            return DraftTree.root_only(context.root)
-        for b in context.rows:
-            self._read(b, context.row(b)[len(self._texts[b]) :].tolist(), pacer)
-            found[b] = self._lookup(b, pacer.limit)
-            self._guesses[b] = found[b][0] if found[b] else None
-        length = pacer.best_length(self._gains(context, pacer), context.batch_size)
+        gains = self.expect(context)
+        length = context.pacer.best_length(gains, context.batch_size)
         if length == 0:
             return DraftTree.root_only(context.root)
         if self.continuations > 1 and not context.chains_only:
             cut = [min(length, room) for room in context.room]
-            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(found)])
-        return context.chain([row[0].tokens[:length] if row else [] for row in found])
+            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(self._found)])
+        return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
+
+    def expect(self, context: Context) -> list[float]:
+        """Look the text up; per depth, how many of the rows' first guesses are expected to be right so far."""
+        pacer = context.pacer
+        self._found = [[] for _ in range(context.batch_size)]
+        if pacer.limit == 0:
+            return []
+        for b in context.rows:
+            self._read(b, context.row(b)[len(self._texts[b]) :].tolist(), pacer)
+            self._found[b] = self._lookup(b, pacer.limit)
+            self._guesses[b] = self._found[b][0] if self._found[b] else None
+        return self._gains(context, pacer)
 
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
         """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
@@ -85,7 +91,7 @@ class NgramProposer(Proposer):
         return out
 
     def _gains(self, context: Context, pacer: Pacer) -> list[float]:
-        """Per depth, how many of the rows' first guesses are expected to be right so far, within their room."""
+        """See `expect`; a row counts as far as it has room."""
         gains = [0.0] * max((context.room[b] for b in context.rows if self._guesses[b] is not None), default=0)
         for b in context.rows:
             guess, chance = self._guesses[b], 1.0
