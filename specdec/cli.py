@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 WHAT_DRAFTS = (
     'What drafts: "ngram", "eagle3" (a known head), "eagle3:PATH_OR_ID", "draft:PATH_OR_ID", one of these three behind '
@@ -31,14 +31,14 @@ def _bad_input_ends() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _load(target: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """In the precision it was saved in, on the best device there is."""
+def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
+    """The model, in the precision it was saved in, on the best device there is; and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from specdec.demo.loading import best_device
 
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    return AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval(), tokenizer
+    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+    return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
 
 
 @app.callback()
@@ -93,7 +93,7 @@ def inspect(
         module = checkpoint.head()
         if target is None:
             return
-        model, tokenizer = _load(target)
+        model, tokenizer = _load(target, tokenizer=probe)
         proposer = Eagle3Proposer(module.to(model.device))
         proposer.check(model)
         typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
@@ -133,8 +133,11 @@ def regenerate(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from specdec.eagle3.regenerate import regenerate as run
+    from specdec.eagle3.texts import read_entries
 
     with _bad_input_ends():
+        for _ in read_entries(prompts):
+            pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
         with Progress(*columns) as bar:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec.costs import pass_costs, target_runner
 from specdec.generator import SpeculativeGenerator
-from specdec.proposers import Proposer
+from specdec.proposers import HybridProposer, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.runner import device_of
 
@@ -131,7 +131,7 @@ def diagnose(
     max_new_tokens: int = 64,
     **arguments: Any,
 ) -> Diagnosis:
-    """Measure a target and a proposer on prompts (T,) int64.
+    """Measure a target and a proposer (of a `HybridProposer`, what drafts beside the n-grams) on prompts (T,) int64.
 
     Args:
         usual: prompts that most drafts are good at, to tell a bad draft from unusual prompts.
@@ -139,6 +139,8 @@ def diagnose(
     """
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     automatic = SpeculativeGenerator(target, proposer, on_unsupported="error")
+    if isinstance(automatic.proposer, HybridProposer):
+        automatic = SpeculativeGenerator(target, automatic.proposer.other, on_unsupported="error")
     fixed = SpeculativeGenerator(target, automatic.proposer, draft_length=PROBED, on_unsupported="error")
     texts = [fixed.generate(prompt[None].to(device_of(target)), **arguments)[0, len(prompt) :] for prompt in prompts]
     report = fixed.report

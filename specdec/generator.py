@@ -342,7 +342,7 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
     if not isinstance(proposer, str) or not PROPOSERS.fullmatch(proposer):
         raise ValueError(
             'proposer must be a Proposer, a loaded draft model, "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or '
-            f'"eagle3:PATH_OR_ID", the latter also behind "ngram+", got {proposer!r}'
+            f'"eagle3:PATH_OR_ID" ("eagle3" and what has a path also behind "ngram+"), got {proposer!r}'
         )
     kind, _, source = proposer.partition(":")
     if kind.startswith(WITH_NGRAMS):

@@ -58,13 +58,13 @@ class Loop:
     def _round(self) -> None:
         text, start = self.text, self.watch.elapsed()
 
-        pacer, report = self.pacer, self.watch.report
-        passes, pass_seconds = pacer.num_draft_passes, pacer.draft_pass_seconds
+        passes, report = self.pacer.passes, self.watch.report
+        count, seconds = passes.count, passes.seconds
         proposed = self._checked(self.proposer.propose(self._context()))
         draft = self._pad_finished(proposed)
         self.watch.mark("draft")
-        report.num_draft_passes += pacer.num_draft_passes - passes
-        report.draft_pass_seconds += pacer.draft_pass_seconds - pass_seconds
+        report.num_draft_passes += passes.count - count
+        report.draft_pass_seconds += passes.seconds - seconds
 
         output = self.target.grow(
             draft.tokens,

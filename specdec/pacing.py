@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 FIRST_LENGTH = 4  # drafted per row until a round has been measured
@@ -31,6 +32,7 @@ class PassCost:
     def __init__(self) -> None:
         self._n = self._t = self._nn = self._nt = self._w = 0.0
         self._plain = self._plain_w = 0.0
+        self.reading = 0.0  # seconds per token of a long text
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Book a pass that verified a draft."""
@@ -56,9 +58,14 @@ class PassCost:
         return self._w > 0
 
     @property
+    def undrafted(self) -> bool:
+        """Has a pass without a draft been seen?"""
+        return self._plain_w > 0
+
+    @property
     def known(self) -> bool:
         """Has a pass of each kind been seen?"""
-        return self.drafted and self._plain_w > 0
+        return self.drafted and self.undrafted
 
     @property
     def plain(self) -> float:
@@ -79,6 +86,14 @@ class PassCost:
         """Seconds of a pass over `tokens` tokens, drafted ones among them."""
         mean_n, mean_t = self._n / self._w, self._t / self._w
         return max(mean_t + self.per_token * (tokens - mean_n), 0.25 * mean_t)
+
+
+@dataclass
+class DraftPasses:
+    """Forward passes of a draft model, and the seconds they took, in all."""
+
+    count: int = 0
+    seconds: float = 0.0
 
 
 class Acceptance:
@@ -113,12 +128,19 @@ class Pacer:
         self.verify = PassCost()
         self.acceptance = Acceptance()
         self.expected_rate = 0.8  # of a token not yet looked at, moving average
-        self.num_draft_passes, self.draft_pass_seconds = 0, 0.0  # in all
+        self.passes = DraftPasses()
         self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
-        self._reading = self._target_reading = 0.0  # seconds per token of a long text, of the draft and the target
+        self._reading = 0.0  # seconds per token of a long text
         self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
         self._trying = False  # this round drafts only to measure anew
+
+    def apart(self) -> Pacer:
+        """For a proposer that drafts in some of the rounds: with the same costs of the target, the same acceptance and
+        counts, but a rate of its own, booked by `observe_pace`."""
+        other = Pacer(self.length)
+        other.verify, other.acceptance, other.passes = self.verify, self.acceptance, self.passes
+        return other
 
     @property
     def limit(self) -> int:
@@ -201,7 +223,7 @@ class Pacer:
 
         It reads as much faster than the target as it decodes, or half as much where its decoding is quantized.
         """
-        likely = self._target_reading * min(1.0, 2 * self.draft_step / self.verify.plain)
+        likely = self.verify.reading * min(1.0, 2 * self.draft_step / self.verify.plain)
         return min(self._reading, likely) if self._reading else likely
 
     @property
@@ -234,8 +256,8 @@ class Pacer:
 
     def observe_draft_pass(self, seconds: float, tokens: int = 1, building: float = 0.0) -> None:
         """Book a pass of the draft model over so many tokens, and the seconds it took to make nodes of its logits."""
-        self.num_draft_passes += 1
-        self.draft_pass_seconds += seconds
+        self.passes.count += 1
+        self.passes.seconds += seconds
         if tokens <= FEW_TOKENS:
             self._draft_steps.append(seconds + building)
         else:
@@ -243,7 +265,7 @@ class Pacer:
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Book how long the target took to read the prompts, padding included."""
-        self._target_reading = seconds / tokens
+        self.verify.reading = seconds / tokens
 
     def observe_round(self, size: int, rows: int, verify_seconds: float, seconds: float, gained: int) -> None:
         """Book a round.
@@ -260,7 +282,10 @@ class Pacer:
             self.verify.observe_plain(verify_seconds)
             usual = self.verify.plain
         seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * usual)
-        self._trying = False
+        self.observe_pace(seconds, gained)
+
+    def observe_pace(self, seconds: float, gained: int) -> None:
+        """Book what a round took and gained alone: what a token costs at the present rate."""
         self._seconds = 0.9 * self._seconds + seconds
         self._tokens = 0.9 * self._tokens + gained
 

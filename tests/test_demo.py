@@ -249,8 +249,9 @@ def test_load_gives_the_asked_number_format(folder):
     assert tokenizer("ab").input_ids == [256]
 
 
-def test_the_command_runs_on_any_folder(folder):
-    arguments = ["--target", folder, "--proposer", f"draft:{folder}", "--max-new-tokens", "8", "--dtype", "float32"]
+@pytest.mark.parametrize("kind", ["draft", "ngram+draft"])
+def test_the_command_runs_on_any_folder(folder, kind):
+    arguments = ["--target", folder, "--proposer", f"{kind}:{folder}", "--max-new-tokens", "8", "--dtype", "float32"]
     result = CliRunner().invoke(command.app, arguments)
     assert result.exit_code == 0, result.output
     assert "float32 on" in result.output

@@ -28,6 +28,7 @@ from specdec.eagle3.readout import Readout
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
 from tests import eagle3, naive
+from tests.test_hybrid import TakingTurns
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
 EXACT = 5.0  # standard deviations, see `departure`
@@ -182,8 +183,10 @@ PROPOSERS = {
     "eagle3, drawn chain": lambda: Eagle3Proposer(eagle_head(), branching=(1, 1, 1)),
     "eagle3, drawn tree": lambda: Eagle3Proposer(eagle_head(), branching=(2, 2)),
     "trimmed vocabulary": lambda: DraftModelProposer(drafter(), vocab=torch.tensor([1, 3, 4])),
-    "n-gram or drawn chain": lambda: HybridProposer(DraftModelProposer(drafter())),
-    "n-gram or eagle3": lambda: HybridProposer(Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE)),
+    "hybrid": lambda: HybridProposer(DraftModelProposer(drafter())),
+    "turns, drawn chain": lambda: TakingTurns(DraftModelProposer(drafter())),
+    "turns, drawn tree": lambda: TakingTurns(DraftModelProposer(drafter(), branching=(2, 2))),
+    "turns, eagle3": lambda: TakingTurns(Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE)),
     "n-gram": lambda: NgramProposer(),
     "n-gram tree": lambda: NgramProposer(continuations=2),
     "garbage, chosen": lambda: Garbage(drawn=False),
@@ -296,7 +299,7 @@ REPRESENTATIVE = [
     pytest.param("n-gram tree", "block", "plain", 3, id="n-gram tree"),
     pytest.param("eagle3", "block", "plain", 3, id="eagle3, dynamic tree"),
     pytest.param("eagle3, trained", "block", "plain", 3, id="trained eagle3, dynamic tree"),
-    pytest.param("n-gram or drawn chain", "block", "plain", 3, id="n-gram or drawn chain"),
+    pytest.param("turns, drawn chain", "block", "plain", 3, id="n-grams and drawn chain take turns"),
     pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
 ]
@@ -330,7 +333,7 @@ def test_distribution_of_every_proposer(proposer, sampling, draft_length):
 
 @pytest.mark.parametrize(
     "proposer",
-    ["chain", pytest.param("tree, drawn", marks=pytest.mark.slow), pytest.param("n-gram", marks=pytest.mark.slow)],
+    ["chain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tree, drawn", "n-gram", "turns, drawn tree"))],
 )
 def test_distribution_with_an_end_token(proposer):
     """Rows end in the middle of accepted blocks, each at its own time."""
@@ -344,7 +347,7 @@ def test_distribution_one_row_at_a_time(proposer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram tree", "eagle3"])
+@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram tree", "eagle3", "turns, drawn chain"])
 def test_distribution_three_rows_at_a_time(proposer):
     assert measured(PROPOSERS[proposer](), 600, SAMPLING["plain"], draft_length=2, rows=3) < EXACT
 

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, HybridProposer, SpeculativeGenerator
 from specdec.proposers.draft_view import Int8Linear, share, with_trimmed_head
 from tests import tiny
 
@@ -28,12 +28,11 @@ def test_tokenizers_that_differ_are_refused(tmp_path, llama):
     with pytest.raises(ValueError, match="differ, at token id 5 first"):
         SpeculativeGenerator(target, f"draft:{other}")
     same = save_with_tokenizer(llama, tmp_path / "same", words)
-    assert SpeculativeGenerator(target, f"draft:{same}").generate(
-        torch.tensor([[1, 2, 3]]), max_new_tokens=3
-    ).shape == (
-        1,
-        6,
-    )
+    out = SpeculativeGenerator(target, f"draft:{same}").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
+    assert out.shape == (1, 6)
+    both = SpeculativeGenerator(target, f"ngram+draft:{same}").proposer
+    assert isinstance(both, HybridProposer)
+    assert isinstance(both.other, DraftModelProposer)
 
 
 def test_a_view_shares_the_weights_and_leaves_the_model_alone(llama):

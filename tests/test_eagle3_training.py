@@ -429,12 +429,13 @@ def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options
     result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *options)
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
+    assert list((tmp_path / "out").iterdir()) == []  # no work was done, and a corrected command is not refused
 
 
 def test_training_does_not_go_on_from_the_first_eagle(monkeypatch):
     monkeypatch.setattr(recipe, "load", lambda path: eagle3.head(version=1, draft_vocab_size=tiny.VOCAB))
     with pytest.raises(ValueError, match="only EAGLE-3"):
-        recipe.Recipe("target", Path("data"), Path("out"), start_from="head")._head(tiny.model("llama"), torch.ones(2))
+        recipe.Recipe("target", Path("data"), Path("out"))._given_head("head", tiny.model("llama"))
 
 
 @pytest.mark.slow
@@ -477,6 +478,19 @@ def test_killed_and_taken_up_again(files, tmp_path):
     assert run(files, tmp_path / "killed", *long).exit_code == 0
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     assert same_heads(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
+    texts = [Text(torch.arange(4), torch.ones(4, dtype=torch.bool))]
+    mine = recipe.Recipe("target", Path("data"), tmp_path)
+    mine._settle(texts)
+    before = json.loads((tmp_path / "recipe.json").read_text())
+    del before["start_from"]
+    (tmp_path / "recipe.json").write_text(json.dumps(before))
+    mine._settle(texts)
+    (tmp_path / "recipe.json").write_text(json.dumps(before))
+    with pytest.raises(ValueError, match=r"another recipe \(start_from was None, is head\)"):
+        recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settle(texts)
 
 
 @pytest.mark.slow

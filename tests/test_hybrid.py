@@ -1,10 +1,21 @@
 """N-grams where the text repeats itself, a model's drafts elsewhere."""
 
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    DraftTree,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    Proposer,
+    SpeculativeGenerator,
+)
 from specdec.pacing import Pacer
+from specdec.proposers.hybrid import IN_A_ROW, Rounds
 from tests import eagle3, tiny
 
 
@@ -25,7 +36,7 @@ class Remembering(Eagle3Proposer):
 class TakingTurns(HybridProposer):
     turn = 0
 
-    def _lookup_pays(self, gains, context):
+    def _lookup_pays(self, gains, rounds, context):
         self.turn += 1
         return self.turn % 2 == 0
 
@@ -47,56 +58,93 @@ def test_the_head_keeps_up_while_n_grams_draft(rows):
     assert all(alone.drafts[place] == beside.drafts[place] for place in both)
 
 
-def measured(tokens: float, draft_seconds: float) -> tuple[HybridProposer, Pacer]:
-    """Target passes of 1 second and 0.02 per token. tokens: of the other's recent rounds, whose drafts took so long."""
-    pacer = Pacer()
-    for size in (1, 2, 4, 8):
-        pacer.observe_round(size, 1, 1 + 0.02 * size, 1 + 0.02 * size, 2)
-    hybrid = HybridProposer(tiny.Garbage())
-    hybrid._rows, hybrid._tokens, hybrid._seconds = [0], tokens, draft_seconds + 1.1
-    return hybrid, pacer
+class Silent(Proposer):
+    """Drafts nothing and notes what it is told."""
+
+    def __init__(self):
+        self.followed = self.observed = 0
+
+    def propose(self, context):
+        return DraftTree.root_only(context.root)
+
+    def follow(self, context):
+        self.followed += 1
+
+    def observe(self, draft, verdict, accepted):
+        self.observed += 1
 
 
-class Row:
-    batch_size = 1
+@dataclass
+class Batch:
+    """What `HybridProposer` reads of a context: a second for a pass, 0.02 for a token in it."""
 
-    def __init__(self, pacer):
-        self.pacer = pacer
+    rows: list[int]
+    batch_size: int = 1
+    pacer: Pacer = field(default_factory=Pacer)
+
+    def __post_init__(self):
+        for size in (1, 2, 4, 8):
+            self.pacer.observe_round(size, 1, 1 + 0.02 * size, 1 + 0.02 * size, 2)
+
+
+def rounds(batch, *each):
+    """Of so many tokens and seconds."""
+    found = Rounds(batch.pacer.apart())
+    for tokens, seconds in each:
+        found.observe(tokens, seconds)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("tokens", "draft_seconds", "gains", "pays"),
+    ("each", "gains", "in_a_row", "pays"),
     [
-        (2.5, 0.5, [0.9, 0.8, 0.7, 0.6], True),  # 4 tokens for a pass, against 2.5 for a pass and a half
-        (4.5, 0.5, [0.9, 0.1], False),
-        (2.5, 0.5, [], False),  # nothing found
-        (2.5, 0.5, [0.01], False),  # not worth its place in the pass
-        (0.0, 0.0, [0.9, 0.8, 0.7, 0.6], False),  # the other has not been measured yet
+        ([(2.5, 1.6)], [0.9, 0.8, 0.7, 0.6], 0, True),  # 4 tokens for a pass, against 2.5 for a pass and a half
+        ([(2.5, 1.6)], [0.9, 0.8, 0.7, 0.6], IN_A_ROW, True),  # twice as many tokens per second
+        ([(4.5, 1.6)], [0.9, 0.1], 0, False),
+        ([(2.5, 1.6)], [0.9, 0.3], 0, True),
+        ([(2.5, 1.6)], [0.9, 0.3], IN_A_ROW, False),  # not far enough ahead for the other never to be asked again
+        ([(2.5, 1.6)], [], 0, False),  # nothing found
+        ([(2.5, 1.6)], [0.01], 0, False),  # not worth its place in the pass
+        ([], [0.9, 0.8, 0.7, 0.6], 0, False),  # the other has not been measured yet
     ],
 )
-def test_whoever_promises_more_tokens_per_second_drafts(tokens, draft_seconds, gains, pays):
-    hybrid, pacer = measured(tokens, draft_seconds)
-    assert hybrid._lookup_pays(gains, Row(pacer)) == pays
+def test_whoever_promises_more_tokens_per_second_drafts(each, gains, in_a_row, pays):
+    batch, hybrid = Batch([0]), HybridProposer(Silent())
+    hybrid._in_a_row = in_a_row
+    assert hybrid._lookup_pays(gains, rounds(batch, *each), batch) == pays
 
 
-def test_both_draft_in_one_text():
-    """A text that is copied from the prompt, by a model whose draft model is itself."""
-    target = tiny.model("llama")
-    spec = SpeculativeGenerator(target, HybridProposer(DraftModelProposer(target)), on_unsupported="error")
-    drafted_by = []
-    for proposer in (spec.proposer.other, spec.proposer.ngram):
-        spied(proposer, drafted_by)
-    inputs = tiny.prompts(30)
+def test_rows_that_are_finished_do_not_count():
+    """Eight rows of which one goes on: as many tokens per row as before."""
+    whole, rest = Batch(list(range(8)), 8), Batch([3], 8)
+    hybrid = HybridProposer(Silent())
+    for batch, accepted in ((whole, [2] * 8), (rest, [0, 0, 0, 2, 0, 0, 0, 0])):
+        found = rounds(batch)
+        hybrid._seconds = 0.5
+        hybrid._book(found, batch, 4, accepted)
+        assert found.tokens == 3
+        assert found.seconds == pytest.approx(0.5 + batch.pacer.verify(32))
+
+
+def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
+    batch, draft = Batch([0]), SimpleNamespace(size=4)
+    hybrid = HybridProposer(Silent())
+    found = hybrid._rounds[batch.pacer] = rounds(batch)
+    hybrid._context = batch
+    for seconds in (100.0, 0.5, 100.0):
+        hybrid._seconds = seconds
+        hybrid.observe(draft, None, [2])
+    assert found.count == 2
+    usual = 0.5 + batch.pacer.verify(4)
+    assert found.seconds == pytest.approx((usual + 1.5 * usual) / 2)
+    assert hybrid.other.observed == 3
+
+
+@pytest.mark.parametrize("draft_length", [None, 4])
+def test_it_is_a_hybrid_at_fixed_lengths_too(draft_length):
+    target, inputs = tiny.model("llama"), tiny.prompts(30)
+    spec = SpeculativeGenerator(target, HybridProposer(Silent()), draft_length=draft_length, on_unsupported="error")
     out = spec.generate(**inputs, do_sample=False, max_new_tokens=200)
     assert out.tolist() == target.generate(**inputs, do_sample=False, max_new_tokens=200).tolist()
-    assert {DraftModelProposer, NgramProposer} == set(drafted_by)
-
-
-def spied(proposer, drafted_by):
-    propose = proposer.propose
-
-    def noted(context):
-        drafted_by.append(type(proposer))
-        return propose(context)
-
-    proposer.propose = noted
+    assert spec.proposer.other.followed > 5
+    assert spec.last_report.num_accepted_tokens > 0

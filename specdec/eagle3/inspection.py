@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from specdec.eagle3.checkpoint import Checkpoint
 from specdec.eagle3.head import Eagle3Head
+from specdec.runner import device_of
 
 SURE = {"config": "its config says so", "weights": "its weights show it", "assumed": "ASSUMED"}
 PROBE_PROMPTS = (
@@ -56,7 +57,7 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
             except ValueError:  # no such layers, counted that way
                 continue
             for prompt in PROBE_PROMPTS:
-                inputs = Prompt("", prompt).encode(tokenizer, target.device)
+                inputs = Prompt("", prompt).encode(tokenizer, device_of(target))
                 spec.generate(**inputs, max_new_tokens=PROBE_TOKENS, do_sample=False)
             lengths[convention] = spec.report.mean_acceptance_length
     finally:

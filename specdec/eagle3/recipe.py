@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,6 @@ from transformers import (
 
 from specdec.capability import capability
 from specdec.eagle3.checkpoint import load
-from specdec.eagle3.config import default_taps
 from specdec.eagle3.evaluation import Evaluation
 from specdec.eagle3.fresh import convert
 from specdec.eagle3.head import Eagle3Head
@@ -100,23 +99,24 @@ class Recipe:
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if len(texts) <= self.held_out:
             raise ValueError(f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left")
-        self._settle(texts)
         apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
         training = [text for i, text in enumerate(texts) if i not in apart]
         held_out = [texts[i] for i in sorted(apart)]
         target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(processes.device).eval()
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
+        head = self._head(target, training, processes)
+        self._settle(texts)
         deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
         dataset: Dataset = PackedTexts(training, self.length)
         if self.cache_states:
             if processes.is_local_main_process:
-                self._extract(target, training, deadline)
+                self._extract(target, head, training, deadline)
             processes.wait_for_everyone()
             if not (self.out / "states" / "states.json").exists():
                 return None
             dataset = StateDataset(self.out / "states", self.length)
-        trainer = self._trainer(target, training, dataset, processes)
+        trainer = self._trainer(head, target, dataset, processes)
         prompts = [_prompt(text) for text in held_out]
         judge = Judge(trainer, prompts, self.out, target=self.target, every=self.evaluate_every)
         trainer.add_callback(judge)
@@ -137,7 +137,9 @@ class Recipe:
         for text in texts:
             content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
         mine["texts"] = content.hexdigest()
-        theirs = read_json(path) or mine
+        usual = {field.name: str(field.default) for field in fields(self) if field.name in mine}
+        found = read_json(path)
+        theirs = usual | found if found else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             raise ValueError(
@@ -147,8 +149,10 @@ class Recipe:
         if PartialState().is_main_process:
             path.write_text(json.dumps(mine, indent=1))
 
-    def _extract(self, target: PreTrainedModel, texts: Sequence[Text], deadline: float | None) -> None:
-        taps = default_taps(len(decoder_layers(target)))
+    def _extract(
+        self, target: PreTrainedModel, head: Eagle3Head, texts: Sequence[Text], deadline: float | None
+    ) -> None:
+        taps = head.config.taps(len(decoder_layers(target)))
         tokens = sum(len(text.ids) for text in texts)
         done = sum(path.stat().st_size for path in (self.out / "states").glob("states-*.safetensors"))
         size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(self.out).free
@@ -167,16 +171,8 @@ class Recipe:
             )
 
     def _trainer(
-        self, target: PreTrainedModel, texts: Sequence[Text], dataset: Dataset, processes: PartialState
+        self, head: Eagle3Head, target: PreTrainedModel, dataset: Dataset, processes: PartialState
     ) -> Eagle3Trainer:
-        torch.manual_seed(self.seed)
-        size = target.config.get_text_config(decoder=True).vocab_size
-        written = token_counts([(text.ids, text.learn) for text in texts], size)
-        head = self._head(target, written)
-        covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
-        processes.print(
-            f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
-        )
         at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
         if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
             raise ValueError(
@@ -207,16 +203,28 @@ class Recipe:
         )
         return Eagle3Trainer(head, target, args, steps=self.steps, flex=self.flex, train_dataset=dataset)
 
-    def _head(self, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
-        """To begin with. written: (V,) int64, how often each token stands in the texts."""
+    def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
+        """To begin with."""
+        torch.manual_seed(self.seed)
+        size = target.config.get_text_config(decoder=True).vocab_size
+        written = token_counts([(text.ids, text.learn) for text in texts], size)
         if self.start_from is None:
             changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-            return convert(target, frequent_tokens(written, self.draft_vocab), **changes)
+            head = convert(target, frequent_tokens(written, self.draft_vocab), **changes)
+        else:
+            head = self._given_head(self.start_from, target)
+        covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
+        processes.print(
+            f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
+        )
+        return head
+
+    def _given_head(self, source: str, target: PreTrainedModel) -> Eagle3Head:
         if self.intermediate_size is not None:
             raise ValueError("a head to go on from has its MLP already: leave out --intermediate-size")
-        head = load(self.start_from)
+        head = load(source)
         if head.config.version != 3:
-            raise ValueError(f"{self.start_from} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
+            raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
         Eagle3Proposer(head).check(target)
         return head
 

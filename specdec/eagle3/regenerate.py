@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
+from specdec.runner import device_of
 from specdec.transcript import end_tokens
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
@@ -177,7 +178,7 @@ def _answer(
     ]:
         inputs = _left_padded([prompt for _, prompt in asking])
         longest = inputs["input_ids"].shape[1]
-        inputs = {name: tensor.to(spec.model.device) for name, tensor in inputs.items()}
+        inputs = {name: tensor.to(device_of(spec.model)) for name, tensor in inputs.items()}
         texts = spec.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[:, longest:]
         for (conversation, _), text in zip(asking, texts.tolist(), strict=True):
             end = next((i for i, token in enumerate(text) if token in ends), None)

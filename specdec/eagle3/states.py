@@ -72,7 +72,7 @@ def extract(
 def _packed(lengths: Sequence[int], most: int) -> list[list[int]]:
     """Indices in order, in groups whose lengths add up to `most` at most; a longer one is alone."""
     groups: list[list[int]] = []
-    filled = most
+    filled = 0
     for i, length in enumerate(lengths):
         if filled + length > most or not groups:
             groups.append([])

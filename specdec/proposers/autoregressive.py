@@ -20,7 +20,7 @@ from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
-T = TypeVar("T")
+Read = TypeVar("Read")
 CONFIDENCES = 20  # bins of a probability of the draft's
 
 
@@ -314,15 +314,15 @@ class AutoregressiveProposer(Proposer):
 
     def _step_and(
         self,
-        read: Callable[[Tensor], tuple[Tensor, T]],
+        read: Callable[[Tensor], tuple[Tensor, Read]],
         context: Context,
         stepped: Stepped,
         n: int,
         parents: Tensor | None,
         *,
         chain: bool = False,
-    ) -> tuple[Tensor, T]:
-        """`_step`, and what `read` makes of its logits; both are booked."""
+    ) -> tuple[Tensor, Read]:
+        """`_step`, and what `read` makes of its logits (B, n, K); both are booked."""
         start = perf_counter()
         logits = self._step(stepped, n, parents, chain)
         passed = perf_counter()

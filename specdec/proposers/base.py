@@ -112,7 +112,13 @@ class Proposer(ABC):
         """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""
 
     def follow(self, context: Context) -> None:
-        """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later."""
+        """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later.
+
+        The text will be in the next context; `fresh` and `features` are of this round alone. `observe` is not called.
+        """
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        """The round is over: `accepted[b]` drafted tokens of row b (and `verdict.next_token[b]`) are its text now."""
+        """A round is over in which this proposer drafted.
+
+        `accepted[b]` drafted tokens of row b, and `verdict.next_token[b]`, are its text now.
+        """

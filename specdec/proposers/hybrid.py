@@ -1,42 +1,74 @@
 """`HybridProposer`: n-grams where the text repeats itself, a model's drafts elsewhere.
 
-Owns the choice between the two, once per round; SuffixDecoding's hybrid (arXiv 2411.04975, section 4.2) makes it by a
-fixed threshold on the n-grams' score, here it is made by expected tokens per second.
+Owns the choice between the two, once per round. SuffixDecoding's hybrid (arXiv 2411.04975) makes it by a threshold on
+the n-grams' score; here it is made by expected tokens per second.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from time import perf_counter
+from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from specdec.pacing import Pacer
+from specdec.pacing import Pacer, PassCost
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
 
+IN_A_ROW = 8  # rounds of n-grams; then, unless they are far ahead, the other shows anew what it brings
+FAR_AHEAD = 2.0  # times the other's tokens per second
 
-class HybridProposer(Proposer):
-    """Lets the n-grams draft where they promise more tokens per second than the other proposer's recent drafts brought.
 
-    Which of them drafts depends on the text so far and on costs, never on what is drawn: the output stays the target's.
+@dataclass
+class Rounds:
+    """The other proposer's rounds, at one batch size: moving averages per row.
 
-    Args:
-        other: an EAGLE-3 head, a draft model, or a proposer of your own that has `follow` if it needs it.
-        ngram: what looks the text up; `NgramProposer()` by default.
+    Attributes:
+        pacer: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
+        seconds: of its draft and the target's pass.
     """
 
-    FORGET = 0.9
+    pacer: Pacer
+    count: int = 0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def observe(self, tokens: float, seconds: float) -> None:
+        if self.count:
+            seconds = min(seconds, PassCost.OUTLIER * self.seconds)
+        self.count += 1
+        step = max(1 / self.count, 0.1)
+        self.tokens += step * (tokens - self.tokens)
+        self.seconds += step * (seconds - self.seconds)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per row and second."""
+        return self.tokens / self.seconds
+
+
+class HybridProposer(Proposer):
+    """Lets the n-grams draft where they promise more tokens per second than the other proposer's recent rounds brought.
+
+    Who drafts depends on the text so far and on costs, never on what is drawn: the output stays the target's.
+
+    Args:
+        other: an EAGLE-3 head, a draft model, or a proposer of your own (see `Proposer.follow`).
+        ngram: looks the text up; by default `NgramProposer()`.
+    """
 
     def __init__(self, other: Proposer, ngram: NgramProposer | None = None):
         self.other, self.ngram = other, NgramProposer() if ngram is None else ngram
-        self._drafting: Proposer = other
-        self._tokens = self._seconds = 0.0  # of the other's recent rounds, moving sums
-        self._drafted_in = 0.0  # seconds that its draft of this round took
-        self._pacer: Pacer | None = None
-        self._rows: list[int] = []
+        self._rounds: WeakKeyDictionary[Pacer, Rounds] = WeakKeyDictionary()  # by the call's pacer
+        self._context: Context | None = None  # this round's
+        self._looking_up = False  # in this round
+        self._seconds = 0.0  # that its draft took
+        self._reads_prompt = True  # in its next draft
+        self._in_a_row = 0  # rounds that it sat out
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
         return self.other.taps(target)
@@ -48,35 +80,51 @@ class HybridProposer(Proposer):
     def begin(self, context: Context) -> None:
         self.other.begin(context)
         self.ngram.begin(context)
+        self._reads_prompt, self._in_a_row = True, IN_A_ROW
 
     def propose(self, context: Context) -> DraftTree:
-        self._pacer, self._rows = context.pacer, context.rows
+        rounds = self._rounds.setdefault(context.pacer, Rounds(context.pacer.apart()))
         gains = self.ngram.expect(context)
-        if self._lookup_pays(gains, context):
-            self._drafting = self.ngram
-            self.other.follow(context)
-            return self.ngram.propose(context)
-        self._drafting = self.other
+        self._context, self._looking_up = context, self._lookup_pays(gains, rounds, context)
+        if self._looking_up:
+            self._in_a_row += 1
+            self.follow(context)
+            return self.ngram.draft(context, gains)
+        self._in_a_row = 0
         start = perf_counter()
-        draft = self.other.propose(context)
-        self._drafted_in = perf_counter() - start
+        draft = self.other.propose(replace(context, pacer=rounds.pacer))
+        self._seconds = perf_counter() - start
         return draft
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        self._drafting.observe(draft, verdict, accepted)
-        pacer = self._pacer
-        if self._drafting is self.ngram or pacer is None or not pacer.measured:
-            return
-        size, B = draft.tokens.shape[1], len(accepted)
-        verifying = pacer.verify(size * B) if size > 1 else pacer.verify.plain
-        self._seconds = self.FORGET * self._seconds + self._drafted_in + verifying
-        self._tokens = self.FORGET * self._tokens + sum(accepted[b] + 1 for b in self._rows)
+    def follow(self, context: Context) -> None:
+        self.other.follow(context)
 
-    def _lookup_pays(self, gains: Sequence[float], context: Context) -> bool:
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        context = self._context
+        if self._looking_up or context is None:
+            self.ngram.observe(draft, verdict, accepted)
+            return
+        self.other.observe(draft, verdict, accepted)
+        if draft.size > 1 and self._reads_prompt:
+            self._reads_prompt = False  # which is not what a round costs
+        else:
+            self._book(self._rounds[context.pacer], context, draft.size, accepted)
+
+    def _book(self, rounds: Rounds, context: Context, size: int, accepted: Sequence[int]) -> None:
+        """A round of the other's, with a draft of `size` nodes."""
+        rows, verify = context.rows, context.pacer.verify
+        if rows and (verify.drafted if size > 1 else verify.undrafted):
+            seconds = self._seconds + (verify(size * context.batch_size) if size > 1 else verify.plain)
+            gained = len(rows) + sum(accepted[b] for b in rows)
+            rounds.pacer.observe_pace(seconds, gained)
+            rounds.observe(gained / len(rows), seconds)
+
+    def _lookup_pays(self, gains: Sequence[float], rounds: Rounds, context: Context) -> bool:
         """gains: per depth, how many of the rows' looked-up tokens are expected to be accepted."""
-        pacer, B = context.pacer, context.batch_size
-        if not pacer.measured or not self._tokens:
-            return False  # the other's drafts first: theirs is the price to beat
-        length = pacer.best_length(gains, B)
-        expected = len(self._rows) + sum(gains[:length])
-        return length > 0 and expected * self._seconds > self._tokens * pacer.verify((1 + length) * B)
+        rows, verify, B = len(context.rows), context.pacer.verify, context.batch_size
+        length = context.pacer.best_length(gains, B)
+        if length == 0 or rounds.count == 0:
+            return False
+        seconds = verify((1 + length) * B) if verify.drafted else verify.plain
+        promised = (1 + sum(gains[:length]) / rows) / seconds
+        return promised > rounds.rate * (FAR_AHEAD if self._in_a_row >= IN_A_ROW else 1.0)

@@ -43,14 +43,7 @@ class NgramProposer(Proposer):
         self._guesses = [None] * context.batch_size
 
     def propose(self, context: Context) -> DraftTree:
-        gains = self.expect(context)
-        length = context.pacer.best_length(gains, context.batch_size)
-        if length == 0:
-            return DraftTree.root_only(context.root)
-        if self.continuations > 1 and not context.chains_only:
-            cut = [min(length, room) for room in context.room]
-            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(self._found)])
-        return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
+        return self.draft(context, self.expect(context))
 
     def expect(self, context: Context) -> list[float]:
         """Look the text up; per depth, how many of the rows' first guesses are expected to be right so far."""
@@ -58,11 +51,24 @@ class NgramProposer(Proposer):
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
             return []
-        for b in context.rows:
-            self._read(b, context.row(b)[len(self._texts[b]) :].tolist(), pacer)
+        gained = {b: context.ends[b] - context.pads[b] - len(self._texts[b]) for b in context.rows}
+        width = max(gained.values(), default=0)
+        recent = context.last_tokens(width).tolist()
+        for b, count in gained.items():
+            self._read(b, recent[b][width - count :], pacer)
             self._found[b] = self._lookup(b, pacer.limit)
             self._guesses[b] = self._found[b][0] if self._found[b] else None
         return self._gains(context, pacer)
+
+    def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
+        """As much as pays of what `expect` found. gains: what it returned."""
+        length = context.pacer.best_length(gains, context.batch_size)
+        if length == 0:
+            return DraftTree.root_only(context.root)
+        if self.continuations > 1 and not context.chains_only:
+            cut = [min(length, room) for room in context.room]
+            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(self._found)])
+        return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
 
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
         """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
