@@ -8,6 +8,11 @@ readonly TARGET=${TARGET:-Qwen/Qwen2.5-Coder-0.5B-Instruct} PROMPTS=${1:?prompts
 mkdir -p "$OUT"
 specdec regenerate "$TARGET" "$PROMPTS" "$OUT/answers.jsonl" --max-new-tokens 256 \
     --temperature 0 --temperature 0.7 --temperature 0 --temperature 1
-specdec train "$TARGET" "$OUT/answers.jsonl" "$OUT" --cache-states \
-    --max-texts 1940 --held-out 8 --intermediate-size 2048 --steps 3 --epochs 5 --learning-rate 1.2e-3 \
-    --save-every 50 --evaluate-every 400
+
+# A third of the texts first, then, from that head on, the others.
+head -n 1940 "$OUT/answers.jsonl" > "$OUT/first.jsonl"
+tail -n +1941 "$OUT/answers.jsonl" > "$OUT/rest.jsonl"
+specdec train "$TARGET" "$OUT/first.jsonl" "$OUT/first" --cache-states --held-out 8 --intermediate-size 2048 \
+    --steps 3 --epochs 5 --learning-rate 1.2e-3 --save-every 50 --evaluate-every 400
+specdec train "$TARGET" "$OUT/rest.jsonl" "$OUT/rest" --cache-states --held-out 8 --from "$OUT/first/head" \
+    --steps 3 --epochs 2 --learning-rate 8e-4 --save-every 50 --evaluate-every 400

@@ -25,7 +25,7 @@ class Known:
 # By the target's name on the hub, without its organization and in lower case.
 HEADS: dict[str, Known] = {
     "qwen2.5-coder-0.5b-instruct": Known(
-        "qwen2.5-coder-0.5b-instruct", "e9ad2b8146b0ced61c52b32a57c246ae55c4b8c72169b093137df2c0edb116c1"
+        "qwen2.5-coder-0.5b-instruct", "30099e0c6c3f518fdae5c359be04869840706ca79c80e167410de6877e172dca"
     ),
     "llama-3.1-8b-instruct": Known("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
     "llama-3.3-70b-instruct": Known("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
