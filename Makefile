@@ -1,8 +1,9 @@
 # Every target makes its own .venv from nothing; a second call finds it ready.
 #
 #   make demo                     downloads 1.6 GB once, then shows plain and speculative decoding side by side
-#   make demo SMALL=1             the 0.5B model alone, with its EAGLE-3 head and with n-gram drafts: 0.5 GB
-#   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH or eagle3:PATH
+#   make demo SMALL=1             the 0.5B model alone, with its EAGLE-3 head and n-grams, together and apart: 0.5 GB
+#   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH,
+#                                 eagle3:PATH or, behind ngram+, one of these with a model
 #   make test | make test-all | make lint
 
 PYTHON ?= python3

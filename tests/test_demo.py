@@ -214,8 +214,12 @@ def test_a_difference_is_shown_and_explained(model, tokenizer):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        pytest.param(("", "", False), (weights.TARGET, [f"draft:{weights.DRAFT}", "ngram"]), id="default"),
-        pytest.param(("", "", True), (weights.DRAFT, ["eagle3", "ngram"]), id="small"),
+        pytest.param(
+            ("", "", False),
+            (weights.TARGET, [f"ngram+draft:{weights.DRAFT}", f"draft:{weights.DRAFT}", "ngram"]),
+            id="default",
+        ),
+        pytest.param(("", "", True), (weights.DRAFT, ["ngram+eagle3", "eagle3", "ngram"]), id="small"),
         pytest.param(("some/model", "", False), ("some/model", ["ngram"]), id="another target"),
         pytest.param(("", "ngram", False), (weights.TARGET, ["ngram"]), id="one proposer"),
         pytest.param(("some/model", "eagle3:x", False), ("some/model", ["eagle3:x"]), id="both"),
@@ -226,7 +230,8 @@ def test_choose(options, expected):
 
 
 def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
-    assert command.own_weights(weights.TARGET, f"draft:{weights.DRAFT}", "ngram") == [weights.TARGET, weights.DRAFT]
+    drafts = [f"ngram+draft:{weights.DRAFT}", f"draft:{weights.DRAFT}", "ngram"]
+    assert command.own_weights(weights.TARGET, *drafts) == [weights.TARGET, weights.DRAFT]
     assert command.own_weights("some/model", "draft:other/model") == []
     monkeypatch.setattr(weights, "fetch", lambda name, cache_dir: tmp_path / name)
     assert locate(weights.DRAFT) == str(tmp_path / weights.DRAFT)

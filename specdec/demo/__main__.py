@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import typer
 from rich.console import Console
 
@@ -50,14 +52,14 @@ def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
     if proposer:
         return target, [proposer]
     # Only of our own targets do we know what drafts well for them.
-    proposers = ["eagle3"] if registry.at_hand(target) else []  # heads lie in a checkout, not in the wheel
-    proposers += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
-    return target, [*proposers, "ngram"]
+    models = ["eagle3"] if registry.at_hand(target) else []  # heads lie in a checkout, not in the wheel
+    models += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
+    return target, [*(WITH_NGRAMS + model for model in models), *models, "ngram"]
 
 
 def own_weights(target: str, *proposers: str) -> list[str]:
     """Which of these models the demo must fetch itself."""
-    names = [target, *(proposer.partition(":")[2] for proposer in proposers)]
+    names = dict.fromkeys([target, *(proposer.partition(":")[2] for proposer in proposers)])
     return [name for name in names if name in weights.MODELS]
 
 
@@ -72,13 +74,18 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
     """Fetch and load the models."""
     model, tokenizer = load(locate(target), dtype)
     console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}")
+
+    @cache
+    def draft(source: str) -> DraftModelProposer:
+        """Loaded here, to be in the target's number format and on its device."""
+        return DraftModelProposer(load(locate(source), dtype)[0])
+
     generators = {}
     for proposer in proposers:
         kind, _, source = proposer.partition(":")
-        made: str | Proposer = proposer
-        if kind.endswith("draft"):  # loaded here, to be in the target's number format and on its device
-            draft = DraftModelProposer(load(locate(source), dtype)[0])
-            made = HybridProposer(draft) if kind.startswith(WITH_NGRAMS) else draft
+        made: str | Proposer = draft(source) if kind.endswith("draft") else proposer
+        if isinstance(made, Proposer) and kind.startswith(WITH_NGRAMS):
+            made = HybridProposer(made)
         generators[kind] = SpeculativeGenerator(model, made)
     return Show(model, tokenizer, generators, console, max_new_tokens)
 

@@ -1,7 +1,7 @@
 """`convert`: a fresh head for a target, which starts out from what the target knows.
 
-The LM head is made of the target's own rows, the layer of its last one's weights. On Qwen2.5-Coder-0.5B a simulated
-chain was 1.31 tokens long after 80,000 tokens of training, from random weights 1.22.
+The LM head is made of the target's own rows, the layer of its last one's weights: early in training the head is then
+ahead of one that starts from random weights.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     except ImportError:
         return
     log, tokens = content["log"], content["tokens_per_epoch"] / 1e6
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
 
     def line(axes: Any, key: str, label: str, style: str = "-") -> None:
@@ -96,7 +96,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
     line(right, "decoder_tree_length", "decoder: trees", "^-")
     line(right, "decoder_tree_length_sampled", "decoder: trees, T = 1", "v-")
     right.set(xlabel="training tokens (millions)", ylabel="mean acceptance length")
-    right.legend(fontsize="small")
+    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
 
 
