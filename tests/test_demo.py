@@ -18,7 +18,7 @@ from specdec.demo.comparison import PLAIN, Run, Speed
 from specdec.demo.divergence import Divergence, diverge, first_difference
 from specdec.demo.loading import DTYPES, best_device, best_dtype, load, locate, number_format
 from specdec.demo.prompts import LIGHTHOUSE, PROMPTS, Prompt
-from specdec.demo.show import Show
+from specdec.demo.show import Show, summary
 from specdec.demo.streamer import ColourStreamer
 
 
@@ -200,6 +200,15 @@ def test_show_compares_every_method_on_every_prompt(model, tokenizer):
     pooled = next(index for index, words in enumerate(table) if words[:2] == ["all", PLAIN])
     assert [words[:2] for words in table[pooled + 1 : pooled + 3]] == [["ngram", "yes"], ["draft", "yes"]]
     assert "please report" not in text().lower()
+
+
+def test_the_table_fits_a_terminal():
+    runs = [Run(method, "explain", [1, 2], 4.0, [1.0, 1.2]) for method in (PLAIN, "ngram+eagle3", "ngram+draft")]
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary(runs))
+    shown = console.export_text()
+    assert "ngram+eagle3" in shown
+    assert "…" not in shown
 
 
 def test_a_difference_is_shown_and_explained(model, tokenizer):

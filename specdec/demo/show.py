@@ -22,7 +22,7 @@ ALL = "all"
 COLUMNS = (
     "prompt",
     "method",
-    "tokens\nidentical",
+    "same\ntokens",
     "speed-up",
     "acceptance\nrate",
     "mean\nacceptance\nlength",
