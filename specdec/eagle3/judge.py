@@ -89,7 +89,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), style, label=label)
 
     line(left, "loss", "loss")
-    left.set(xlabel="training tokens (millions)", ylabel="cross-entropy")
+    left.set(xlabel="training tokens (millions)", ylabel="loss")
     line(right, "simulated_length", "training batches, steps taken as independent")
     line(right, "decoder_simulated_length", "held-out prompts, simulated", "s:")
     line(right, "decoder_mean_acceptance_length", "held-out prompts, decoder: chains", "o-")
