@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHAT_DRAFTS = (
-    'What drafts: "ngram", "eagle3" (a known head), "eagle3:PATH_OR_ID", "draft:PATH_OR_ID", one of these three behind '
-    '"ngram+", or "auto".'
+    'What drafts: "ngram", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
+    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto".'
 )
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)

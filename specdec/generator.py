@@ -341,8 +341,9 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
         return DraftModelProposer(proposer)
     if not isinstance(proposer, str) or not PROPOSERS.fullmatch(proposer):
         raise ValueError(
-            'proposer must be a Proposer, a loaded draft model, "ngram", "eagle3", "auto", "draft:PATH_OR_ID" or '
-            f'"eagle3:PATH_OR_ID" ("eagle3" and what has a path also behind "ngram+"), got {proposer!r}'
+            'proposer must be a Proposer (an instance), a loaded draft model, or one of "ngram", "draft:PATH_OR_ID", '
+            '"eagle3", "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", "ngram+eagle3", "ngram+eagle3:PATH_OR_ID" and '
+            f'"auto", got {proposer!r}'
         )
     kind, _, source = proposer.partition(":")
     if kind.startswith(WITH_NGRAMS):

@@ -183,7 +183,8 @@ class Report:
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        per_pos = " ".join(f"{rate:.2f}" for rate in self.conditional_acceptance_rate_per_pos[:10]) or "-"
+        known = [rate for rate in self.conditional_acceptance_rate_per_pos[:10] if rate == rate]
+        per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
         rounds = self.round_seconds
         shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
         rows = [

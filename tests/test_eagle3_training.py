@@ -407,11 +407,14 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
 @pytest.mark.slow
 def test_training_goes_on_from_a_head(files, tmp_path):
     assert run(files, tmp_path / "first", "--epochs", "30").exit_code == 0
-    start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5"]
+    start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5", "--draft-vocab", "8192"]
     assert run(files, tmp_path / "still", *start, "--learning-rate", "0").exit_code == 0
     assert same_heads(tmp_path / "first", tmp_path / "still")
     assert run(files, tmp_path / "second", *start).exit_code == 0
     assert not same_heads(tmp_path / "first", tmp_path / "second")
+    log = json.loads((tmp_path / "second" / "evaluation.json").read_text())["log"]
+    assert log[0]["step"] == 0  # what it went on from is measured too
+    assert log[0]["decoder_tree_length"] >= 1
     assert losses(tmp_path / "second")[0][1] < losses(tmp_path / "first")[0][1]
 
 
@@ -419,6 +422,7 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     ("changes", "options", "message"),
     [
         ({}, ["--intermediate-size", "8"], "leave out --intermediate-size"),
+        ({}, ["--draft-vocab", "30"], "leave out --draft-vocab"),
         ({"target_hidden_size": 64}, [], "belongs to another model"),
         (None, [], "neither a folder"),
     ],
@@ -426,7 +430,8 @@ def test_training_goes_on_from_a_head(files, tmp_path):
 def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options, message):
     if changes is not None:
         save(eagle3.head(tap_ids=(0, 1, 2), **changes), tmp_path / "head")
-    result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *options)
+    usual = [] if "--draft-vocab" in options else ["--draft-vocab", "8192"]
+    result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *usual, *options)
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
     assert list((tmp_path / "out").iterdir()) == []  # no work was done, and a corrected command is not refused

@@ -140,6 +140,26 @@ def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
     assert hybrid.other.observed == 3
 
 
+def test_a_proposer_that_is_always_wrong_does_not_keep_n_grams_from_drafting():
+    """It never leaves a round without a draft, by which alone costs can be told."""
+
+    class Wrong(tiny.Garbage):
+        followed = 0
+
+        def follow(self, context):
+            self.followed += 1
+
+    spec = SpeculativeGenerator(tiny.model("llama"), HybridProposer(Wrong()), on_unsupported="error")
+    spec.generate(**tiny.prompts(30), do_sample=False, max_new_tokens=200)
+    assert spec.proposer.other.followed > 5
+    assert spec.last_report.num_accepted_tokens > 0
+
+
+def test_what_it_takes():
+    with pytest.raises(TypeError, match="takes a Proposer"):
+        HybridProposer("ngram")
+
+
 @pytest.mark.parametrize("draft_length", [None, 4])
 def test_it_is_a_hybrid_at_fixed_lengths_too(draft_length):
     target, inputs = tiny.model("llama"), tiny.prompts(30)

@@ -69,5 +69,6 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
     said = f"mean acceptance length by tap convention: {measured}"
     ranked = sorted(lengths.values())
     if len(ranked) > 1 and ranked[-1] - 1 <= CLEARLY * (ranked[-2] - 1):
-        return f"{said}. Too close to tell: the head drafts about as well, or as badly, either way."
+        few = f"{len(PROBE_PROMPTS)} texts of {PROBE_TOKENS} tokens"
+        return f"{said}. Too close to tell over {few}: what is said above stays."
     return f"{said}. {best!r} is right."

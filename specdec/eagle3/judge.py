@@ -24,12 +24,28 @@ class Judge(TrainerCallback):
 
     Args:
         prompts: (T,) int64 each. target: the name that the head's config gives. every: updates between measurements.
+        at_start: measure before the first update too: the head may be the best already.
     """
 
-    def __init__(self, trainer: Eagle3Trainer, prompts: Sequence[Tensor], out: Path, *, target: str, every: int):
+    def __init__(
+        self,
+        trainer: Eagle3Trainer,
+        prompts: Sequence[Tensor],
+        out: Path,
+        *,
+        target: str,
+        every: int,
+        at_start: bool = False,
+    ):
         self.trainer, self.prompts, self.out = trainer, prompts, out
-        self.target, self.every = target, every
+        self.target, self.every, self.at_start = target, every, at_start
         self.path = out / "evaluation.json"
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.at_start and state.global_step == 0:
+            self._judge(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:

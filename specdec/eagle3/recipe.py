@@ -44,6 +44,7 @@ from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+DRAFT_VOCAB = 8192
 # What may differ between two runs of one recipe.
 FREE = ("data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
@@ -70,7 +71,7 @@ class Recipe:
     data: Path
     out: Path
     start_from: str | None = None
-    draft_vocab: int = 8192
+    draft_vocab: int = DRAFT_VOCAB
     intermediate_size: int | None = None
     steps: int = 3
     length: int = 512
@@ -98,7 +99,10 @@ class Recipe:
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if len(texts) <= self.held_out:
-            raise ValueError(f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left")
+            raise ValueError(
+                f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left. Choose a "
+                "smaller --held-out"
+            )
         apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
         training = [text for i, text in enumerate(texts) if i not in apart]
         held_out = [texts[i] for i in sorted(apart)]
@@ -118,7 +122,14 @@ class Recipe:
             dataset = StateDataset(self.out / "states", self.length)
         trainer = self._trainer(head, target, dataset, processes)
         prompts = [_prompt(text) for text in held_out]
-        judge = Judge(trainer, prompts, self.out, target=self.target, every=self.evaluate_every)
+        judge = Judge(
+            trainer,
+            prompts,
+            self.out,
+            target=self.target,
+            every=self.evaluate_every,
+            at_start=self.start_from is not None,
+        )
         trainer.add_callback(judge)
         if deadline is not None:
             trainer.add_callback(Deadline(deadline))
@@ -220,8 +231,9 @@ class Recipe:
         return head
 
     def _given_head(self, source: str, target: PreTrainedModel) -> Eagle3Head:
-        if self.intermediate_size is not None:
-            raise ValueError("a head to go on from has its MLP already: leave out --intermediate-size")
+        for option, fresh in {"draft_vocab": DRAFT_VOCAB, "intermediate_size": None}.items():
+            if getattr(self, option) != fresh:
+                raise ValueError(f"a head to go on from has its own: leave out --{option.replace('_', '-')}")
         head = load(source)
         if head.config.version != 3:
             raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")

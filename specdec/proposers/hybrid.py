@@ -62,6 +62,8 @@ class HybridProposer(Proposer):
     """
 
     def __init__(self, other: Proposer, ngram: NgramProposer | None = None):
+        if not isinstance(other, Proposer):
+            raise TypeError(f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got {other!r}")
         self.other, self.ngram = other, NgramProposer() if ngram is None else ngram
         self._rounds: WeakKeyDictionary[Pacer, Rounds] = WeakKeyDictionary()  # by the call's pacer
         self._context: Context | None = None  # this round's
@@ -123,6 +125,8 @@ class HybridProposer(Proposer):
         """gains: per depth, how many of the rows' looked-up tokens are expected to be accepted."""
         rows, verify, B = len(context.rows), context.pacer.verify, context.batch_size
         length = context.pacer.best_length(gains, B)
+        if context.pacer.length is None and verify.drafted and not verify.undrafted:
+            return True  # and draft nothing, as `best_length` has it: to see what a pass without a draft costs
         if length == 0 or rounds.count == 0:
             return False
         seconds = verify((1 + length) * B) if verify.drafted else verify.plain
