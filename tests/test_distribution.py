@@ -27,8 +27,7 @@ from specdec.eagle3.objective import Objective
 from specdec.eagle3.readout import Readout
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
-from tests import eagle3, naive
-from tests.test_hybrid import TakingTurns
+from tests import eagle3, naive, tiny
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
 EXACT = 5.0  # standard deviations, see `departure`
@@ -184,9 +183,9 @@ PROPOSERS = {
     "eagle3, drawn tree": lambda: Eagle3Proposer(eagle_head(), branching=(2, 2)),
     "trimmed vocabulary": lambda: DraftModelProposer(drafter(), vocab=torch.tensor([1, 3, 4])),
     "hybrid": lambda: HybridProposer(DraftModelProposer(drafter())),
-    "turns, drawn chain": lambda: TakingTurns(DraftModelProposer(drafter())),
-    "turns, drawn tree": lambda: TakingTurns(DraftModelProposer(drafter(), branching=(2, 2))),
-    "turns, eagle3": lambda: TakingTurns(Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE)),
+    "turns, drawn chain": lambda: tiny.TakingTurns(DraftModelProposer(drafter())),
+    "turns, drawn tree": lambda: tiny.TakingTurns(DraftModelProposer(drafter(), branching=(2, 2))),
+    "turns, eagle3": lambda: tiny.TakingTurns(Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE)),
     "n-gram": lambda: NgramProposer(),
     "n-gram tree": lambda: NgramProposer(continuations=2),
     "garbage, chosen": lambda: Garbage(drawn=False),

@@ -33,14 +33,6 @@ class Remembering(Eagle3Proposer):
         return draft
 
 
-class TakingTurns(HybridProposer):
-    turn = 0
-
-    def _lookup_pays(self, gains, rounds, context):
-        self.turn += 1
-        return self.turn % 2 == 0
-
-
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_head_keeps_up_while_n_grams_draft(rows):
     head, target, prompts = eagle3.trained()
@@ -50,7 +42,7 @@ def test_the_head_keeps_up_while_n_grams_draft(rows):
         SpeculativeGenerator(target, proposer, draft_length=1, on_unsupported="error").generate(
             **inputs, do_sample=False, max_new_tokens=40
         )
-        for proposer in (alone, TakingTurns(beside, NgramProposer(max_ngram=1)))
+        for proposer in (alone, tiny.TakingTurns(beside, NgramProposer(max_ngram=1)))
     ]
     assert outputs[0].tolist() == outputs[1].tolist()
     both = alone.drafts.keys() & beside.drafts.keys()
