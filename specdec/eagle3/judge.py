@@ -69,7 +69,9 @@ class Judge(TrainerCallback):
             torch.manual_seed(self.trainer.args.seed)
             found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
+        due = self.trainer.control.should_log
         self.trainer.log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
+        self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
         if found.warning:
             print(f"warning: {found.warning}")
         before = read_json(self.path)
