@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from specdec.generator import PROPOSERS_IN_WORDS, check_name
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WHAT_DRAFTS = (
-    'What drafts: "ngram", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
-    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto".'
-)
+WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
 
@@ -33,11 +32,15 @@ def _bad_input_ends() -> Iterator[None]:
 
 def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
     """The model, in the precision it was saved in, on the best device there is; and its tokenizer."""
+    from huggingface_hub.errors import HFValidationError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from specdec.demo.loading import best_device
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
+    except HFValidationError as error:
+        raise ValueError(f"{target} is neither a folder with a model nor the name of a hub repository") from error
     return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
 
 
@@ -61,6 +64,7 @@ def generate(
     from specdec.demo.prompts import Prompt
 
     with _bad_input_ends():
+        check_name(proposer)
         model, tokenizer = _load(target)
         spec = SpeculativeGenerator(model, proposer)
     inputs = Prompt("", prompt).encode(tokenizer, model.device)
@@ -105,7 +109,9 @@ def inspect(
 def export(
     head: str = typer.Argument(help="Folder or hub id of an EAGLE-3 head, in any known layout."),
     out: str = typer.Argument(help="Folder to write."),
-    layout: str = typer.Option("sglang", help='"sglang" (SafeAILab, SpecForge, SGLang) or "speculators" (vLLM).'),
+    layout: str = typer.Option(
+        "sglang", help='"sglang" (SafeAILab, SpecForge, SGLang), "speculators" (vLLM) or "int8" (half the size, ours).'
+    ),
     target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
 ) -> None:
     """Write an EAGLE-3 head in the layout of another engine."""
@@ -136,6 +142,7 @@ def regenerate(
     from specdec.eagle3.texts import read_entries
 
     with _bad_input_ends():
+        check_name(proposer)
         for _ in read_entries(prompts):
             pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
@@ -175,9 +182,14 @@ def train(
     start_from: str | None = typer.Option(
         None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
     ),
-    draft_vocab: int = typer.Option(8192, min=2, help="Tokens a fresh head can draft: the most frequent ones."),
+    draft_vocab: int | None = typer.Option(
+        None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
+    ),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
     steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
+    loss: str = typer.Option(
+        "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, better to go on with than to begin.'
+    ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0),
     learning_rate: float = typer.Option(1e-3, min=0.0),
@@ -231,6 +243,7 @@ def doctor(
     from specdec.doctor import diagnose
 
     with _bad_input_ends():
+        check_name(proposer)
         model, tokenizer = _load(target)
     ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
     lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []

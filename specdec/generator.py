@@ -52,6 +52,10 @@ KNOWN_KWARGS = {
 }
 WITH_NGRAMS = "ngram+"
 PROPOSERS = re.compile(r"ngram|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
+PROPOSERS_IN_WORDS = (
+    '"ngram", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
+    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto"'
+)
 # Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
 ASSISTED_FIELDS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
 
@@ -333,18 +337,23 @@ class SpeculativeGenerator:
         return config, {**kwargs, "stopping_criteria": criteria}
 
 
+def check_name(proposer: str) -> None:
+    """Raise ValueError unless it is one of the short forms."""
+    if not PROPOSERS.fullmatch(proposer):
+        raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+
+
 def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedModel) -> Proposer:
     """A `Proposer` from an object, a loaded draft model, or a short string."""
     if isinstance(proposer, Proposer):
         return proposer
     if isinstance(proposer, PreTrainedModel):
         return DraftModelProposer(proposer)
-    if not isinstance(proposer, str) or not PROPOSERS.fullmatch(proposer):
+    if not isinstance(proposer, str):
         raise ValueError(
-            'proposer must be a Proposer (an instance), a loaded draft model, or one of "ngram", "draft:PATH_OR_ID", '
-            '"eagle3", "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", "ngram+eagle3", "ngram+eagle3:PATH_OR_ID" and '
-            f'"auto", got {proposer!r}'
+            f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got {proposer!r}"
         )
+    check_name(proposer)
     kind, _, source = proposer.partition(":")
     if kind.startswith(WITH_NGRAMS):
         return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))

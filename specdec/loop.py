@@ -181,7 +181,11 @@ class Loop:
             gained = sum(accepted) + len(rows)
             self.pacer.observe_round(draft.size, len(draft.tokens), verify_seconds, seconds, gained)
         self.watch.report.record_round(
-            [nodes[b] for b in rows], [depths[b] for b in rows], [accepted[b] for b in rows], seconds
+            [nodes[b] for b in rows],
+            [depths[b] for b in rows],
+            [accepted[b] for b in rows],
+            seconds,
+            self.proposer.drafted_by,
         )
 
 

@@ -6,7 +6,7 @@ Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metri
 from __future__ import annotations
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -27,6 +27,7 @@ class Report:
         num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
         num_rounds: target passes after the prefill.
         num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
+        num_drafts_by, num_accepted_tokens_by: the same drafts, and their accepted tokens, by who made them.
         num_accepted_tokens: drafted tokens that were accepted.
         num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
         num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
@@ -48,6 +49,8 @@ class Report:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_by: Counter[str] = field(default_factory=Counter)
+    num_accepted_tokens_by: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     num_draft_passes: int = 0
     draft_pass_seconds: float = 0.0
@@ -55,14 +58,18 @@ class Report:
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     times_to_first_token: list[float] = field(default_factory=list)
 
-    def record_round(self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float) -> None:
+    def record_round(
+        self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float, drafted_by: str = ""
+    ) -> None:
         """Count one round.
 
         Args:
             drafted: drafted nodes of each active row. depths: its deepest draft. accepted: its accepted tokens.
-            seconds: the round's wall time.
+            seconds: the round's wall time. drafted_by: the proposer's name.
         """
         self.num_rounds += 1
+        self.num_drafts_by[drafted_by] += sum(nodes > 0 for nodes in drafted)
+        self.num_accepted_tokens_by[drafted_by] += sum(accepted)
         self.num_row_rounds += len(drafted)
         for nodes, depth, taken in zip(drafted, depths, accepted, strict=True):
             self.num_drafts += nodes > 0
@@ -155,6 +162,8 @@ class Report:
             "num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
         ).split():
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.num_drafts_by.update(other.num_drafts_by)
+        self.num_accepted_tokens_by.update(other.num_accepted_tokens_by)
         for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
             mine, theirs = getattr(self, name), getattr(other, name)
             mine += [0] * (len(theirs) - len(mine))
@@ -172,10 +181,11 @@ class Report:
         """Everything as JSON-ready numbers (seconds, tokens, rates); undefined ones are None."""
         names = (
             "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_drafts num_draft_tokens "
-            "num_accepted_tokens num_accepted_tokens_per_pos draft_acceptance_rate mean_acceptance_length "
-            "tokens_per_round acceptance_rate_per_pos conditional_acceptance_rate_per_pos time_to_first_token "
-            "time_per_output_token time_per_output_token_p50 time_per_output_token_p99 tokens_per_second "
-            "num_draft_passes draft_pass_seconds seconds_per_draft_pass building_share total_seconds seconds overhead"
+            "num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
+            "draft_acceptance_rate mean_acceptance_length tokens_per_round acceptance_rate_per_pos "
+            "conditional_acceptance_rate_per_pos time_to_first_token time_per_output_token "
+            "time_per_output_token_p50 time_per_output_token_p99 tokens_per_second num_draft_passes "
+            "draft_pass_seconds seconds_per_draft_pass building_share total_seconds seconds overhead"
         ).split()
         return {name: _finite(getattr(self, name)) for name in names}
 
@@ -187,12 +197,18 @@ class Report:
         per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
         rounds = self.round_seconds
         shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
+        by = ", ".join(
+            f"{name} {1 + self.num_accepted_tokens_by[name] / drafts:.2f} ({drafts})"
+            for name, drafts in sorted(self.num_drafts_by.items())
+            if drafts
+        )
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             ("output tokens", f"{self.num_output_tokens}"),
             ("drafts (in rounds of a row)", f"{self.num_drafts} ({self.num_row_rounds})"),
             ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens per draft"),
+            *([("of it, by proposer", by)] if "," in by else []),
             ("tokens per target pass", f"{self.tokens_per_round:.2f}"),
             ("conditional rate per position", per_pos),
             ("time to first token", f"{1e3 * self.time_to_first_token:.1f} ms"),

@@ -7,12 +7,11 @@ from functools import cache
 import typer
 from rich.console import Console
 
-from specdec.cli import WHAT_DRAFTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import best_device, load, locate, number_format
 from specdec.demo.show import Show
 from specdec.eagle3 import registry
-from specdec.generator import PROPOSERS, WITH_NGRAMS, SpeculativeGenerator
+from specdec.generator import PROPOSERS_IN_WORDS, WITH_NGRAMS, SpeculativeGenerator, check_name
 from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
 
 ONE_GB = 10**9  # Python, torch and the caches
@@ -23,18 +22,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 @app.command()
 def main(
     target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
-    proposer: str = typer.Option("", help=f"{WHAT_DRAFTS} Default: what suits the target."),
+    proposer: str = typer.Option("", help=f"{PROPOSERS_IN_WORDS}. Default: what suits the target."),
     small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
     max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
 ) -> None:
     """Show plain and speculative decoding side by side on three prompts."""
     console = Console(highlight=False)
-    if proposer and not PROPOSERS.fullmatch(proposer):
-        raise typer.BadParameter(
-            f"{proposer!r}. {WHAT_DRAFTS}",
-            param_hint="--proposer",
-        )
+    try:
+        if proposer:
+            check_name(proposer)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--proposer") from error
     target, proposers = choose(target, proposer, small)
     try:
         require_room(own_weights(target, *proposers), dtype)

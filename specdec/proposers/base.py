@@ -107,6 +107,11 @@ class Proposer(ABC):
     def begin(self, context: Context) -> None:
         """A `generate()` call starts: forget the last one. `context` holds the prompts."""
 
+    @property
+    def drafted_by(self) -> str:
+        """What made the last draft, for the report."""
+        return type(self).__name__
+
     @abstractmethod
     def propose(self, context: Context) -> DraftTree:
         """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""

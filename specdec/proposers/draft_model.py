@@ -10,8 +10,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
@@ -125,8 +126,11 @@ class DraftModelProposer(AutoregressiveProposer):
 def load(path: str, **kwargs: Any) -> PreTrainedModel:
     """Load a draft model in the precision it was saved in."""
     try:
+        config = AutoConfig.from_pretrained(path)
+        if hasattr(config, "draft_vocab_size") or any("Eagle" in name for name in config.architectures or ()):
+            raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
         return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
-    except OSError as error:
+    except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path!r} is neither a folder with a model nor a hub repository that can be reached: {error}"
         ) from error

@@ -98,6 +98,10 @@ class HybridProposer(Proposer):
         self._seconds = perf_counter() - start
         return draft
 
+    @property
+    def drafted_by(self) -> str:
+        return (self.ngram if self._looking_up else self.other).drafted_by
+
     def follow(self, context: Context) -> None:
         self.other.follow(context)
 
