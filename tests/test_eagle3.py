@@ -41,8 +41,10 @@ def head(request):
 
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_it_computes_what_the_naive_head_does(head, lengths):
+@pytest.mark.parametrize("prompt", [2, 1000], ids=["remembered", "passed"])
+def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch):
     """A prompt in two parts, a tree of two depths with siblings, dropped; then more text, and a chain."""
+    monkeypatch.setattr("specdec.eagle3.runner.PROMPT", prompt)
     target = tiny.model("llama")
     generator = torch.Generator().manual_seed(0)
     B, T = len(lengths), max(lengths) + 5
@@ -107,6 +109,22 @@ def test_unrolling_is_drafting_everywhere(name):
         for i in range(0, T - 2 - step, 3):
             wanted = reference.draft(states[0, : i + 1], ids[1 : i + 2], ids[i + 2 : i + 2 + step])
             torch.testing.assert_close(head.logits(h)[0, i].double(), wanted, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["plain", "3.1", "window", "qwen3", "two layers"])
+def test_rows_that_are_wanted_are_as_if_all_were(name):
+    head = eagle3.head(name)
+    generator = torch.Generator().manual_seed(1)
+    embeds, states = (torch.randn(2, 16, width, generator=generator) for width in (32, 96))
+    documents = torch.tensor([[0] * 16, [0] * 7 + [1] * 9])
+    wanted = torch.zeros(2, 16, dtype=torch.bool)
+    wanted[0, [3, 4, 9]] = wanted[1, 8:13] = True
+    every, some = (list(unroll(head, embeds, states, 3, documents, wanted=rows)) for rows in (None, wanted))
+    for step, (h, of_some) in enumerate(zip(every, some, strict=True)):
+        rows = wanted[:, : h.shape[1]]
+        torch.testing.assert_close(of_some[rows], h[rows], **CLOSE)
+        assert name == "two layers" or not of_some[0, 10:].any(), step
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Cache, LlamaConfig
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from specdec.eagle3.config import Eagle3Config
 
@@ -70,6 +70,11 @@ class Eagle3Head(nn.Module):
         """(K,) int64, the target's id of each draft token."""
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
+    @property
+    def can_remember(self) -> bool:
+        """Whether keys and values can be had without the rest of a pass: of the layer that is first and last."""
+        return self.config.version == 3 and len(self.layers) == 1
+
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states side by side, (B, n, taps * target H), as a feature (B, n, H)."""
         if self.config.version == 1:
@@ -111,6 +116,14 @@ class Eagle3Head(nn.Module):
             h = layer(h, rotation, visible, cache)
         return self.norm(h) if self.norm is not None and self.config.norm_output else h
 
+    def remember(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Of `forward` what later tokens need: keys and values into the cache. If `can_remember`."""
+        first = self.layers[0]
+        assert self.can_remember
+        assert isinstance(first, FusingLayer)
+        rotary = self._rotary[0].to(embeds.device)
+        first.remember(embeds, features, rotary(embeds, positions), cache)
+
     def logits(self, h: Tensor) -> Tensor:
         """(B, n, K) from what `forward` returned. EAGLE-1 heads have none: the target's LM head is theirs."""
         assert self.lm_head is not None
@@ -140,9 +153,14 @@ class FusingLayer(nn.Module):
     ) -> Tensor:
         normed = self.hidden_norm(h)
         residual = normed if self.norm_before_residual else h
-        x = torch.cat([self.input_layernorm(embeds), normed], -1)
-        h = residual + self.self_attn(x, rotation, visible, cache)
+        h = residual + self.self_attn(self._beside(embeds, normed), rotation, visible, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
+
+    def remember(self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache) -> None:
+        self.self_attn.remember(self._beside(embeds, self.hidden_norm(h)), rotation, cache)
+
+    def _beside(self, embeds: Tensor, normed: Tensor) -> Tensor:
+        return torch.cat([self.input_layernorm(embeds), normed], -1)
 
 
 class DecoderLayer(nn.Module):
@@ -189,21 +207,29 @@ class Attention(nn.Module):
         self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
-        B, n, _ = x.shape
-        q, k, v = (proj(x).view(B, n, -1, self.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, n, dim)
-        q, k = _rotate(q, k, rotation)
-        if cache is not None:
-            k, v = cache.update(k, v, self.index)
+        q = self._per_head(self.q_proj(x), self.q_norm)
+        k, v = self.remember(x, rotation, cache)
         k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
+        q = _rotate(q, rotation)
         if isinstance(visible, BlockMask):
             out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
         else:
             mask = None if visible is None else visible[:, None]
-            out = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and n > 1)
-        return self.o_proj(out.transpose(1, 2).reshape(B, n, -1))
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None and x.shape[1] > 1
+            )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def remember(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of x behind those in the cache. Returns all, (B, heads, slots, dim) each."""
+        k = _rotate(self._per_head(self.k_proj(x), self.k_norm), rotation)
+        v = self._per_head(self.v_proj(x))
+        return (k, v) if cache is None else cache.update(k, v, self.index)
+
+    def _per_head(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """(B, n, heads * dim) as (B, heads, n, dim)."""
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x if norm is None else norm(x)
 
 
 @cache
@@ -212,14 +238,12 @@ def _flex_attention(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
-def _rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """RoPE on the leading dimensions that it covers."""
-    cos, sin = rotation
-    covered = cos.shape[-1]
-    if covered == q.shape[-1]:
-        return apply_rotary_pos_emb(q, k, cos, sin)
-    q_turned, k_turned = apply_rotary_pos_emb(q[..., :covered], k[..., :covered], cos, sin)
-    return torch.cat([q_turned, q[..., covered:]], -1), torch.cat([k_turned, k[..., covered:]], -1)
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE on the leading dimensions that it covers. x: (B, heads, n, dim)."""
+    cos, sin = (t[:, None] for t in rotation)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
 def _rotary_config(config: Eagle3Config) -> LlamaConfig:

@@ -16,6 +16,8 @@ from specdec.eagle3.head import Eagle3Head
 from specdec.proposers.draft_view import int8_pays, with_int8_linears
 from specdec.rows import CachedRows
 
+PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
+
 
 class HeadRunner(CachedRows):
     """Args: head: on any device, in any precision. target: lends its embedding, to EAGLE-1 heads its LM head too."""
@@ -45,8 +47,11 @@ class HeadRunner(CachedRows):
         """
         self.pending, self._pending_features = 0, None
         W = tokens.shape[1]
+        if W >= PROMPT and self.head.can_remember:
+            self._remember(tokens[:, :-1], states[:, :-1], [min(pad, W - 1) for pad in pads])
+            return self.extend(tokens[:, -1:], states[:, -1:], [max(0, pad - W + 1) for pad in pads])
         positions, visible = self.place_known(W, pads, self.head.device)
-        h = self._pass(tokens, self.head.fuse(states.to(self.head.device, self.head.dtype)), positions, visible, None)
+        h = self._pass(tokens, self._fused(states), positions, visible, None)
         self.commit([W - pad for pad in pads])
         self._last = h[:, -1:]
         return self._logits(self._last)
@@ -81,20 +86,32 @@ class HeadRunner(CachedRows):
         """Forget the pending nodes."""
         self.pending, self._pending_features = 0, None
 
-    def _pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None, slots: Tensor | None
-    ) -> Tensor:
+    def _remember(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> None:
+        """`extend` by tokens that nothing is drafted behind."""
+        W = tokens.shape[1]
+        positions, _ = self.place_known(W, pads, self.head.device)
+        self.head.remember(self._embedded(tokens), self._fused(states), positions, self.cache)
+        self.commit([W - pad for pad in pads])
+
+    def _fused(self, states: Tensor) -> Tensor:
+        return self.head.fuse(states.to(self.head.device, self.head.dtype))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
         weight = next(self.embedding.parameters())
         if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
-        embeds = self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
+        return self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
+
+    def _pass(
+        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None, slots: Tensor | None
+    ) -> Tensor:
         window = self.head.config.sliding_window
         if window is not None:
             if visible is None:
                 visible = torch.arange(self.cache.end, device=positions.device) <= positions[..., None]
             keys = torch.arange(self.cache.end, device=positions.device)[None] if slots is None else slots
             visible = visible & (positions[..., None] - keys[:, None] < window)
-        return self._fast(embeds, features, positions, visible, self.cache)
+        return self._fast(self._embedded(tokens), features, positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

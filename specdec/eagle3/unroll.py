@@ -26,6 +26,7 @@ def unroll(
     steps: int,
     documents: Tensor | None = None,
     *,
+    wanted: Tensor | None = None,
     flex: bool = False,
 ) -> Iterator[Tensor]:
     """What the head puts out at each step, given the true tokens.
@@ -33,14 +34,16 @@ def unroll(
     Args:
         embeds: (B, T, H) of the text's tokens 0 to T-1. states: (B, T, taps * target H) of the same tokens.
         steps: drafted tokens. documents: (B, T) int64, texts packed in one row do not see each other.
+        wanted: (B, T) bool, the rows whose output is used; of a head of one layer the others' is not computed, only
+            their keys and values. None: all.
         flex: use flex attention, which skips what is masked and keeps no scores (CUDA; elsewhere only its slow
-            reference runs); else a dense mask, (B, T, steps * T) at the last step.
+            reference runs); else a dense mask, (B, rows, T + (steps - 1) * rows) at the last step.
 
     Yields:
         For step j (B, T - 1 - j, H): row i drafts token i + 2 + j, after true states up to token i and true tokens up
-        to i + 1 + j.
+        to i + 1 + j. Rows that are not wanted may be 0.
     """
-    B, T, _ = embeds.shape
+    B, T, H = embeds.shape
     L = T - 1  # rows: the last token has no successor to pair with
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents
     documents = documents[:, :L]
@@ -49,30 +52,59 @@ def unroll(
     position = row - (row * begins).cummax(-1).values  # each text has its own
     features = head.fuse(states[:, :L])
     cache = DynamicCache()
+    rows, others = _split(None if wanted is None or flex or not head.can_remember else wanted[:, :L], position)
+    if others.shape[1]:
+        head.remember(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
+    features = _at(features, rows)
+    keys, n = torch.cat([others, rows], 1), rows.shape[1]  # the row and, below, the step of each key
+    steps_of = torch.zeros_like(keys[0])
     for step in range(steps):
         shifted = torch.nn.functional.pad(embeds[:, 1 + step :], (0, 0, 0, step))  # behind the text: never scored
-        sees = _mask(documents, position, step, head.config.sliding_window)
-        keys = L * (step + 1)
+        sees = _mask(documents, position, rows, keys, steps_of, step, head.config.sliding_window)
         visible: Tensor | BlockMask
         if flex:
-            visible = create_block_mask(sees, B, None, L, keys, device=str(embeds.device))
+            visible = create_block_mask(sees, B, None, n, keys.shape[1], device=str(embeds.device))
         else:
-            b, q, k = (torch.arange(n, device=embeds.device) for n in (B, L, keys))
+            b, q, k = (torch.arange(size, device=embeds.device) for size in (B, n, keys.shape[1]))
             visible = sees(b[:, None, None], b[:1], q[:, None], k)
-        features = head(shifted, features, position + step, visible, cache)
-        yield features[:, : L - step]
+        features = head(_at(shifted, rows), features, position.gather(1, rows) + step, visible, cache)
+        whole = features.new_zeros(B, L, H)
+        yield whole.scatter(1, rows[..., None].expand_as(features), features)[:, : L - step]
+        keys = torch.cat([keys, rows], 1)
+        steps_of = torch.nn.functional.pad(steps_of, (0, n), value=step + 1)
 
 
-def _mask(documents: Tensor, position: Tensor, step: int, window: int | None) -> Mask:
-    """Keys of step 0 up to the query's position, and of each later step the query's own one."""
-    L = documents.shape[1]
+def _split(wanted: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (B, n) of the rows to compute and (B, L - n) of the others, ascending."""
+    L = like.shape[1]
+    if wanted is None:
+        rows = torch.arange(L, device=like.device).expand_as(like)
+        return rows, rows[:, :0]
+    n = max(1, int(wanted.sum(-1).max()))  # where fewer are wanted, some others fill up
+    order = (~wanted).byte().argsort(dim=-1, stable=True)
+    return order[:, :n].sort(-1).values, order[:, n:].sort(-1).values
+
+
+def _at(x: Tensor, rows: Tensor) -> Tensor:
+    """(B, n, H) of x (B, L, H)."""
+    return x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _mask(
+    documents: Tensor, position: Tensor, rows: Tensor, keys: Tensor, steps_of: Tensor, step: int, window: int | None
+) -> Mask:
+    """Keys of step 0 up to the query's row, and of each later step the query's own one.
+
+    Args:
+        rows: (B, n) that the queries are of. keys: (B, K) rows and steps_of: (K,) steps that the keys are of.
+    """
 
     def sees(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        earlier, j = k // L, k % L
-        before = (j <= q) & (documents[b, j] == documents[b, q])
-        visible = torch.where(earlier == 0, before, j == q)
+        mine, theirs, earlier = rows[b, q], keys[b, k], steps_of[k]
+        before = (theirs <= mine) & (documents[b, theirs] == documents[b, mine])
+        visible = torch.where(earlier == 0, before, theirs == mine)
         if window is None:
             return visible
-        return visible & (position[b, q] + step - position[b, j] - earlier < window)
+        return visible & (position[b, mine] + step - position[b, theirs] - earlier < window)
 
     return sees
