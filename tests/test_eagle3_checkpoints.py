@@ -16,6 +16,8 @@ from specdec.eagle3.checkpoint import LAYOUTS, read
 from specdec.eagle3.config import default_taps, infer_convention
 from tests import eagle3, tiny
 
+EXACT = [layout for layout in LAYOUTS if layout != "int8"]
+
 
 def drafts(head, seed=0):
     """Logits of a head on some input, bit for bit what its weights and variant make them."""
@@ -36,8 +38,8 @@ def same(one: Eagle3Head, other: Eagle3Head) -> bool:
 
 
 @pytest.mark.parametrize("name", eagle3.VARIANTS)
-@pytest.mark.parametrize("first", LAYOUTS)
-@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", EXACT)
+@pytest.mark.parametrize("second", EXACT)
 def test_round_trips_are_bit_identical(name, first, second, tmp_path):
     head = eagle3.head(name)
     save(head, tmp_path / "one", first)
@@ -49,7 +51,7 @@ def test_round_trips_are_bit_identical(name, first, second, tmp_path):
     assert loaded.config.taps(8) == head.config.taps(8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EXACT)
 def test_half_precision_stays(layout, tmp_path):
     save(eagle3.head().bfloat16(), tmp_path, layout)
     assert load(tmp_path).dtype == torch.bfloat16
@@ -329,6 +331,33 @@ def test_a_pickle_is_not_executed(tmp_path):
         load(folder)
 
 
+@pytest.mark.parametrize("name", eagle3.VARIANTS)
+def test_eight_bits(name, tmp_path):
+    head = eagle3.head(name).to(torch.bfloat16)
+    for layout in ("sglang", "int8"):
+        save(head, tmp_path / layout, layout)
+    whole, half = ((tmp_path / layout / "model.safetensors").stat().st_size for layout in ("sglang", "int8"))
+    assert half < 0.8 * whole
+    loaded = read(tmp_path / "int8")
+    assert loaded.format.endswith(", 8-bit")
+    assert loaded.head().config == load(tmp_path / "sglang").config
+    for key, weight in load(tmp_path / "int8").state_dict().items():
+        exact = head.state_dict()[key].float()
+        within = exact.abs().amax(-1, keepdim=True) / 127 if exact.dim() == 2 else 0 * exact
+        assert ((weight.float() - exact).abs() <= within).all(), key
+    save(load(tmp_path / "int8"), tmp_path / "again", "int8")
+    again, once = load(tmp_path / "again").state_dict(), load(tmp_path / "int8").state_dict()
+    assert all(torch.equal(weight, once[key]) for key, weight in again.items())
+
+
+def test_eight_bits_without_their_scales(tmp_path):
+    save(eagle3.head(), tmp_path, "int8")
+    path = tmp_path / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if name != "fc.weight_scale"}, path)
+    with pytest.raises(ValueError, match=r"fc.weight is of int8, and its scales \(fc.weight_scale\) are not there"):
+        load(tmp_path)
+
+
 def test_export_refuses():
     with pytest.raises(ValueError, match="layout must be one of"):
         save(eagle3.head(), "nowhere", "onnx")
@@ -381,7 +410,7 @@ def test_an_unknown_convention_stays_unknown_through_exports(tmp_path):
 
 def test_biases_of_every_projection(tmp_path):
     head = eagle3.head("biases", output_bias=True)
-    for layout in LAYOUTS:
+    for layout in EXACT:
         save(head, tmp_path / layout, layout)
         assert same(load(tmp_path / layout), head)
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
 
-LAYOUTS = ("sglang", "speculators")
+LAYOUTS = ("sglang", "speculators", "int8")
+SCALE = "_scale"  # behind the name of a matrix of int8
 # Names that carry nothing a head computes with.
 IGNORED = {
     "t2d": "the inverse of d2t",
@@ -93,7 +94,8 @@ def read(path: str | Path) -> Checkpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first). Nothing in it is executed."""
     folder = _folder(path)
     config = _read_config(folder)
-    tensors = _read_tensors(folder)
+    stored = _read_tensors(folder)
+    tensors = _of_int8(stored, folder)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{folder}: {name} holds NaN or infinite values; the file is damaged or its training was")
@@ -118,7 +120,8 @@ def read(path: str | Path) -> Checkpoint:
     if understood.draft_vocab_size == understood.vocab_size or understood.version == 1:
         weights.setdefault("d2t", torch.zeros(understood.draft_vocab_size, dtype=torch.long))
     _check_vocabulary(folder, weights.get("d2t"), understood)
-    return Checkpoint(folder, reader.format, understood, tuple(reader.fields), used, ignored, weights)
+    format = reader.format + (", 8-bit" if len(tensors) < len(stored) else "")
+    return Checkpoint(folder, format, understood, tuple(reader.fields), used, ignored, weights)
 
 
 class _Reader:
@@ -302,7 +305,8 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     """Write a head for other engines: config.json and model.safetensors.
 
     Args:
-        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`) or "speculators" (vLLM's: `layers.0.*`).
+        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`), "speculators" (vLLM's: `layers.0.*`), or
+            "int8", our own: half the size, SGLang's names, matrices of int8 with a float32 scale per row.
         target: name or path of the target, which vLLM's layout wants to know.
     """
     if layout not in LAYOUTS:
@@ -318,15 +322,38 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     else:
         weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
         weights["t2d"][head.draft_to_target.cpu()] = True
-    if layout == "sglang":
+    if layout != "speculators":
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
-    described = _sglang_config(c) if layout == "sglang" else _speculators_config(c, target)
+    if layout == "int8":
+        weights = _as_int8(weights)
+    described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
     dtype = str(head.dtype).removeprefix("torch.")
     # The weights last: a folder without them is not taken for a finished one.
     (folder / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}, indent=2) + "\n")
     partial = folder / "model.safetensors.part"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.rename(folder / "model.safetensors")
+
+
+def _as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices (rows, n) as int8, each beside its scales (rows, 1)."""
+    out = dict(weights)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.dim() == 2:
+            scale = tensor.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+            out |= {name: (tensor.float() / scale).round().to(torch.int8), name + SCALE: scale}
+    return out
+
+
+def _of_int8(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """What `_as_int8` made, in bfloat16."""
+    out = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    for name, tensor in out.items():
+        if tensor.dtype == torch.int8:
+            if name + SCALE not in tensors:
+                raise ValueError(f"{folder}: {name} is of int8, and its scales ({name + SCALE}) are not there")
+            out[name] = (tensor.float() * tensors[name + SCALE].float()).to(torch.bfloat16)
+    return out
 
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
