@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
 from specdec.eagle3 import Eagle3Trainer, convert, load, recipe, save, states
-from specdec.eagle3.objective import Objective, frequent_tokens, token_counts
+from specdec.eagle3.fresh import grown
+from specdec.eagle3.objective import LOSSES, Objective, frequent_tokens, token_counts
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
@@ -224,7 +225,8 @@ def test_gradients_reach_every_parameter():
     assert all(weight.grad is None for weight in target.parameters())
 
 
-def test_gradients_are_autograds(monkeypatch):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_are_autograds(loss, monkeypatch):
     """The loss computes them itself, few rows at a time."""
     target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2)).train()
     texts = some_texts(target, 2)
@@ -241,13 +243,18 @@ def test_gradients_are_autograds(monkeypatch):
         rows = ids.shape[1] - 2 - step
         keep = learn[:, 2 + step :] & (documents[:, 2 + step :] == documents[:, :rows])
         p = readout(state[:, 1 + step : -1, -32:][keep]).softmax(-1)
-        losses.append(0.8**step * -(p * head.logits(h[:, :rows])[keep].log_softmax(-1)).sum(-1).mean())
+        log_q = head.logits(h[:, :rows])[keep].log_softmax(-1)
+        overlap = torch.minimum(p, log_q.exp()).sum(-1)
+        of_rows = -(p * log_q).sum(-1) if loss == "ce" else -overlap.log()
+        losses.append(0.8**step * of_rows.mean())
     (sum(losses) / sum(0.8**step for step in range(3))).backward()
     wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
 
     head.zero_grad()
     monkeypatch.setattr("specdec.eagle3.objective.ROWS_AT_ONCE", 7)
-    Objective(head, embedding, readout, steps=3)(ids, learn, documents, state)["loss"].backward()
+    found = Objective(head, embedding, readout, steps=3, loss=loss)(ids, learn, documents, state)["loss"]
+    assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))
+    found.backward()
     for name, weight in head.named_parameters():
         torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-4, atol=1e-7)
 
@@ -288,6 +295,24 @@ def test_frequent_tokens():
     assert best.tolist() == [2, 5]
     assert float(counts[best].sum() / counts.sum()) == pytest.approx(5 / 6)
     assert len(frequent_tokens(counts, 20)) == 10
+
+
+@torch.no_grad()
+def test_a_head_that_can_draft_more():
+    """Its own tokens' logits stay, in whatever order it had them; new rows drift as its own did."""
+    target, head = tiny.model("llama"), eagle3.head(draft_vocab_size=50)
+    theirs, drift = target.get_output_embeddings().weight, torch.randn(32, 32)
+    own = torch.arange(50).flip(0)
+    head.d2t.copy_(own - torch.arange(50))
+    head.lm_head.weight.copy_(theirs[own] @ drift)
+    more = torch.arange(60)
+    bigger = grown(head, target, more)
+    assert bigger.draft_to_target.tolist() == more.tolist()
+    h = torch.randn(1, 2, 32)
+    before, after = torch.zeros(2, 1, 2, tiny.VOCAB)
+    before[..., own], after[..., more] = head.logits(h), bigger.logits(h)
+    torch.testing.assert_close(after[..., own], before[..., own])
+    torch.testing.assert_close(bigger.lm_head.weight[50:], theirs[50:60] @ drift, rtol=0.02, atol=0.02)
 
 
 # Training
@@ -409,7 +434,7 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
 @pytest.mark.slow
 def test_training_goes_on_from_a_head(files, tmp_path):
     assert run(files, tmp_path / "first", "--epochs", "30").exit_code == 0
-    start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5", "--draft-vocab", "8192"]
+    start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5"]
     assert run(files, tmp_path / "still", *start, "--learning-rate", "0").exit_code == 0
     assert same_heads(tmp_path / "first", tmp_path / "still")
     assert run(files, tmp_path / "second", *start).exit_code == 0
@@ -418,13 +443,17 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     assert log[0]["step"] == 0  # what it went on from is measured too
     assert log[0]["decoder_tree_length"] >= 1
     assert losses(tmp_path / "second")[0][1] < losses(tmp_path / "first")[0][1]
+    assert run(files, tmp_path / "more", *start, "--draft-vocab", "40").exit_code == 0
+    first, more = (set(load(tmp_path / name / "head").draft_to_target.tolist()) for name in ("first", "more"))
+    assert first < more
+    assert len(more) == 40
 
 
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
         ({}, ["--intermediate-size", "8"], "leave out --intermediate-size"),
-        ({}, ["--draft-vocab", "30"], "leave out --draft-vocab"),
+        ({}, ["--draft-vocab", "8"], "choose a larger --draft-vocab"),
         ({"target_hidden_size": 64}, [], "belongs to another model"),
         (None, [], "neither a folder"),
     ],
@@ -432,8 +461,7 @@ def test_training_goes_on_from_a_head(files, tmp_path):
 def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options, message):
     if changes is not None:
         save(eagle3.head(tap_ids=(0, 1, 2), **changes), tmp_path / "head")
-    usual = [] if "--draft-vocab" in options else ["--draft-vocab", "8192"]
-    result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *usual, *options)
+    result = run(files, tmp_path / "out", "--from", str(tmp_path / "head"), *options)
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
     assert list((tmp_path / "out").iterdir()) == []  # no work was done, and a corrected command is not refused
@@ -442,7 +470,7 @@ def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options
 def test_training_does_not_go_on_from_the_first_eagle(monkeypatch):
     monkeypatch.setattr(recipe, "load", lambda path: eagle3.head(version=1, draft_vocab_size=tiny.VOCAB))
     with pytest.raises(ValueError, match="only EAGLE-3"):
-        recipe.Recipe("target", Path("data"), Path("out"))._given_head("head", tiny.model("llama"))
+        recipe.Recipe("target", Path("data"), Path("out"))._given_head("head", tiny.model("llama"), torch.ones(64))
 
 
 @pytest.mark.slow
@@ -503,11 +531,12 @@ def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
     assert run(files, tmp_path / "one").exit_code == 0
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    both = process([*launch, "-m", "specdec", *arguments(files, tmp_path / "two")])
+    both = process([*launch, "-m", "specdec", *arguments(files, tmp_path / "two")], ACCELERATE_USE_CPU="true")
     output, _ = both.communicate(timeout=240)
     assert both.returncode == 0, output
+    assert (tmp_path / "two" / "run" / "checkpoint-10" / "rng_state_1.pth").exists()  # there were two
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert [step for step, _ in one] == [step for step, _ in two]
     assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-2)
@@ -532,6 +561,15 @@ def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch)
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert "the loss is nan at update 0: try a lower learning rate" in result.output
+
+
+@pytest.mark.parametrize("kind", recipe.SHARDING)
+def test_sharding_the_head_is_refused(files, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv(recipe.SHARDING[kind], "true")
+    result = run(files, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"not with {kind}" in result.output
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

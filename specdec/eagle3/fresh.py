@@ -1,4 +1,4 @@
-"""`convert`: a fresh head for a target, which starts out from what the target knows.
+"""`convert`: a fresh head for a target, which starts out from what the target knows; `grown`, one that can draft more.
 
 The LM head is made of the target's own rows, the layer of its last one's weights: early in training the head is then
 ahead of one that starts from random weights.
@@ -6,6 +6,7 @@ ahead of one that starts from random weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -66,6 +67,29 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
         if head.fc.weight.shape[0] == H:
             head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
     return head
+
+
+@torch.no_grad()
+def grown(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
+    """A head that drafts the tokens of `draft_vocab`, (K,) int64 ascending, all its own among them.
+
+    Its other weights and its LM head's rows are kept. These are no longer the target's (a drift that they share changes
+    no probability, and training does not hold it back), so new rows are the target's translated by the linear map
+    that takes the others nearest to what they have become.
+    """
+    bigger = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_vocab))).to(head.device, head.dtype)
+    weights = head.state_dict()
+    readout = Readout.of(target, draft_vocab)
+    theirs = readout.weight.to(head.device, torch.float32)  # (K, target H)
+    draft_vocab = draft_vocab.to(head.device)
+    own = torch.searchsorted(draft_vocab, head.draft_to_target)
+    square = theirs[own].T @ theirs[own]
+    ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square), device=head.device)
+    rows = theirs @ torch.linalg.solve(square + ridge, theirs[own].T @ weights["lm_head.weight"].float())
+    rows[own] = weights["lm_head.weight"].float()
+    d2t = draft_vocab - torch.arange(len(draft_vocab), device=head.device)
+    bigger.load_state_dict(weights | {"lm_head.weight": rows.to(head.dtype), "d2t": d2t})
+    return bigger
 
 
 def _copy_layer(head: Eagle3Head, theirs: nn.Module) -> None:

@@ -1,7 +1,7 @@
 """`Objective`: what a head is trained to do, as a module that gives the loss of a batch.
 
-EAGLE-3's training-time test (2503.01840): at every step the head's distribution over the draft vocabulary is drawn
-towards the target's, restricted to that vocabulary and renormalised.
+EAGLE-3's training-time test (2503.01840): at every step the head's distribution q over the draft vocabulary is drawn
+towards the target's, p, restricted to that vocabulary and renormalised.
 """
 
 from __future__ import annotations
@@ -19,13 +19,31 @@ from specdec.eagle3.unroll import unroll
 ROWS_AT_ONCE = 1024  # whose logits are in memory together
 
 
+def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """H(p, q) of each row (n,), and its gradient by the logits (n, K), which it overwrites."""
+    norm = logits.logsumexp(-1, keepdim=True)
+    loss = norm[:, 0] - (p * logits).sum(-1)
+    return loss, logits.sub_(norm).exp_().sub_(p)
+
+
+def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """-log of sum(min(p, q)), the chance that a drawn token is accepted (LK, 2602.23881); as `cross_entropy`."""
+    q = logits.softmax(-1)
+    below = q.where(q < p, 0)
+    accepted = torch.minimum(p, q).sum(-1).clamp(min=1e-6)
+    return -accepted.log(), q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(accepted[:, None])
+
+
+LOSSES = {"ce": cross_entropy, "lk": likelihood_of_acceptance}
+
+
 class Objective(nn.Module):
     """The head, and what of the target its loss needs.
 
     Args:
         embedding: (V, H) of the target, frozen. readout: its logits of the draft vocabulary.
         steps: drafted tokens to train. decay: weight of a step's loss relative to the one before.
-        flex: use flex attention, see `unroll`.
+        loss: of `LOSSES`. flex: use flex attention, see `unroll`.
 
     Attributes:
         state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of what the LM head reads from the target's
@@ -40,9 +58,13 @@ class Objective(nn.Module):
         *,
         steps: int = 5,
         decay: float = 0.8,
+        loss: str = "ce",
         flex: bool = False,
     ):
         super().__init__()
+        if loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+        self.loss = loss
         self.head, self.steps, self.decay, self.flex = head, steps, decay, flex
         self.state_weight = 0.0
         self._embedding, self._readout = (embedding.detach(),), readout  # in a tuple: not saved, not moved, not trained
@@ -54,7 +76,7 @@ class Objective(nn.Module):
             ids, documents: (B, T) int64. learn: (B, T) bool. states: (B, T, C) the taps' and the final state.
 
         Returns:
-            loss: weighted mean over steps of the cross-entropy per learnt token.
+            loss: weighted mean over steps of the loss per learnt token.
             accuracy: (steps,) share of learnt tokens where the head's first choice is the target's.
         """
         head, T = self.head, ids.shape[1]
@@ -65,8 +87,10 @@ class Objective(nn.Module):
         learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
         drafted, counted = [], []
         steps = min(self.steps, T - 2)
-        for step, h in enumerate(unroll(head, embeds.to(head.dtype), taps, steps, documents, flex=self.flex)):
-            first = 2 + step  # row i drafts token i + 2 + step
+        # Row i drafts token i + 2 + step.
+        wanted = torch.stack([nn.functional.pad(learnt[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
+        rows_of = unroll(head, embeds.to(head.dtype), taps, steps, documents, wanted=wanted, flex=self.flex)
+        for first, h in enumerate(rows_of, start=2):
             drafted.append(nn.functional.pad(h[:, : T - first], (0, 0, first, 0))[learnt])
             same = documents[:, first:] == documents[:, : T - first]
             counted.append(nn.functional.pad(same, (first, 0))[learnt])
@@ -78,22 +102,22 @@ class Objective(nn.Module):
         before = final.roll(1, 1)[learnt]  # the target chose a token from its state at the one before
         assert head.lm_head is not None
         out = head.read_out(torch.stack(drafted))
-        loss, hits = _SoftCrossEntropy.apply(out, head.lm_head.weight, before, readout, scale)
+        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, before, readout, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         return {"loss": loss, "accuracy": hits / rows.sum(-1).clamp(min=1)}
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Sum of scale * H(target, draft). The gradients are computed on the way, so that no logits are kept or computed
-    twice, and the target's only once for all steps that draft the same token.
+class _LossOfRows(torch.autograd.Function):
+    """Sum of scale * loss. The gradients are computed on the way, so that no logits are kept or computed twice, and the
+    target's only once for all steps that draft the same token.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, drafted: Tensor, weight: Tensor, final: Tensor, readout: Readout, scale: Tensor
+        ctx: Any, drafted: Tensor, weight: Tensor, final: Tensor, readout: Readout, scale: Tensor, loss_of: Any
     ) -> tuple[Tensor, Tensor]:
-        """drafted (steps, N, H), weight (K, H), final (N, target H), scale (steps, N).
+        """drafted (steps, N, H), weight (K, H), final (N, target H), scale (steps, N), loss_of: of `LOSSES`.
 
         Returns the loss, and (steps,) in how many rows both have the same first choice.
         """
@@ -111,9 +135,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             for step, (h, each) in enumerate(zip(drafted[:, part], scale[:, part], strict=True)):
                 logits = (h @ half.T).float()
                 hits[step] += ((logits.argmax(-1) == choice) & (each > 0)).sum()
-                norm = logits.logsumexp(-1, keepdim=True)
-                loss += (each * (norm[:, 0] - (p * logits).sum(-1))).sum()
-                to_logits = logits.sub_(norm).exp_().sub_(p).mul_(each[:, None]).to(dtype)  # (q - p) * scale
+                of_rows, to_logits = loss_of(p, logits)
+                loss += (each * of_rows).sum()
+                to_logits = to_logits.mul_(each[:, None]).to(dtype)
                 to_drafted[step, part] = to_logits @ half
                 if to_weight is not None:
                     to_weight += to_logits.T @ h
@@ -124,7 +148,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         to_drafted, to_weight = ctx.saved_tensors
-        return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None
+        return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None, None
 
 
 def _distance(out: Tensor, wanted: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -33,18 +34,20 @@ from transformers import (
 from specdec.capability import capability
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.evaluation import Evaluation
-from specdec.eagle3.fresh import convert
+from specdec.eagle3.fresh import convert, grown
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.judge import Judge, read_json
-from specdec.eagle3.objective import frequent_tokens, token_counts
+from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
-from specdec.eagle3.trainer import Eagle3Trainer
+from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 DRAFT_VOCAB = 8192
+# Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
+SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
 FREE = ("data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
@@ -55,9 +58,11 @@ class Recipe:
 
     Args:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
-        start_from: a head to go on from, a folder or hub id; it keeps its draft vocabulary and MLP. None: a fresh one.
-        draft_vocab: tokens a fresh head can draft. intermediate_size: of its MLP; None: the target's.
-        steps: drafted tokens to train. length: tokens per packed row.
+        start_from: a head to go on from, a folder or hub id. None: a fresh one.
+        draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
+            8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
+        steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (`objective.LOSSES`).
+        length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
             of one update count alike, however many tokens are learnt in each.
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
@@ -71,9 +76,10 @@ class Recipe:
     data: Path
     out: Path
     start_from: str | None = None
-    draft_vocab: int = DRAFT_VOCAB
+    draft_vocab: int | None = None
     intermediate_size: int | None = None
     steps: int = 3
+    loss: str = "ce"
     length: int = 512
     epochs: float = 2.0
     learning_rate: float = 1e-3
@@ -94,7 +100,15 @@ class Recipe:
         started = time.monotonic()
         if self.device not in (None, "cpu"):
             raise ValueError(f'device is "cpu" or None (an accelerator if there is one), got {self.device!r}')
+        for kind, variable in SHARDING.items():
+            if os.environ.get(variable, "false").lower() == "true":
+                raise ValueError(
+                    f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
+                    "them. Use `accelerate launch --multi_gpu`"
+                )
         processes = PartialState(cpu=self.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         self.out.mkdir(parents=True, exist_ok=True)
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
@@ -212,7 +226,17 @@ class Recipe:
             remove_unused_columns=False,
             dataloader_pin_memory=not on_cpu,
         )
-        return Eagle3Trainer(head, target, args, steps=self.steps, flex=self.flex, train_dataset=dataset)
+        weight = STATE_WEIGHT if self.start_from is None else 0.0
+        return Eagle3Trainer(
+            head,
+            target,
+            args,
+            steps=self.steps,
+            loss=self.loss,
+            state_weight=weight,
+            flex=self.flex,
+            train_dataset=dataset,
+        )
 
     def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
         """To begin with."""
@@ -221,24 +245,30 @@ class Recipe:
         written = token_counts([(text.ids, text.learn) for text in texts], size)
         if self.start_from is None:
             changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
-            head = convert(target, frequent_tokens(written, self.draft_vocab), **changes)
+            head = convert(target, frequent_tokens(written, self.draft_vocab or DRAFT_VOCAB), **changes)
         else:
-            head = self._given_head(self.start_from, target)
+            head = self._given_head(self.start_from, target, written)
         covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
         processes.print(
             f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
         )
         return head
 
-    def _given_head(self, source: str, target: PreTrainedModel) -> Eagle3Head:
-        for option, fresh in {"draft_vocab": DRAFT_VOCAB, "intermediate_size": None}.items():
-            if getattr(self, option) != fresh:
-                raise ValueError(f"a head to go on from has its own: leave out --{option.replace('_', '-')}")
+    def _given_head(self, source: str, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
+        if self.intermediate_size is not None:
+            raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
         head = load(source)
         if head.config.version != 3:
             raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
         Eagle3Proposer(head).check(target)
-        return head
+        own = head.draft_to_target
+        if self.draft_vocab is None:
+            return head
+        if self.draft_vocab < len(own):
+            raise ValueError(
+                f"{source} drafts {len(own)} tokens already: choose a larger --draft-vocab or leave it out"
+            )
+        return grown(head, target, frequent_tokens(written.index_fill(0, own, written.sum() + 1), self.draft_vocab))
 
 
 class Deadline(TrainerCallback):

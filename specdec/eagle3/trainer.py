@@ -21,7 +21,7 @@ from specdec.eagle3.states import StateDataset, collate, states_of_packed
 from specdec.taps import FINAL, Taps, decoder_layers
 
 RECENT = 50  # batches whose accuracies are averaged for the log
-STATE_WEIGHT = 4.0  # of the loss on final states when training begins; it falls to 0
+STATE_WEIGHT = 4.0
 
 
 class Eagle3Trainer(Trainer):
@@ -29,7 +29,8 @@ class Eagle3Trainer(Trainer):
     then computed for every batch.
 
     Args:
-        steps: drafted tokens to train. flex: use flex attention, see `unroll`.
+        steps: drafted tokens to train. loss: of `objective.LOSSES`. flex: use flex attention, see `unroll`.
+        state_weight: of the loss on final states when training begins; it falls to 0. It helps a fresh head only.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Eagle3Trainer(Trainer):
         args: TrainingArguments,
         *,
         steps: int = 3,
+        loss: str = "ce",
+        state_weight: float = STATE_WEIGHT,
         flex: bool = False,
         **kwargs: Any,
     ):
@@ -51,11 +54,11 @@ class Eagle3Trainer(Trainer):
             print("one GPU of several is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
         readout = Readout.of(target, head.draft_to_target)
-        self.objective = Objective(head, embedding_of(target), readout, steps=steps, flex=flex)
+        self.objective = Objective(head, embedding_of(target), readout, steps=steps, loss=loss, flex=flex)
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
-        self.head, self.target, self.steps = head, target, steps
+        self.head, self.target, self.steps, self.state_weight = head, target, steps, state_weight
         self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: deque[Tensor] = deque(maxlen=RECENT)
 
@@ -65,7 +68,7 @@ class Eagle3Trainer(Trainer):
         if "states" not in inputs:
             inputs = inputs | {"states": states_of_packed(self.target, self._listener, inputs)}
         done = self.state.global_step / max(1, self.state.max_steps)
-        self.objective.state_weight = STATE_WEIGHT * (1 - done)
+        self.objective.state_weight = self.state_weight * (1 - done)
         outputs = model(**inputs)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
