@@ -5,6 +5,7 @@ import errno
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -561,6 +562,14 @@ def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch)
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert "the loss is nan at update 0: try a lower learning rate" in result.output
+
+
+def test_what_training_says_on_the_way(files, tmp_path):
+    result = run(files, tmp_path, "--epochs", "2")
+    assert result.exit_code == 0, result.output
+    lines = result.output.replace("\r", "\n").splitlines()
+    assert any(re.search(r"update 10: loss \d+\.\d+, first choices right( \d\.\d\d){3} ", line) for line in lines)
+    assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
 
 
 @pytest.mark.parametrize("kind", recipe.SHARDING)

@@ -17,7 +17,8 @@ from transformers import (
 from transformers.generation import StoppingCriteria
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
-from tests import tiny
+from specdec.eagle3 import save
+from tests import eagle3, tiny
 from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
 
 NEW = 20
@@ -505,6 +506,12 @@ def test_draft_lengths_that_are_none(length):
 def test_a_draft_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="neither a folder with a model nor a hub repository"):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path / 'nothing'}")
+
+
+def test_a_draft_that_is_a_head(tmp_path):
+    save(eagle3.head(), tmp_path)
+    with pytest.raises(ValueError, match='is an EAGLE head, no model of its own: pass "eagle3:'):
+        SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path}")
 
 
 def test_an_empty_batch():

@@ -1,5 +1,6 @@
 """N-grams where the text repeats itself, a model's drafts elsewhere."""
 
+import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -48,6 +49,19 @@ def test_the_head_keeps_up_while_n_grams_draft(rows):
     both = alone.drafts.keys() & beside.drafts.keys()
     assert len(both) > 2 * rows
     assert all(alone.drafts[place] == beside.drafts[place] for place in both)
+
+
+def test_the_report_says_who_drafted():
+    head, target, prompts = eagle3.trained()
+    spec = SpeculativeGenerator(target, tiny.TakingTurns(Eagle3Proposer(head), NgramProposer(max_ngram=1)))
+    for _ in range(2):
+        spec.generate(prompts[:1], do_sample=False, max_new_tokens=40)
+    report = spec.report
+    assert set(report.num_drafts_by) == {"Eagle3Proposer", "NgramProposer"}
+    assert sum(report.num_drafts_by.values()) == report.num_drafts
+    assert sum(report.num_accepted_tokens_by.values()) == report.num_accepted_tokens
+    assert "of it, by proposer" in str(report)
+    assert json.loads(report.to_json())["num_drafts_by"] == dict(report.num_drafts_by)
 
 
 class Silent(Proposer):

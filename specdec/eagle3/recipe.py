@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
+    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -38,6 +39,7 @@ from specdec.eagle3.fresh import convert, grown
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.judge import Judge, read_json
 from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
+from specdec.eagle3.progress import ProgressInWords
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
@@ -145,6 +147,8 @@ class Recipe:
             at_start=self.start_from is not None,
         )
         trainer.add_callback(judge)
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(ProgressInWords())
         if deadline is not None:
             trainer.add_callback(Deadline(deadline))
         with _clear_failures(self.out):

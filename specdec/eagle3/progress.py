@@ -1,0 +1,38 @@
+"""`ProgressInWords`: the Trainer's bar, with what it logs in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+
+
+class ProgressInWords(ProgressCallback):
+    """In place of transformers' own, which prints dictionaries."""
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.training_bar is not None and logs:
+            self.training_bar.write(in_words(logs, state.global_step))
+
+
+def in_words(logs: dict[str, float], update: int) -> str:
+    """A line on what `Eagle3Trainer` or `Judge` logged."""
+    if "decoder_tree_length" in logs:
+        return (
+            f"update {update}: accepted per round {logs['decoder_tree_length']:.2f} tokens with trees at T=0, "
+            f"{logs['decoder_tree_length_sampled']:.2f} at T=1; chains {logs['decoder_mean_acceptance_length']:.2f}, "
+            f"simulated {logs['decoder_simulated_length']:.2f}"
+        )
+    if "simulated_length" in logs:
+        shares = " ".join(f"{logs[key]:.2f}" for key in sorted(logs) if key.startswith("accuracy_"))
+        return f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step)"
+    if "train_runtime" in logs:
+        return f"trained for {logs['train_runtime'] / 60:.1f} minutes"
+    return ", ".join(f"{key} {value}" for key, value in logs.items())
