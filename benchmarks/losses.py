@@ -24,6 +24,7 @@ from specdec.eagle3.objective import LOSSES
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.states import StateDataset, collate
 from specdec.eagle3.unroll import unroll
+from specdec.taps import decoder_layers
 
 STEPS = 3
 
@@ -40,6 +41,11 @@ def main(
     """Print a table: the first choice's accuracy and the chance of acceptance, step by step, before and after."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     rows = StateDataset(states, 512)
+    taps = load(head).config.taps(len(decoder_layers(model)))
+    if rows.taps != taps:
+        raise typer.BadParameter(f"the states are of layers {rows.taps}, the head reads {taps}", param_hint="--states")
+    if held_out >= len(rows):
+        raise typer.BadParameter(f"there are {len(rows)} rows: none is left to train on", param_hint="--held-out")
     training, measured = Subset(rows, range(len(rows) - held_out)), [rows[-i] for i in range(1, held_out + 1)]
     lines = [line("as it was", load(head), model, measured)]
     for name in LOSSES:
@@ -55,6 +61,7 @@ def main(
                 adam_beta2=0.95,
                 max_grad_norm=0.5,
                 bf16=True,
+                use_cpu=True,
                 save_strategy="no",
                 report_to=[],
                 seed=0,
@@ -77,7 +84,8 @@ def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[st
 @torch.no_grad()
 def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> Tensor:
     """(2, STEPS): how often the head's first choice is the target's, and sum(min(p, q)), of the tokens to learn."""
-    embedding, readout = embedding_of(model).float(), Readout.of(model, head.draft_to_target)
+    embedding = embedding_of(model).float() if head.embed_tokens is None else head.embed_tokens.weight
+    readout = Readout.of(model, head.draft_to_target)
     H = readout.weight.shape[-1]
     total, count = torch.zeros(2, STEPS), torch.zeros(STEPS)
     for row in rows:

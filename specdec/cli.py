@@ -114,7 +114,7 @@ def export(
     ),
     target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
 ) -> None:
-    """Write an EAGLE-3 head in the layout of another engine."""
+    """Write an EAGLE-3 head in another layout."""
     from specdec.eagle3 import load, save
 
     with _bad_input_ends():

@@ -63,8 +63,9 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch
         fed = states.gather(1, index[..., None].expand(-1, -1, wide))
         return runner.extend(tokens.gather(1, index), fed, pads)[:, 0]
 
-    def check(logits, ends, paths):
-        for b, end in enumerate(ends):
+    def check(logits, ends, paths, rows=range(B)):
+        for b in rows:
+            end = ends[b]
             wanted = reference.draft(states[b, :end], tokens[b, :end].tolist(), paths[b])
             scale = max(1.0, float(wanted.abs().max()))
             torch.testing.assert_close(logits[b].double() / scale, wanted / scale, **CLOSE)
@@ -73,6 +74,10 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch
     check(extend(half, half), half, [()] * B)
     ends = list(lengths)
     check(extend(ends, [length - h for length, h in zip(lengths, half, strict=True)]), ends, [()] * B)
+
+    gained = [3, 0, 2, 3][:B] if B > 1 else [2]  # a row may have none, beside others
+    ends = [end + more for end, more in zip(ends, gained, strict=True)]
+    check(extend(ends, gained), ends, [()] * B, [b for b in range(B) if gained[b]])
 
     drafted = torch.randint(1, tiny.VOCAB, (B, 5), generator=generator)
     stepped = Stepped.none(tokens[:, 0], [9] * B).and_then(drafted[:, :2], None)

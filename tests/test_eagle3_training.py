@@ -438,7 +438,9 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5"]
     assert run(files, tmp_path / "still", *start, "--learning-rate", "0").exit_code == 0
     assert same_heads(tmp_path / "first", tmp_path / "still")
-    assert run(files, tmp_path / "second", *start).exit_code == 0
+    second = run(files, tmp_path / "second", *start)
+    assert second.exit_code == 0
+    assert "update 0: accepted per round" in second.output
     assert not same_heads(tmp_path / "first", tmp_path / "second")
     log = json.loads((tmp_path / "second" / "evaluation.json").read_text())["log"]
     assert log[0]["step"] == 0  # what it went on from is measured too

@@ -18,6 +18,7 @@ from transformers.generation import StoppingCriteria
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
 from specdec.eagle3 import save
+from specdec.eagle3.checkpoint import LAYOUTS
 from tests import eagle3, tiny
 from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
 
@@ -508,8 +509,9 @@ def test_a_draft_that_is_not_there(tmp_path):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path / 'nothing'}")
 
 
-def test_a_draft_that_is_a_head(tmp_path):
-    save(eagle3.head(), tmp_path)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_that_is_a_head(layout, tmp_path):
+    save(eagle3.head(), tmp_path, layout)
     with pytest.raises(ValueError, match='is an EAGLE head, no model of its own: pass "eagle3:'):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path}")
 

@@ -1,4 +1,4 @@
-"""Checkpoints of EAGLE heads: reading whatever a folder holds, strictly, and writing the two common layouts.
+"""Checkpoints of EAGLE heads: reading whatever a folder holds, strictly, and writing the two common layouts and ours.
 
 Owns files and names. A head is understood from its weights first (their names and shapes cannot lie), from its config
 second; what neither says is assumed, and `Checkpoint.fields` tells which was which. Formats: SafeAILab EAGLE-1 to 3,
@@ -61,7 +61,7 @@ class Checkpoint:
     weights: dict[str, Tensor]
 
     def head(self) -> Eagle3Head:
-        """The head, in the precision it was saved in."""
+        """The head, in the precision it was saved in; bfloat16 if that was int8."""
         with torch.device("meta"):
             head = Eagle3Head(self.config)
         expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
@@ -95,12 +95,12 @@ def read(path: str | Path) -> Checkpoint:
     folder = _folder(path)
     config = _read_config(folder)
     stored = _read_tensors(folder)
-    tensors = _of_int8(stored, folder)
+    tensors, scales = _of_int8(stored, folder)
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{folder}: {name} holds NaN or infinite values; the file is damaged or its training was")
     weights: dict[str, Tensor] = {}
-    used: dict[str, tuple[int, ...]] = {}
+    used = {name: tuple(scale.shape) for name, scale in scales.items()}
     ignored: dict[str, str] = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
@@ -120,7 +120,7 @@ def read(path: str | Path) -> Checkpoint:
     if understood.draft_vocab_size == understood.vocab_size or understood.version == 1:
         weights.setdefault("d2t", torch.zeros(understood.draft_vocab_size, dtype=torch.long))
     _check_vocabulary(folder, weights.get("d2t"), understood)
-    format = reader.format + (", 8-bit" if len(tensors) < len(stored) else "")
+    format = reader.format + (", 8-bit" if scales else "")
     return Checkpoint(folder, format, understood, tuple(reader.fields), used, ignored, weights)
 
 
@@ -302,11 +302,11 @@ class _Reader:
 
 
 def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: str = "") -> None:
-    """Write a head for other engines: config.json and model.safetensors.
+    """Write a head: config.json and model.safetensors.
 
     Args:
         layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`), "speculators" (vLLM's: `layers.0.*`), or
-            "int8", our own: half the size, SGLang's names, matrices of int8 with a float32 scale per row.
+            "int8", which specdec alone reads: half the size, matrices of int8 with a float32 scale per row.
         target: name or path of the target, which vLLM's layout wants to know.
     """
     if layout not in LAYOUTS:
@@ -328,6 +328,8 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
         weights = _as_int8(weights)
     described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
     dtype = str(head.dtype).removeprefix("torch.")
+    if layout == "int8":
+        dtype, described = "bfloat16", described | {"quantization_config": {"quant_method": "specdec-int8"}}
     # The weights last: a folder without them is not taken for a finished one.
     (folder / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}, indent=2) + "\n")
     partial = folder / "model.safetensors.part"
@@ -345,15 +347,18 @@ def _as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def _of_int8(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """What `_as_int8` made, in bfloat16."""
-    out = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
-    for name, tensor in out.items():
+def _of_int8(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `_as_int8` made, in bfloat16; and the scales."""
+    out, scales = dict(tensors), {}
+    for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:
             if name + SCALE not in tensors:
                 raise ValueError(f"{folder}: {name} is of int8, and its scales ({name + SCALE}) are not there")
-            out[name] = (tensor.float() * tensors[name + SCALE].float()).to(torch.bfloat16)
-    return out
+            scale = scales[name + SCALE] = out.pop(name + SCALE)
+            if tuple(scale.shape) != (tensor.shape[0], 1):
+                raise ValueError(f"{folder}: {name + SCALE} has shape {tuple(scale.shape)}, not a scale for each row")
+            out[name] = (tensor.float() * scale.float()).to(torch.bfloat16)
+    return out, scales
 
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:

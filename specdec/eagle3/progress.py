@@ -31,7 +31,7 @@ def in_words(logs: dict[str, float], update: int) -> str:
             f"simulated {logs['decoder_simulated_length']:.2f}"
         )
     if "simulated_length" in logs:
-        shares = " ".join(f"{logs[key]:.2f}" for key in sorted(logs) if key.startswith("accuracy_"))
+        shares = " ".join(f"{logs[key]:.2f}" for key in logs if key.startswith("accuracy_"))
         return f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step)"
     if "train_runtime" in logs:
         return f"trained for {logs['train_runtime'] / 60:.1f} minutes"

@@ -147,8 +147,6 @@ class Recipe:
             at_start=self.start_from is not None,
         )
         trainer.add_callback(judge)
-        if trainer.pop_callback(ProgressCallback) is not None:
-            trainer.add_callback(ProgressInWords())
         if deadline is not None:
             trainer.add_callback(Deadline(deadline))
         with _clear_failures(self.out):
@@ -162,6 +160,8 @@ class Recipe:
         """The same folder must not be used for another recipe: its states and checkpoints would be mixed up."""
         path = self.out / "recipe.json"
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
+        if self.start_from is None:
+            mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
         content = hashlib.sha256()
         for text in texts:
             content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
@@ -231,7 +231,7 @@ class Recipe:
             dataloader_pin_memory=not on_cpu,
         )
         weight = STATE_WEIGHT if self.start_from is None else 0.0
-        return Eagle3Trainer(
+        trainer = Eagle3Trainer(
             head,
             target,
             args,
@@ -241,6 +241,9 @@ class Recipe:
             flex=self.flex,
             train_dataset=dataset,
         )
+        if trainer.pop_callback(ProgressCallback) is not None:
+            trainer.add_callback(ProgressInWords())
+        return trainer
 
     def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
         """To begin with."""
@@ -272,7 +275,8 @@ class Recipe:
             raise ValueError(
                 f"{source} drafts {len(own)} tokens already: choose a larger --draft-vocab or leave it out"
             )
-        return grown(head, target, frequent_tokens(written.index_fill(0, own, written.sum() + 1), self.draft_vocab))
+        counts = written[: head.config.vocab_size].index_fill(0, own, written.sum() + 1)
+        return grown(head, target, frequent_tokens(counts, self.draft_vocab))
 
 
 class Deadline(TrainerCallback):

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
@@ -123,13 +122,13 @@ class DraftModelProposer(AutoregressiveProposer):
         return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
-def load(path: str, **kwargs: Any) -> PreTrainedModel:
+def load(path: str) -> PreTrainedModel:
     """Load a draft model in the precision it was saved in."""
     try:
-        config = AutoConfig.from_pretrained(path)
-        if hasattr(config, "draft_vocab_size") or any("Eagle" in name for name in config.architectures or ()):
+        config, _ = PretrainedConfig.get_config_dict(path)
+        if "draft_vocab_size" in config or "speculators_model_type" in config:
             raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto", **kwargs).eval()
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path!r} is neither a folder with a model nor a hub repository that can be reached: {error}"
