@@ -75,10 +75,6 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch
     ends = list(lengths)
     check(extend(ends, [length - h for length, h in zip(lengths, half, strict=True)]), ends, [()] * B)
 
-    gained = [3, 0, 2, 3][:B] if B > 1 else [2]  # a row may have none, beside others
-    ends = [end + more for end, more in zip(ends, gained, strict=True)]
-    check(extend(ends, gained), ends, [()] * B, [b for b in range(B) if gained[b]])
-
     drafted = torch.randint(1, tiny.VOCAB, (B, 5), generator=generator)
     stepped = Stepped.none(tokens[:, 0], [9] * B).and_then(drafted[:, :2], None)
     logits = runner.grow(drafted[:, :2], None, stepped.depth, stepped.ancestors, False)
@@ -99,6 +95,12 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch
         stepped = stepped.and_then(drafted[:, depth : depth + 1], parents)
         logits = runner.grow(drafted[:, depth : depth + 1], parents, stepped.depth, stepped.ancestors[:, -1:], True)
         check(logits[:, 0], ends, drafted[:, : depth + 1].tolist())
+
+    runner.drop_draft()
+    gained = [3, 0, 2, 3][:B]  # a row may gain nothing, beside others: it is finished
+    ends = [end + more for end, more in zip(ends, gained, strict=True)]
+    check(extend(ends, gained), ends, [()] * B, [b for b in range(B) if gained[b]])
+    assert runner.lengths == ends
 
 
 @torch.no_grad()
