@@ -39,8 +39,10 @@ def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
-    except HFValidationError as error:
-        raise ValueError(f"{target} is neither a folder with a model nor the name of a hub repository") from error
+    except (OSError, HFValidationError) as error:
+        raise ValueError(
+            f"{target} is neither a folder with a model nor a hub repository that can be reached: {error}"
+        ) from error
     return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
 
 

@@ -6,8 +6,8 @@ Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metri
 from __future__ import annotations
 
 import json
-from collections import Counter, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -49,8 +49,8 @@ class Report:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-    num_drafts_by: Counter[str] = field(default_factory=Counter)
-    num_accepted_tokens_by: Counter[str] = field(default_factory=Counter)
+    num_drafts_by: dict[str, int] = field(default_factory=dict)
+    num_accepted_tokens_by: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     num_draft_passes: int = 0
     draft_pass_seconds: float = 0.0
@@ -68,8 +68,8 @@ class Report:
             seconds: the round's wall time. drafted_by: the proposer's name.
         """
         self.num_rounds += 1
-        self.num_drafts_by[drafted_by] += sum(nodes > 0 for nodes in drafted)
-        self.num_accepted_tokens_by[drafted_by] += sum(accepted)
+        _add(self.num_drafts_by, {drafted_by: sum(nodes > 0 for nodes in drafted)})
+        _add(self.num_accepted_tokens_by, {drafted_by: sum(accepted)})
         self.num_row_rounds += len(drafted)
         for nodes, depth, taken in zip(drafted, depths, accepted, strict=True):
             self.num_drafts += nodes > 0
@@ -162,8 +162,8 @@ class Report:
             "num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
         ).split():
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.num_drafts_by.update(other.num_drafts_by)
-        self.num_accepted_tokens_by.update(other.num_accepted_tokens_by)
+        _add(self.num_drafts_by, other.num_drafts_by)
+        _add(self.num_accepted_tokens_by, other.num_accepted_tokens_by)
         for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
             mine, theirs = getattr(self, name), getattr(other, name)
             mine += [0] * (len(theirs) - len(mine))
@@ -262,6 +262,11 @@ def _count(counts: list[int], length: int, by: int = 1) -> None:
     counts += [0] * (length - len(counts))
     for i in range(length):
         counts[i] += by
+
+
+def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def _ratio(a: float, b: float) -> float:

@@ -10,7 +10,7 @@ from specdec.cli import app
     ("command", "message"),
     [
         (["generate", "TARGET", "a", "--proposer", "ngrams"], 'proposer must be "ngram"'),
-        (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor the name of a hub"),
+        (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor a hub"),
         (["doctor", "TARGET", "eagle"], 'proposer must be "ngram"'),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--proposer", "draft"], 'proposer must be "ngram"'),
     ],

@@ -25,7 +25,7 @@ class Known:
 # By the target's name on the hub, without its organization and in lower case.
 HEADS: dict[str, Known] = {
     "qwen2.5-coder-0.5b-instruct": Known(
-        "qwen2.5-coder-0.5b-instruct", "30099e0c6c3f518fdae5c359be04869840706ca79c80e167410de6877e172dca"
+        "qwen2.5-coder-0.5b-instruct", "fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd"
     ),
     "llama-3.1-8b-instruct": Known("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
     "llama-3.3-70b-instruct": Known("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
