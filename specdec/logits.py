@@ -47,6 +47,7 @@ PURE = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
+OF_THE_END = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)  # of these, on end tokens alone
 # or a state that follows the text: these must only ever see committed prefixes.
 STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -68,8 +69,9 @@ class NodeProcessors:
         self.processors = list(processors)
 
     @property
-    def context_free(self) -> bool:
-        return all(_reads_scores_alone(processor) for processor in self.processors)
+    def order_needs_no_text(self) -> bool:
+        """No processor looks at the text, but to see whether it may end here."""
+        return all(_reads_scores_alone(processor) or type(processor) in OF_THE_END for processor in self.processors)
 
     def __call__(
         self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]], ruled_out: Tensor | None = None

@@ -132,14 +132,16 @@ def test_the_processors_change_something(name):
 @pytest.mark.parametrize("name", CONTEXT_FREE)
 def test_context_free_processors_need_no_texts(name):
     processors = NodeProcessors(LogitsProcessorList([CONTEXT_FREE[name](1, 1)]))
-    assert processors.context_free
+    assert processors.order_needs_no_text
     processors(torch.randn(2, 3, V), lambda: pytest.fail("asked for texts"))
 
 
 def test_one_text_reader_is_enough_to_need_texts():
     both = LogitsProcessorList([CONTEXT_FREE["top-k"](1, 1), READING["bad words"](1, 1)])
-    assert not NodeProcessors(both).context_free
-    assert NodeProcessors(LogitsProcessorList()).context_free
+    assert not NodeProcessors(both).order_needs_no_text
+    assert NodeProcessors(LogitsProcessorList()).order_needs_no_text
+    ending = hf.MinNewTokensLengthLogitsProcessor(1, 4, [2], device="cpu")
+    assert NodeProcessors(LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), ending])).order_needs_no_text
 
 
 def test_without_processors_scores_are_float32_logits():
@@ -276,7 +278,7 @@ def test_a_subclass_may_read_the_text():
 
     texts, logits = nodes(3, "tree")
     processors = NodeProcessors(LogitsProcessorList([Cooling(1.0)]))
-    assert not processors.context_free
+    assert not processors.order_needs_no_text
     scores = processors(logits, lambda: texts)
     for b, row in enumerate(texts):
         for n, text in enumerate(row):

@@ -130,8 +130,11 @@ class Eagle3Proposer(AutoregressiveProposer):
         return self.head.draft_to_target
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order."""
-        if not context.processors.context_free:
+        """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order.
+
+        An end token that is drafted too early is rejected.
+        """
+        if not context.processors.order_needs_no_text:
             return super()._children(context, logits, stepped, n, k)
         tokens, log_probs = top_children(logits.float(), k)
         return self._targets(logits.device)[tokens], log_probs
