@@ -9,12 +9,14 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, TrainingArguments
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
@@ -572,7 +574,10 @@ def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch)
     assert "the loss is nan at update 0: try a lower learning rate" in result.output
 
 
-def test_what_training_says_on_the_way(files, tmp_path):
+@pytest.mark.parametrize("verbosity", [logging.WARNING, logging.ERROR], ids=["with a bar", "without"])
+def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
+    request.addfinalizer(partial(logging.set_verbosity, logging.get_verbosity()))
+    logging.set_verbosity(verbosity)  # above warnings there is no bar
     result = run(files, tmp_path, "--epochs", "2")
     assert result.exit_code == 0, result.output
     lines = result.output.replace("\r", "\n").splitlines()

@@ -1,25 +1,44 @@
-"""`ProgressInWords`: the Trainer's bar, with what it logs in words."""
+"""What transformers' Trainer logs, in words: beside its bar, or without one."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 
 class ProgressInWords(ProgressCallback):
     """In place of transformers' own, which prints dictionaries."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.training_bar is not None and logs:
             self.training_bar.write(in_words(logs, state.global_step))
+
+
+class PrinterInWords(PrinterCallback):
+    """The same where bars are switched off."""
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        if state.is_world_process_zero and logs:
+            print(in_words(logs, state.global_step))
+
+
+def speak(trainer: Trainer) -> None:
+    """Exchange the trainer's callbacks for these."""
+    for theirs, ours in {ProgressCallback: ProgressInWords, PrinterCallback: PrinterInWords}.items():
+        if trainer.pop_callback(theirs) is not None:
+            trainer.add_callback(ours())
 
 
 def in_words(logs: dict[str, float], update: int) -> str:

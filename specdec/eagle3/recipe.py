@@ -25,7 +25,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    ProgressCallback,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -39,7 +38,7 @@ from specdec.eagle3.fresh import convert, grown
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.judge import Judge, read_json
 from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
-from specdec.eagle3.progress import ProgressInWords
+from specdec.eagle3.progress import speak
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
@@ -241,8 +240,7 @@ class Recipe:
             flex=self.flex,
             train_dataset=dataset,
         )
-        if trainer.pop_callback(ProgressCallback) is not None:
-            trainer.add_callback(ProgressInWords())
+        speak(trainer)
         return trainer
 
     def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
