@@ -336,7 +336,7 @@ def test_training_makes_a_head_that_drafts(tmp_path):
         str(tmp_path / "run"),
         per_device_train_batch_size=8,
         learning_rate=1e-2,
-        num_train_epochs=300,
+        num_train_epochs=400,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
