@@ -32,17 +32,12 @@ def _bad_input_ends() -> Iterator[None]:
 
 def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
     """The model, in the precision it was saved in, on the best device there is; and its tokenizer."""
-    from huggingface_hub.errors import HFValidationError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from specdec.demo.loading import best_device
+    from specdec.proposers.draft_model import load
 
-    try:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").to(best_device()).eval()
-    except (OSError, HFValidationError) as error:
-        raise ValueError(
-            f"{target} is neither a folder with a model nor a hub repository that can be reached: {error}"
-        ) from error
+    model = load(target).to(best_device())
     return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
 
 

@@ -123,7 +123,7 @@ class DraftModelProposer(AutoregressiveProposer):
 
 
 def load(path: str) -> PreTrainedModel:
-    """Load a draft model in the precision it was saved in."""
+    """Load a model in the precision it was saved in."""
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
         if "draft_vocab_size" in config or "speculators_model_type" in config:
@@ -131,7 +131,7 @@ def load(path: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
-            f"{path!r} is neither a folder with a model nor a hub repository that can be reached: {error}"
+            f"{path} is neither a folder with a model nor a hub repository that can be reached: {error}"
         ) from error
 
 
