@@ -179,6 +179,9 @@ def train(
     start_from: str | None = typer.Option(
         None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
     ),
+    start_from_target: str | None = typer.Option(
+        None, "--from-target", help="What the head of --from is for, if another: a smaller model with the same tokens."
+    ),
     draft_vocab: int | None = typer.Option(
         None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
     ),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging
@@ -21,13 +22,14 @@ from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
-from specdec.eagle3 import Eagle3Trainer, convert, load, recipe, save, states
+from specdec.eagle3 import Eagle3Trainer, convert, load, recipe, save, states, transfer
 from specdec.eagle3.fresh import grown
 from specdec.eagle3.objective import LOSSES, Objective, frequent_tokens, token_counts
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
 from specdec.eagle3.texts import Text, encode_prompt, read_texts
+from specdec.eagle3.transfer import transferred, translated
 from specdec.eagle3.unroll import unroll
 from tests import eagle3, tiny
 
@@ -318,6 +320,64 @@ def test_a_head_that_can_draft_more():
     torch.testing.assert_close(bigger.lm_head.weight[50:], theirs[50:60] @ drift, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("added", [0.0, transfer.ADDED])
+@pytest.mark.parametrize(
+    "name", ["plain", "norm before residual", "norm output", "qwen3", "biases", "whole vocabulary", "two taps"]
+)
+@torch.no_grad()
+def test_a_head_carried_over_drafts_as_it_did(name, added, monkeypatch):
+    """To a target whose states and embeddings are its donor's, turned within a wider space."""
+    monkeypatch.setattr(transfer, "ADDED", added)
+    monkeypatch.setattr(transfer, "RIDGE", 1e-6)
+    head = eagle3.head(name)
+    torch.manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(48, 48)).Q[:32]
+    old, states = torch.randn(tiny.VOCAB, 32), torch.randn(500, head.config.num_taps * 32)
+    read = torch.cat([part @ turn for part in states.chunk(head.config.num_taps, -1)], -1)
+    seen = torch.ones(tiny.VOCAB, dtype=torch.long)
+    bigger = translated(head, head.fuse(states), read, old, old @ turn, seen, (0, 2, 3)[: head.config.num_taps])
+    assert bigger.config.target_hidden_size == bigger.config.hidden_size == 48
+    assert torch.equal(bigger.draft_to_target, head.draft_to_target)
+    ids, position = torch.randint(tiny.VOCAB, (1, 500)), torch.arange(500)[None]
+    before, after = head.fuse(states[None]), bigger.fuse(read[None])
+    for _ in range(2):  # the second pass is fed what the first put out
+        before = head(old[ids], before, position, None)
+        after = bigger((old @ turn)[ids], after, position, None)
+        expected, found = head.logits(before), bigger.logits(after)
+        if added == 0:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+
+
+def test_the_added_part_is_seen_once_training_has_begun():
+    """No gradient is 0 because all weights of a product are."""
+    donor = tiny.model("llama", num_hidden_layers=4)
+    target = tiny.model("llama", num_hidden_layers=6, hidden_size=48, num_attention_heads=4)
+    head = transferred(eagle3.head("biases"), donor, target, some_texts(target, 8, 20))
+    assert head.config.taps(6) == (2, 3, 3)
+    text = some_texts(target, 1)[0]
+    state = states.states_of(target, (*head.config.taps(6), -1), [text])[0]
+    objective = Objective(head.train(), target.get_input_embeddings().weight, Readout.of(target, head.draft_to_target))
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state[None].float())[
+            "loss"
+        ].backward()
+        optimizer.step()
+    assert bool((head.lm_head.weight.grad[:, 32:] != 0).any())
+    for name in ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"):
+        assert bool((head.get_submodule(name).weight.grad[32:] != 0).any()), name
+
+
+def test_heads_that_cannot_be_carried_over():
+    small, large = tiny.model("llama", num_hidden_layers=4), tiny.model("llama", hidden_size=16, num_hidden_layers=4)
+    with pytest.raises(ValueError, match="32 wide, of 1 layers, .* 16 wide: it needs"):
+        transferred(eagle3.head(), small, large, some_texts(small))
+    with pytest.raises(ValueError, match="of 2 layers"):
+        transferred(eagle3.head("two layers"), small, small, some_texts(small))
+
+
 # Training
 
 
@@ -454,6 +514,42 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     assert len(more) == 40
 
 
+def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
+    wide = tiny.model("llama", num_hidden_layers=6, hidden_size=48, num_attention_heads=4)
+    wide.save_pretrained(tmp_path / "wide")
+    tokenizer.save_pretrained(tmp_path / "wide")
+    save(eagle3.head(tap_ids=(2, 2, 1)), tmp_path / "head")
+    start = ["--from", str(tmp_path / "head"), "--epochs", "1"]
+    data, out = str(files / "data.jsonl"), tmp_path / "out"
+    options = SMALL.replace("--draft-vocab 30", "").split()
+    command = ["train", str(tmp_path / "wide"), data, str(out), *options, *start]
+    other = CliRunner().invoke(app, command)
+    assert other.exit_code == 2
+    assert "belongs to another model" in other.output.replace("\n", " ")
+    command += ["--from-target", str(files / "model")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "carrying" in result.output
+    assert load(out / "head").config.hidden_size == 48
+    kept = (out / "transferred" / "model.safetensors").stat().st_mtime_ns
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, again.output
+    assert (out / "transferred" / "model.safetensors").stat().st_mtime_ns == kept  # the work was not done again
+
+
+def test_another_targets_head_needs_its_name_and_the_same_tokens(files, tokenizer, tmp_path):
+    result = run(files, tmp_path / "out", "--from-target", str(files / "model"))
+    assert result.exit_code == 2
+    assert "give --from too" in result.output.replace("\n", " ")
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(reversed(WORDS))}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(tmp_path / "other")
+    save(eagle3.head(), tmp_path / "head")
+    options = ["--from", str(tmp_path / "head"), "--from-target", str(tmp_path / "other")]
+    result = run(files, tmp_path / "out", *options)
+    assert result.exit_code == 2
+    assert "have different tokens" in result.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [
@@ -475,7 +571,9 @@ def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options
 def test_training_does_not_go_on_from_the_first_eagle(monkeypatch):
     monkeypatch.setattr(recipe, "load", lambda path: eagle3.head(version=1, draft_vocab_size=tiny.VOCAB))
     with pytest.raises(ValueError, match="only EAGLE-3"):
-        recipe.Recipe("target", Path("data"), Path("out"))._given_head("head", tiny.model("llama"), torch.ones(64))
+        recipe.Recipe("target", Path("data"), Path("out"))._given_head(
+            "head", tiny.model("llama"), [], torch.ones(64), PartialState(cpu=True)
+        )
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import time
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,24 @@ from transformers import (
 )
 
 from specdec.capability import capability
-from specdec.eagle3.checkpoint import load
+from specdec.eagle3.checkpoint import load, save
 from specdec.eagle3.evaluation import Evaluation
 from specdec.eagle3.fresh import convert, grown
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.judge import Judge, read_json
 from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
 from specdec.eagle3.progress import speak
+from specdec.eagle3.registry import WEIGHTS
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
+from specdec.eagle3.transfer import transferred
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 DRAFT_VOCAB = 8192
+TRANSFER_TOKENS = 20_000
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
@@ -60,6 +64,7 @@ class Recipe:
     Args:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
         start_from: a head to go on from, a folder or hub id. None: a fresh one.
+        start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
         draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
             8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
         steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (`objective.LOSSES`).
@@ -77,6 +82,7 @@ class Recipe:
     data: Path
     out: Path
     start_from: str | None = None
+    start_from_target: str | None = None
     draft_vocab: int | None = None
     intermediate_size: int | None = None
     steps: int = 3
@@ -108,6 +114,8 @@ class Recipe:
                     "them. Use `accelerate launch --multi_gpu`"
                 )
         processes = PartialState(cpu=self.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
+        if self.start_from_target is not None and self.start_from is None:
+            raise ValueError("--from-target says what the head of --from is for: give --from too")
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -124,8 +132,10 @@ class Recipe:
         target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(processes.device).eval()
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
+        settled = self._settled(texts)
         head = self._head(target, training, processes)
-        self._settle(texts)
+        if processes.is_main_process:
+            (self.out / "recipe.json").write_text(json.dumps(settled, indent=1))
         deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
         dataset: Dataset = PackedTexts(training, self.length)
         if self.cache_states:
@@ -155,9 +165,8 @@ class Recipe:
         trainer.accelerator.wait_for_everyone()  # one process judges
         return judge.best()
 
-    def _settle(self, texts: Sequence[Text]) -> None:
-        """The same folder must not be used for another recipe: its states and checkpoints would be mixed up."""
-        path = self.out / "recipe.json"
+    def _settled(self, texts: Sequence[Text]) -> dict[str, str]:
+        """This recipe, for its folder, which must not hold another's states and checkpoints."""
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
@@ -166,7 +175,7 @@ class Recipe:
             content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
         mine["texts"] = content.hexdigest()
         usual = {field.name: str(field.default) for field in fields(self) if field.name in mine}
-        found = read_json(path)
+        found = read_json(self.out / "recipe.json")
         theirs = usual | found if found else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
@@ -174,8 +183,7 @@ class Recipe:
                 f"{self.out} holds the work of another recipe ({name} was {theirs.get(name)}, is {mine.get(name)}): "
                 "choose another folder"
             )
-        if PartialState().is_main_process:
-            path.write_text(json.dumps(mine, indent=1))
+        return mine
 
     def _extract(
         self, target: PreTrainedModel, head: Eagle3Head, texts: Sequence[Text], deadline: float | None
@@ -252,19 +260,28 @@ class Recipe:
             changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
             head = convert(target, frequent_tokens(written, self.draft_vocab or DRAFT_VOCAB), **changes)
         else:
-            head = self._given_head(self.start_from, target, written)
+            head = self._given_head(self.start_from, target, texts, written, processes)
         covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
         processes.print(
             f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
         )
         return head
 
-    def _given_head(self, source: str, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
+    def _given_head(
+        self,
+        source: str,
+        target: PreTrainedModel,
+        texts: Sequence[Text],
+        written: Tensor,
+        processes: PartialState,
+    ) -> Eagle3Head:
         if self.intermediate_size is not None:
             raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
         head = load(source)
         if head.config.version != 3:
             raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
+        if self.start_from_target is not None:
+            head = self._transferred(head, self.start_from_target, target, texts, processes)
         Eagle3Proposer(head).check(target)
         own = head.draft_to_target
         if self.draft_vocab is None:
@@ -275,6 +292,25 @@ class Recipe:
             )
         counts = written[: head.config.vocab_size].index_fill(0, own, written.sum() + 1)
         return grown(head, target, frequent_tokens(counts, self.draft_vocab))
+
+    def _transferred(
+        self, head: Eagle3Head, name: str, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState
+    ) -> Eagle3Head:
+        """A head of another target's, made into one for this; made once, and kept in `out`."""
+        kept = self.out / "transferred"
+        mine = (self.out / "recipe.json").exists()  # else what lies there may be of a run with other options
+        processes.wait_for_everyone()
+        if processes.is_main_process and not (mine and (kept / WEIGHTS).exists()):
+            theirs, ours = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (name, self.target))
+            if theirs != ours:
+                raise ValueError(f"{name} and {self.target} have different tokens: a head of one is none for the other")
+            donor = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(target.device).eval()
+            ends = list(accumulate(len(text.ids) for text in texts))
+            enough = texts[: bisect_left(ends, TRANSFER_TOKENS) + 1]
+            print(f"carrying {self.start_from} over from {name}: both models read {len(enough)} texts")
+            save(transferred(head, donor, target, enough), kept, target=self.target)
+        processes.wait_for_everyone()
+        return load(kept)
 
 
 class Deadline(TrainerCallback):

@@ -53,7 +53,6 @@ def extract(
     """
     folder.mkdir(parents=True, exist_ok=True)
     listener = Taps(target, [*taps, FINAL])
-    batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 16384)
     for number, members in enumerate(_packed([len(text.ids) for text in texts], SHARD_TOKENS)):
         path = folder / f"states-{number:05d}.safetensors"
         tokens = sum(len(texts[i].ids) for i in members)
@@ -82,8 +81,15 @@ def _packed(lengths: Sequence[int], most: int) -> list[list[int]]:
     return groups
 
 
-def _states(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batch_tokens: int) -> list[Tensor]:
+@torch.no_grad()
+def states_of(target: PreTrainedModel, taps: Sequence[int], texts: Sequence[Text]) -> list[Tensor]:
+    """(T, C) bfloat16 of each text."""
+    return _states(target, Taps(target, taps), texts, None)
+
+
+def _states(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batch_tokens: int | None) -> list[Tensor]:
     """(T, C) of each text; those of like length share a pass."""
+    batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 16384)
     out: dict[int, Tensor] = {}
     ordered = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     while ordered:

@@ -1,0 +1,130 @@
+"""`transferred`: a head for one target out of a head for another, usually smaller one with the same tokens.
+
+What the head has learnt about drafting is kept, what it reads is translated: a linear map takes the target's states to
+what the head made of its donor's, another one the embeddings. The head becomes as wide as the target; the added part of
+its states carries the target's highest state, which nothing in the head looks at until training finds a use for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.eagle3.config import default_taps
+from specdec.eagle3.fresh import embedding_of
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.states import states_of
+from specdec.eagle3.texts import Text
+from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.taps import decoder_layers
+
+RIDGE = 1e-2  # of the inputs' variance
+ADDED = 0.25  # entries of the states' added part, relative to the size of the head's own
+PROJECTIONS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # of [embedding, feature]
+NORMS = ("layers.0.hidden_norm.weight", "layers.0.post_attention_layernorm.weight", "norm.weight")
+
+
+@torch.no_grad()
+def transferred(head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedModel, texts: Sequence[Text]) -> Eagle3Head:
+    """A head for `target`, float32, out of one for `donor`.
+
+    Args:
+        head: EAGLE-3, of one layer. donor: what it drafts for; its token ids mean the same as the target's.
+        texts: both are run on them; a few times as many tokens as the target's taps are wide.
+    """
+    Eagle3Proposer(head).check(donor)
+    wide, H = target.config.get_text_config(decoder=True).hidden_size, head.config.hidden_size
+    if wide < H or len(head.layers) > 1:
+        raise ValueError(
+            f"a head {H} wide, of {len(head.layers)} layers, cannot be carried over to {type(target).__name__}, {wide} "
+            "wide: it needs one layer and to be no wider than the target. Train a fresh one (without --from)"
+        )
+    head = head.float()
+    taps = default_taps(len(decoder_layers(target)))
+    # Not the first token's states: in many models they are hundreds of times as large as all others.
+    own = torch.cat([rows[1:] for rows in states_of(donor, head.config.taps(len(decoder_layers(donor))), texts)])
+    read = torch.cat([rows[1:] for rows in states_of(target, taps, texts)])
+    seen = torch.cat([text.ids for text in texts]).bincount(minlength=len(embedding_of(target)))
+    old = embedding_of(donor) if head.embed_tokens is None else head.embed_tokens.weight
+    return translated(head, head.fuse(own.float()), read.float(), old, embedding_of(target), seen, taps)
+
+
+@torch.no_grad()
+def translated(
+    head: Eagle3Head,
+    features: Tensor,
+    read: Tensor,
+    old: Tensor,
+    new: Tensor,
+    seen: Tensor,
+    taps: tuple[int, ...],
+) -> Eagle3Head:
+    """`transferred`, given what the models say of the texts, N tokens.
+
+    Args:
+        features: (N, H) what the head makes of its donor's states. read: (N, taps * wide) the target's states.
+        old: (V, H) the embeddings it knows. new: (V, wide) the target's. seen: (V,) int64 counts of tokens.
+        taps: whose states `read` holds, as `Taps` counts.
+    """
+    H, wide = features.shape[-1], new.shape[-1]
+    config = replace(
+        head.config,
+        hidden_size=wide,
+        target_hidden_size=wide,
+        vocab_size=len(new),
+        tap_ids=taps,
+        tap_convention="entering",
+        tap_convention_known=True,
+        norm_before_fc=False,
+        fc_norm=False,
+        own_embedding=False,
+    )
+    bigger = Eagle3Head(config)
+    bigger.d2t.copy_(head.d2t)
+    known = torch.cat([seen.nonzero()[:, 0].cpu(), head.draft_to_target.cpu()]).unique()
+    known = known[known < min(len(old), len(new))]
+    embeds = new[known].float()
+    embeds = embeds * torch.rsqrt(embeds.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    its_embeds = head.layers[0].input_layernorm(old[known].float())
+    translate = _linear_map(embeds, its_embeds, 1.0 + seen[known].float())  # (H, wide)
+    # A norm takes the mean square over more entries, of which the added ones are smaller.
+    shrunk = ((H + (wide - H) * ADDED**2) / wide) ** 0.5
+    weights = head.state_dict()
+    for name, mine in bigger.named_parameters():
+        if name == "fc.weight":
+            mine[:H] = _linear_map(read, features)
+            mine[H:] = 0
+            mixed = torch.randn(wide - H, wide, generator=torch.Generator().manual_seed(0)) / wide**0.5
+            size, spread = features.square().mean().sqrt(), read[:, -wide:].std(0).clamp(min=1e-6)
+            mine[H:, -wide:] = ADDED * size * mixed / spread
+        elif name == "layers.0.input_layernorm.weight":
+            mine.fill_(1.0)  # the donor's is in the map
+        elif name in NORMS:
+            mine.fill_(1.0)
+            mine[:H] = shrunk * weights[name]
+        elif name in PROJECTIONS:
+            mine.zero_()
+            mine[:, :wide] = weights[name][:, :H] @ translate
+            mine[:, wide : wide + H] = weights[name][:, H:]
+        else:
+            mine.zero_()
+            mine[tuple(slice(size) for size in weights[name].shape)] = weights[name]
+    return bigger
+
+
+def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(out, in), what takes x (N, in) nearest to y (N, out): ridge regression, the inputs scaled to like spread.
+
+    Args:
+        weight: (N,) of the rows; None: all alike.
+    """
+    spread = x.std(0).clamp(min=1e-6)
+    x = x / spread
+    weighted = x if weight is None else x * (weight / weight.mean())[:, None]
+    square = weighted.T @ x
+    ridge = RIDGE * len(x) * torch.eye(len(square), device=x.device)
+    return torch.linalg.solve(square + ridge, weighted.T @ y).T / spread
