@@ -1,10 +1,14 @@
 """Which head belongs to which target."""
 
 import hashlib
+import os
+import subprocess
 
 import pytest
+from typer.main import get_command
 
 from specdec import Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.cli import app
 from specdec.eagle3 import registry, save
 from specdec.eagle3.registry import Known, NoHead
 from tests import eagle3, tiny
@@ -71,3 +75,51 @@ def test_every_head_of_ours_is_in_the_checkout_and_whole(target):
         if known.sha256 is not None:
             target.config._name_or_path = name
             assert registry.find(target).endswith(known.head)
+
+
+# The recipes
+
+RECIPES = sorted(registry.places()[0].glob("*/recipe.sh"))
+FAKE = """#!/bin/sh
+printf '%s\\0' "$@" >> "$LOG"; printf '\\n' >> "$LOG"
+[ "$1" = regenerate ] && cp "$3" "$4"
+[ "$1" = "$UNFINISHED" ] && echo "not finished yet: the same command goes on"
+exit 0
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    """Runs a recipe with a `specdec` that only writes down what it is asked. Returns status and commands."""
+    (tmp_path / "specdec").write_text(FAKE)
+    (tmp_path / "specdec").chmod(0o755)
+    (tmp_path / "texts.jsonl").write_text("".join(f"{i}\n" for i in range(30)))
+
+    def run(script, **environment):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        command = [str(script), str(tmp_path / "texts.jsonl"), str(tmp_path / "out")]
+        variables = os.environ | {"PATH": path, "LOG": str(log), "UNFINISHED": "", "MINUTES": ""} | environment
+        done = subprocess.run(command, env=variables, capture_output=True, text=True)
+        return done.returncode, [line.split("\0")[:-1] for line in log.read_text().splitlines()]
+
+    return run
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.parent.name)
+def test_recipes_are_commands_that_exist(script, recipe):
+    status, commands = recipe(script)
+    assert status == 0
+    assert [command[0] for command in commands].count("train") >= 1
+    for name, *arguments in commands:
+        get_command(app).commands[name].make_context(name, arguments)  # raises at an option that is none
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.parent.name)
+def test_recipes_stop_where_time_is_up(script, recipe):
+    status, commands = recipe(script, UNFINISHED="train", MINUTES="5")
+    assert status == 75
+    assert commands[-1][0] == "train"
+    assert [command[0] for command in commands].count("train") == 1
+    assert commands[-1][-2:] == ["--max-minutes", "5"]
