@@ -164,6 +164,28 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
         torch.testing.assert_close(ours, state, rtol=2e-2, atol=2e-2)
 
 
+def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
+    target = tiny.model("llama")
+    texts = some_texts(target)
+    expected = states.states_of(target, (1,), texts)
+    taken, read = [], states._pass
+
+    def small(target, listener, ids):
+        taken.append(len(ids))
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(target, listener, ids)
+
+    monkeypatch.setattr(states, "_pass", small)
+    found = states.states_of(target, (1,), texts)
+    assert taken[0] > 1
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+    monkeypatch.setattr(states, "_pass", lambda *args: small(None, None, [0, 0]))
+    with pytest.raises(torch.OutOfMemoryError):
+        states.states_of(target, (1,), texts)
+
+
 def test_rows_are_packed_and_padded(tmp_path):
     target = tiny.model("llama")
     texts = some_texts(target, 5)
@@ -322,17 +344,26 @@ def test_a_head_that_can_draft_more():
 
 @pytest.mark.parametrize("added", [0.0, transfer.ADDED])
 @pytest.mark.parametrize(
-    "name", ["plain", "norm before residual", "norm output", "qwen3", "biases", "whole vocabulary", "two taps"]
+    ("name", "changes"),
+    [
+        ("plain", {}),
+        ("norm before residual", {}),
+        ("norm output", {}),
+        ("qwen3", {}),
+        ("biases", {"fc_bias": True}),
+        ("whole vocabulary", {}),
+        ("two taps", {}),
+    ],
 )
 @torch.no_grad()
-def test_a_head_carried_over_drafts_as_it_did(name, added, monkeypatch):
+def test_a_head_carried_over_drafts_as_it_did(name, changes, added, monkeypatch):
     """To a target whose states and embeddings are its donor's, turned within a wider space."""
     monkeypatch.setattr(transfer, "ADDED", added)
     monkeypatch.setattr(transfer, "RIDGE", 1e-6)
-    head = eagle3.head(name)
+    head = eagle3.head(name, **changes)
     torch.manual_seed(0)
     turn = torch.linalg.qr(torch.randn(48, 48)).Q[:32]
-    old, states = torch.randn(tiny.VOCAB, 32), torch.randn(500, head.config.num_taps * 32)
+    old, states = torch.randn(tiny.VOCAB, 32), torch.randn(500, head.config.num_taps * 32) + 0.5
     read = torch.cat([part @ turn for part in states.chunk(head.config.num_taps, -1)], -1)
     seen = torch.ones(tiny.VOCAB, dtype=torch.long)
     bigger = translated(head, head.fuse(states), read, old, old @ turn, seen, (0, 2, 3)[: head.config.num_taps])
@@ -347,6 +378,31 @@ def test_a_head_carried_over_drafts_as_it_did(name, added, monkeypatch):
         if added == 0:
             torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
         assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+
+
+@torch.no_grad()
+def test_both_targets_are_read_at_the_same_tokens(monkeypatch):
+    """Carried over to its own target a head stays what it is."""
+    monkeypatch.setattr(transfer, "RIDGE", 1e-7)
+    target, head = tiny.model("llama", num_hidden_layers=4), eagle3.head()
+    texts = some_texts(target, 12, 24)
+    same = transferred(head.to(torch.bfloat16), target, target, texts)
+    assert head.dtype == torch.bfloat16  # the given one is left alone
+    text = texts[-1].ids[None, :-1]
+    embeds = target.get_input_embeddings()(text[:, 1:])
+    states_of_text = eagle3.states_of(target, text, (2, 2, 1))[:, 1:]
+    position = torch.arange(embeds.shape[1])[None]
+    h = [each(embeds, each.fuse(states_of_text), position, None) for each in (head.float(), same)]
+    torch.testing.assert_close(same.logits(h[1]), head.logits(h[0]), rtol=0.02, atol=0.02 * float(h[0].abs().max()))
+
+
+def test_the_linear_map_is_weighted_least_squares(monkeypatch):
+    monkeypatch.setattr(transfer, "RIDGE", 0.0)
+    torch.manual_seed(0)
+    x, y, weight = torch.randn(60, 5) * torch.rand(5) * 9, torch.randn(60, 3), torch.rand(60) * 4
+    root = weight.sqrt()[:, None]
+    expected = torch.linalg.lstsq(x * root, y * root).solution.T
+    torch.testing.assert_close(transfer._linear_map(x, y, weight), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_added_part_is_seen_once_training_has_begun():
@@ -543,7 +599,7 @@ def test_another_targets_head_needs_its_name_and_the_same_tokens(files, tokenize
     assert "give --from too" in result.output.replace("\n", " ")
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(reversed(WORDS))}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(tmp_path / "other")
-    save(eagle3.head(), tmp_path / "head")
+    save(eagle3.head(draft_vocab_size=20), tmp_path / "head")
     options = ["--from", str(tmp_path / "head"), "--from-target", str(tmp_path / "other")]
     result = run(files, tmp_path / "out", *options)
     assert result.exit_code == 2
@@ -621,14 +677,12 @@ def test_killed_and_taken_up_again(files, tmp_path):
 def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
     texts = [Text(torch.arange(4), torch.ones(4, dtype=torch.bool))]
     mine = recipe.Recipe("target", Path("data"), tmp_path)
-    mine._settle(texts)
-    before = json.loads((tmp_path / "recipe.json").read_text())
+    before = mine._settled(texts)
     del before["start_from"]
     (tmp_path / "recipe.json").write_text(json.dumps(before))
-    mine._settle(texts)
-    (tmp_path / "recipe.json").write_text(json.dumps(before))
+    assert mine._settled(texts) == before | {"start_from": "None"}
     with pytest.raises(ValueError, match=r"another recipe \(start_from was None, is head\)"):
-        recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settle(texts)
+        recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settled(texts)
 
 
 @pytest.mark.slow
@@ -711,9 +765,10 @@ def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error
 
 
 def test_rows_that_cannot_be_divided(files, tmp_path):
-    result = run(files, tmp_path, "--batch-size", "5", "--rows-at-once", "2")
+    result = run(files, tmp_path / "out", "--batch-size", "5", "--rows-at-once", "2")
     assert result.exit_code == 2
     assert "choose a multiple" in result.output
+    assert not (tmp_path / "out").exists()  # a corrected command is not refused
 
 
 def test_too_few_texts(files, tmp_path):
@@ -767,6 +822,8 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
     assert out.read_text().startswith(first)
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1", "--limit", "1").exit_code == 0
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
     sliced = tmp_path / "sliced.jsonl"
     result = rewrite(files, sliced, "--max-minutes", "0")
     assert "so far: the same command goes on" in result.output

@@ -8,12 +8,11 @@ import json
 import os
 import shutil
 import time
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     TrainerCallback,
@@ -45,12 +43,13 @@ from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, ex
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
 from specdec.eagle3.transfer import transferred
+from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 DRAFT_VOCAB = 8192
-TRANSFER_TOKENS = 20_000
+TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
@@ -118,6 +117,7 @@ class Recipe:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        self._at_once(processes)
         self.out.mkdir(parents=True, exist_ok=True)
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
@@ -129,7 +129,7 @@ class Recipe:
         apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
         training = [text for i, text in enumerate(texts) if i not in apart]
         held_out = [texts[i] for i in sorted(apart)]
-        target = AutoModelForCausalLM.from_pretrained(self.target, dtype="auto").to(processes.device).eval()
+        target = load_model(self.target).to(processes.device)
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
         settled = self._settled(texts)
@@ -158,7 +158,7 @@ class Recipe:
         trainer.add_callback(judge)
         if deadline is not None:
             trainer.add_callback(Deadline(deadline))
-        with _clear_failures(self.out):
+        with _clear_failures(self.out, "use fewer --rows-at-once"):
             trainer.train(resume_from_checkpoint=last_checkpoint(self.out / "run"))
         if trainer.state.global_step < trainer.state.max_steps:
             return None
@@ -195,7 +195,7 @@ class Recipe:
         print(f"{len(texts)} texts, {tokens} tokens; their states take {size / 1e9:.1f} GB in {self.out / 'states'}")
         if size - done > 0.95 * free:
             raise ValueError(f"{size / 1e9:.1f} GB of states do not fit on the disk, {free / 1e9:.1f} GB are free")
-        with Progress() as bar, _clear_failures(self.out):
+        with Progress() as bar, _clear_failures(self.out, "use a shorter --length"):
             task = bar.add_task("states", total=tokens)
             extract(
                 target,
@@ -209,12 +209,7 @@ class Recipe:
     def _trainer(
         self, head: Eagle3Head, target: PreTrainedModel, dataset: Dataset, processes: PartialState
     ) -> Eagle3Trainer:
-        at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
-        if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
-            raise ValueError(
-                f"batch_size {self.batch_size} cannot be divided among {processes.num_processes} processes in passes "
-                f"of {at_once or 1} rows: choose a multiple"
-            )
+        at_once = self._at_once(processes)
         on_cpu = processes.device.type == "cpu"
         args = TrainingArguments(
             output_dir=str(self.out / "run"),
@@ -251,6 +246,16 @@ class Recipe:
         speak(trainer)
         return trainer
 
+    def _at_once(self, processes: PartialState) -> int:
+        """Rows per process and pass."""
+        at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
+        if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be divided among {processes.num_processes} processes in passes "
+                f"of {at_once or 1} rows: choose a multiple"
+            )
+        return at_once
+
     def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
         """To begin with."""
         torch.manual_seed(self.seed)
@@ -280,16 +285,17 @@ class Recipe:
         head = load(source)
         if head.config.version != 3:
             raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
-        if self.start_from_target is not None:
-            head = self._transferred(head, self.start_from_target, target, texts, processes)
-        Eagle3Proposer(head).check(target)
+        if self.start_from_target is None:
+            Eagle3Proposer(head).check(target)
         own = head.draft_to_target
-        if self.draft_vocab is None:
-            return head
-        if self.draft_vocab < len(own):
+        if self.draft_vocab is not None and self.draft_vocab < len(own):
             raise ValueError(
                 f"{source} drafts {len(own)} tokens already: choose a larger --draft-vocab or leave it out"
             )
+        if self.start_from_target is not None:
+            head = self._transferred(head, self.start_from_target, target, texts, processes)
+        if self.draft_vocab is None:
+            return head
         counts = written[: head.config.vocab_size].index_fill(0, own, written.sum() + 1)
         return grown(head, target, frequent_tokens(counts, self.draft_vocab))
 
@@ -299,16 +305,19 @@ class Recipe:
         """A head of another target's, made into one for this; made once, and kept in `out`."""
         kept = self.out / "transferred"
         mine = (self.out / "recipe.json").exists()  # else what lies there may be of a run with other options
-        processes.wait_for_everyone()
         if processes.is_main_process and not (mine and (kept / WEIGHTS).exists()):
             theirs, ours = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (name, self.target))
             if theirs != ours:
-                raise ValueError(f"{name} and {self.target} have different tokens: a head of one is none for the other")
-            donor = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(target.device).eval()
-            ends = list(accumulate(len(text.ids) for text in texts))
-            enough = texts[: bisect_left(ends, TRANSFER_TOKENS) + 1]
+                raise ValueError(
+                    f"{name} and {self.target} have different tokens, so a head of one is no start for the other's: "
+                    "choose a model of the same family, or leave out --from to train a fresh head"
+                )
+            donor = load_model(name).to(target.device)
+            width = 3 * target.config.get_text_config(decoder=True).hidden_size
+            enough = texts[:: max(1, sum(len(text.ids) for text in texts) // (TRANSFER_TOKENS * width))]
             print(f"carrying {self.start_from} over from {name}: both models read {len(enough)} texts")
-            save(transferred(head, donor, target, enough), kept, target=self.target)
+            with _clear_failures(self.out, "use a shorter --length"):
+                save(transferred(head, donor, target, enough), kept, target=self.target)
         processes.wait_for_everyone()
         return load(kept)
 
@@ -343,13 +352,13 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 @contextmanager
-def _clear_failures(out: Path) -> Iterator[None]:
-    """What can go wrong for want of room, in words; what was saved before is kept."""
+def _clear_failures(out: Path, needs_less: str) -> Iterator[None]:
+    """What can go wrong for want of room, in words, with what needs less memory; what was saved before is kept."""
     kept = f"What was finished is kept in {out}; the same command goes on from there."
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ValueError(f"out of memory: use fewer --rows-at-once. {kept}") from error
+        raise ValueError(f"out of memory: {needs_less}. {kept}") from error
     except Exception as error:
         if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error):
             raise ValueError(f"the disk is full. Make room. {kept}") from error

@@ -85,7 +85,7 @@ def regenerate(
     conversations = list(_conversations(prompts, limit, tokenizer))
     name = str(target.config._name_or_path)
     done = _finished(out, conversations, name)
-    handled, tokens = len(done), 0
+    handled, tokens = sum(c.number in done for c in conversations), 0
     progress(handled, len(conversations), tokens)
     spec = SpeculativeGenerator(target, proposer)
     with out.open("a", encoding="utf-8") as file:
@@ -123,7 +123,7 @@ def _finished(out: Path, conversations: Sequence[Conversation], target: str) -> 
             number, theirs = entry["id"], [m for m in entry["messages"] if m["role"] != "assistant"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{out} is not a file of answers: choose another name") from error
-        asked = conversations[number].asked if number < len(conversations) else []
+        asked = conversations[number].asked if number < len(conversations) else theirs  # behind today's --limit
         if entry.get("target") != target or theirs != asked[: len(theirs)]:
             raise ValueError(f"{out} holds answers of another target or to other prompts: choose another name")
         done.add(number)

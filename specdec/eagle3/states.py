@@ -6,11 +6,11 @@ Owns the files. A shard holds some texts end to end; a half-written one never ca
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def extract(
             of_shard = [texts[i] for i in members]
             _write(path, of_shard, _states(target, listener, of_shard, batch_tokens))
         progress(tokens)
-    partial = folder / "states.json.part"
+    partial = folder / f"states.json.{gethostname()}.part"
     partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
     partial.rename(folder / "states.json")
     return True
@@ -94,9 +94,17 @@ def _states(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batc
     ordered = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
     while ordered:
         count = max(1, batch_tokens // len(texts[ordered[-1]].ids))
-        batch, ordered = ordered[-count:], ordered[:-count]
-        for i, states in zip(batch, _pass(target, listener, [texts[i].ids for i in batch]), strict=True):
+        batch = ordered[-count:]
+        try:
+            found = _pass(target, listener, [texts[i].ids for i in batch])
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+            batch_tokens //= 2
+            continue
+        for i, states in zip(batch, found, strict=True):
             out[i] = states.to("cpu", torch.bfloat16)
+        ordered = ordered[:-count]
     return [out[i] for i in range(len(texts))]
 
 
@@ -132,7 +140,7 @@ def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor]) -> None:
         "lengths": torch.tensor([len(text.ids) for text in texts]),
         "states": torch.cat(list(states)),
     }
-    partial = path.with_suffix(f".{os.getpid()}.part")  # several machines may share the folder
+    partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
     save_file(tensors, partial)
     partial.rename(path)
 
@@ -175,11 +183,12 @@ class StateDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         parts: dict[str, list[Tensor]] = {"ids": [], "learn": [], "states": [], "documents": []}
-        for number, place in enumerate(self._rows[index]):
-            with safe_open(self._paths[place.shard], "pt") as file:
+        row = self._rows[index]  # of one shard
+        with safe_open(self._paths[row[0].shard], "pt") as file:
+            for number, place in enumerate(row):
                 for name in ("ids", "learn", "states"):
                     parts[name].append(file.get_slice(name)[place.start : place.start + place.length])
-            parts["documents"].append(torch.full((place.length,), number))
+                parts["documents"].append(torch.full((place.length,), number))
         return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 

@@ -25,7 +25,7 @@ STATE_WEIGHT = 4.0
 
 
 class Eagle3Trainer(Trainer):
-    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`, or a `texts.PackedTexts`, whose states are
+    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`, or a `states.PackedTexts`, whose states are
     then computed for every batch.
 
     Args:
@@ -73,8 +73,8 @@ class Eagle3Trainer(Trainer):
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
             raise ValueError(
-                f"the loss is {float(loss)} at update {self.state.global_step}: try a lower learning rate. "
-                f"Checkpoints up to then are kept in {self.args.output_dir}"
+                f"the loss is {float(loss)} at update {self.state.global_step}: try a lower learning rate, in another "
+                f"folder. Checkpoints up to then are kept in {self.args.output_dir}"
             )
         self._accuracies.append(outputs["accuracy"].detach())
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]

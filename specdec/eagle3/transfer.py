@@ -8,6 +8,7 @@ its states carries the target's highest state, which nothing in the head looks a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import replace
 
 import torch
@@ -43,14 +44,15 @@ def transferred(head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedMode
             f"a head {H} wide, of {len(head.layers)} layers, cannot be carried over to {type(target).__name__}, {wide} "
             "wide: it needs one layer and to be no wider than the target. Train a fresh one (without --from)"
         )
-    head = head.float()
+    head = deepcopy(head).float().cpu()
     taps = default_taps(len(decoder_layers(target)))
     # Not the first token's states: in many models they are hundreds of times as large as all others.
     own = torch.cat([rows[1:] for rows in states_of(donor, head.config.taps(len(decoder_layers(donor))), texts)])
     read = torch.cat([rows[1:] for rows in states_of(target, taps, texts)])
-    seen = torch.cat([text.ids for text in texts]).bincount(minlength=len(embedding_of(target)))
     old = embedding_of(donor) if head.embed_tokens is None else head.embed_tokens.weight
-    return translated(head, head.fuse(own.float()), read.float(), old, embedding_of(target), seen, taps)
+    new = embedding_of(target)
+    seen = torch.cat([text.ids for text in texts]).bincount(minlength=len(new))
+    return translated(head, head.fuse(own.float()), read.float(), old.cpu(), new.cpu(), seen, taps)
 
 
 @torch.no_grad()
@@ -85,7 +87,7 @@ def translated(
     )
     bigger = Eagle3Head(config)
     bigger.d2t.copy_(head.d2t)
-    known = torch.cat([seen.nonzero()[:, 0].cpu(), head.draft_to_target.cpu()]).unique()
+    known = torch.cat([seen.nonzero()[:, 0], head.draft_to_target]).unique()
     known = known[known < min(len(old), len(new))]
     embeds = new[known].float()
     embeds = embeds * torch.rsqrt(embeds.square().mean(-1, keepdim=True) + config.rms_norm_eps)
@@ -96,11 +98,11 @@ def translated(
     weights = head.state_dict()
     for name, mine in bigger.named_parameters():
         if name == "fc.weight":
-            mine[:H] = _linear_map(read, features)
-            mine[H:] = 0
-            mixed = torch.randn(wide - H, wide, generator=torch.Generator().manual_seed(0)) / wide**0.5
-            size, spread = features.square().mean().sqrt(), read[:, -wide:].std(0).clamp(min=1e-6)
-            mine[H:, -wide:] = ADDED * size * mixed / spread
+            mine.zero_()
+            mine[:H] = _linear_map(read, features if head.fc.bias is None else features - head.fc.bias)
+            highest = read[:, -wide:]
+            mixed = torch.randn(wide - H, wide, generator=torch.Generator().manual_seed(0)) / _spread(highest)
+            mine[H:, -wide:] = ADDED * mixed * _size(features) / _size(highest @ mixed.T)
         elif name == "layers.0.input_layernorm.weight":
             mine.fill_(1.0)  # the donor's is in the map
         elif name in NORMS:
@@ -122,9 +124,18 @@ def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     Args:
         weight: (N,) of the rows; None: all alike.
     """
-    spread = x.std(0).clamp(min=1e-6)
+    spread = _spread(x)
     x = x / spread
     weighted = x if weight is None else x * (weight / weight.mean())[:, None]
     square = weighted.T @ x
     ridge = RIDGE * len(x) * torch.eye(len(square), device=x.device)
     return torch.linalg.solve(square + ridge, weighted.T @ y).T / spread
+
+
+def _spread(x: Tensor) -> Tensor:
+    return x.std(0).clamp(min=1e-6)
+
+
+def _size(x: Tensor) -> Tensor:
+    """Root mean square of all entries."""
+    return x.square().mean().sqrt().clamp(min=1e-6)
