@@ -116,6 +116,9 @@ def export(
 
     with _bad_input_ends():
         save(load(head), out, layout, target)
+    size = (Path(out) / "model.safetensors").stat().st_size
+    reader = "only specdec reads it" if layout == "int8" else "its tensors are the head's own, bit for bit"
+    typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}; {reader}")
 
 
 @app.command()
@@ -136,11 +139,11 @@ def regenerate(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from specdec.eagle3.regenerate import regenerate as run
-    from specdec.eagle3.texts import read_entries
+    from specdec.eagle3.texts import read_prompts
 
     with _bad_input_ends():
         check_name(proposer)
-        for _ in read_entries(prompts):
+        for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
@@ -168,7 +171,8 @@ def regenerate(
             )
             finished = bar.finished
     left_over = "" if finished else " so far: the same command goes on"
-    typer.echo(f"the answers are in {out}{left_over}\n{spec.report}")
+    typer.echo(f"the answers are in {out}{left_over}")
+    typer.echo(spec.report if spec.report.num_calls else "nothing was left to answer")
 
 
 @app.command()
@@ -234,25 +238,31 @@ def train(
 def doctor(
     target: str = typer.Argument(help="Path or hub id of the target model."),
     proposer: str = typer.Argument(help=WHAT_DRAFTS),
-    prompts: Path | None = typer.Option(None, help="Your prompts, one a line; three of ours by default.", exists=True),
+    prompts: Path | None = typer.Option(
+        None, help="Your prompts: .txt, one a line, or as for `regenerate`; two of ours by default.", exists=True
+    ),
     max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
     """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
-    from specdec.demo.prompts import PROMPTS, Prompt
-    from specdec.doctor import diagnose
+    import torch
+
+    from specdec.demo.prompts import PROMPTS
+    from specdec.doctor import diagnose, questions
+    from specdec.eagle3.texts import encode_prompt
 
     with _bad_input_ends():
         check_name(proposer)
+        asked = questions(prompts) if prompts else []
         model, tokenizer = _load(target)
+        theirs = [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
     ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
-    lines = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()] if prompts else []
-    theirs = [Prompt("", line).encode(tokenizer)["input_ids"][0] for line in lines]
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
     with _bad_input_ends():
         found = diagnose(
             model, proposer, theirs or ours, usual=ours if theirs else (), max_new_tokens=max_new_tokens, **sampling
         )
+    typer.echo(f"measured on {len(theirs)} prompts of {prompts}" if theirs else "measured on two prompts of ours")
     typer.echo(found.in_words())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.costs import pass_costs, target_runner
+from specdec.eagle3.texts import read_prompts
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import HybridProposer, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
@@ -95,7 +97,7 @@ class Diagnosis:
 
         now = reach()
         cures = {
-            "acceptance": (reach(sure=True), "better drafts"),
+            "acceptance": (reach(sure=True), "better drafts (at the very best, all accepted)"),
             "drafting": (reach(draft_pass=0.0), "drafting for nothing"),
             "verification": (reach(flat=True), "verification at the price of one token"),
         }
@@ -105,7 +107,14 @@ class Diagnosis:
         worst = max(cures, key=lambda name: cures[name][0])
         for name, (speed, what) in sorted(cures.items(), key=lambda item: -item[1][0]):
             mark = "limits most: " if name == worst else ""
+            if not mark and speed < 1.02 * now:
+                continue
             out.append(f"{mark}{what} would bring {speed:.2f}x instead of {now:.2f}x.")
+        if worst == "acceptance":
+            out.append(
+                "What accepts more: an EAGLE-3 head trained on text like yours (`specdec train`), a larger draft model "
+                'or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH").'
+            )
         if self.draft_pass > 0.25 * self.target_pass[1]:
             out.append("The draft is slow beside its target: use a smaller one, an EAGLE-3 head, or vocab= to trim it.")
         if self.uncovered > 0.05:
@@ -120,6 +129,20 @@ class Diagnosis:
                 "prompts miss the chat template."
             )
         return out
+
+
+def questions(path: Path) -> list[list[dict[str, str]]]:
+    """Messages up to where the target is to answer: of a .txt one prompt a line, else as `regenerate` reads them."""
+    if path.suffix == ".txt":
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"{path} is empty: one prompt per line is expected")
+        return [[{"role": "user", "content": line}] for line in lines]
+    found = []
+    for _, messages in read_prompts(path):
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        found.append(messages[: last + 1])
+    return found
 
 
 def diagnose(

@@ -198,14 +198,14 @@ class Report:
         rounds = self.round_seconds
         shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
         by = ", ".join(
-            f"{name} {1 + self.num_accepted_tokens_by[name] / drafts:.2f} ({drafts})"
+            f"{name} {1 + self.num_accepted_tokens_by[name] / drafts:.2f} over {drafts} drafts"
             for name, drafts in sorted(self.num_drafts_by.items())
             if drafts
         )
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             ("output tokens", f"{self.num_output_tokens}"),
-            ("drafts (in rounds of a row)", f"{self.num_drafts} ({self.num_row_rounds})"),
+            ("drafts", f"{self.num_drafts} in {self.num_row_rounds} rounds"),
             ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
             ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens per draft"),
             *([("of it, by proposer", by)] if "," in by else []),
@@ -224,7 +224,10 @@ class Report:
                 else []
             ),
             ("where the rounds' time went", shares if rounds else "-"),
-            ("of it, making and accepting drafts", f"{100 * self.building_share:.0f}%" if rounds else "-"),
+            (
+                "making and accepting drafts",
+                f"{100 * self.building_share:.0f}%, a draft's passes aside" if rounds else "-",
+            ),
         ]
         rows = [(name, "-" if value.startswith("nan") else value) for name, value in rows]
         width = max(len(name) for name, _ in rows)

@@ -1,5 +1,7 @@
 """What the commands say of bad input, before any work is done."""
 
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -13,11 +15,28 @@ from specdec.cli import app
         (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor a hub"),
         (["doctor", "TARGET", "eagle"], 'proposer must be "ngram"'),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--proposer", "draft"], 'proposer must be "ngram"'),
+        (["doctor", "TARGET", "ngram", "--prompts", "EMPTY"], "empty.txt is empty: one prompt per line"),
+        (["doctor", "TARGET", "ngram", "--prompts", "TYPO"], "found 'promt'"),
+        (["regenerate", "TARGET", "TYPO", "OUT"], 'line 1: expected {"prompt": ...} or {"messages"'),
+        (["regenerate", "TARGET", "BYTES", "OUT"], "bytes.jsonl is not text in UTF-8"),
+        (["regenerate", "TARGET", "UNPACKED", "OUT"], "packed by gzip, as its name says"),
+        (["train", "TARGET", "PROMPTS", "PROMPTS"], "prompts.jsonl is a file: give a folder"),
+        (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub id"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
+        (["export", "PROMPTS", "OUT"], "prompts.jsonl is a file: give the folder"),
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}')
-    places = {"PROMPTS": str(tmp_path / "prompts.jsonl"), "OUT": str(tmp_path / "out.jsonl")}
+    contents = {
+        "prompts.jsonl": b'{"prompt": "a"}',
+        "empty.txt": b"\n",
+        "typo.jsonl": b'{"promt": "a"}',
+        "bytes.jsonl": b"\xff\xff",
+        "unpacked.gz": b'{"prompt": "a"}',
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    places = {Path(name).stem.upper(): str(tmp_path / name) for name in [*contents, "out.jsonl"]}
     result = CliRunner().invoke(app, [places.get(word, word) for word in command])
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in result.output.replace("\n", " ")

@@ -4,11 +4,22 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, Eagle3Proposer
-from specdec.doctor import Diagnosis, diagnose
+from specdec.doctor import Diagnosis, diagnose, questions
 from tests import eagle3, tiny
 
 FLAT = {1: 0.1, 2: 0.1, 4: 0.1, 8: 0.1, 16: 0.1}
 STEEP = {1: 0.1, 2: 0.2, 4: 0.4, 8: 0.8, 16: 1.6}
+
+
+def test_prompts_are_read_as_regenerate_reads_them(tmp_path):
+    (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
+    assert [messages[-1]["content"] for messages in questions(tmp_path / "mine.txt")] == ["one", "two"]
+    lines = [
+        '{"prompt": "one"}',
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+    ]
+    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    assert [messages[-1]["content"] for messages in questions(tmp_path / "mine.jsonl")] == ["one", "a"]
 
 
 def diagnosis(acceptance=(0.8, 0.8), draft=0.0, target=FLAT, uncovered=0.0, elsewhere=None):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import PartialState
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, TrainingArguments
 from transformers.utils import logging
@@ -627,9 +626,7 @@ def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options
 def test_training_does_not_go_on_from_the_first_eagle(monkeypatch):
     monkeypatch.setattr(recipe, "load", lambda path: eagle3.head(version=1, draft_vocab_size=tiny.VOCAB))
     with pytest.raises(ValueError, match="only EAGLE-3"):
-        recipe.Recipe("target", Path("data"), Path("out"))._given_head(
-            "head", tiny.model("llama"), [], torch.ones(64), PartialState(cpu=True)
-        )
+        recipe.Recipe("target", Path("data"), Path("out"), start_from="head")._given()
 
 
 @pytest.mark.slow
@@ -824,6 +821,11 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert out.read_text().startswith(first)
     assert rewrite(files, out, "--temperature", "0", "--temperature", "1", "--limit", "1").exit_code == 0
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+    assert "nothing was left to answer" in rewrite(files, out, "--temperature", "0", "--temperature", "1").output
+    for changed in (["--temperature", "0.5"], ["--temperature", "0", "--temperature", "1", "--max-new-tokens", "3"]):
+        result = rewrite(files, out, *changed)
+        assert result.exit_code == 2
+        assert "holds answers with" in result.output
     sliced = tmp_path / "sliced.jsonl"
     result = rewrite(files, sliced, "--max-minutes", "0")
     assert "so far: the same command goes on" in result.output

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
+from specdec.paths import require_folder_or_id
 
 LAYOUTS = ("sglang", "speculators", "int8")
 SCALE = "_scale"  # behind the name of a matrix of int8
@@ -120,7 +121,7 @@ def read(path: str | Path) -> Checkpoint:
     if understood.draft_vocab_size == understood.vocab_size or understood.version == 1:
         weights.setdefault("d2t", torch.zeros(understood.draft_vocab_size, dtype=torch.long))
     _check_vocabulary(folder, weights.get("d2t"), understood)
-    format = reader.format + (", 8-bit" if scales else "")
+    format = "specdec's own, 8-bit" if scales else reader.format
     return Checkpoint(folder, format, understood, tuple(reader.fields), used, ignored, weights)
 
 
@@ -334,6 +335,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     (folder / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}, indent=2) + "\n")
     partial = folder / "model.safetensors.part"
     save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
     partial.rename(folder / "model.safetensors")
 
 
@@ -447,8 +449,7 @@ def _folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_dir():
         return folder
-    if folder.exists():
-        raise ValueError(f"{path} is a file; give the folder that holds the head's config.json and weights")
+    require_folder_or_id(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 

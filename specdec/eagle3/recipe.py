@@ -43,6 +43,7 @@ from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, ex
 from specdec.eagle3.texts import Text, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
 from specdec.eagle3.transfer import transferred
+from specdec.paths import require_folder_or_id
 from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
@@ -105,7 +106,7 @@ class Recipe:
         """Extract, train, evaluate; everything in `out`, the best head in `out/head`. None if time was up before."""
         started = time.monotonic()
         if self.device not in (None, "cpu"):
-            raise ValueError(f'device is "cpu" or None (an accelerator if there is one), got {self.device!r}')
+            raise ValueError(f'device is "cpu", or left out for an accelerator if there is one; got {self.device!r}')
         for kind, variable in SHARDING.items():
             if os.environ.get(variable, "false").lower() == "true":
                 raise ValueError(
@@ -118,7 +119,13 @@ class Recipe:
         if self.loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         self._at_once(processes)
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"{self.out} is a file: give a folder for the results")
         self.out.mkdir(parents=True, exist_ok=True)
+        for name in (self.target, self.start_from_target):
+            if name is not None:
+                require_folder_or_id(name)
+        given = self._given()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if len(texts) <= self.held_out:
@@ -133,7 +140,7 @@ class Recipe:
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
         settled = self._settled(texts)
-        head = self._head(target, training, processes)
+        head = self._head(given, target, training, processes)
         if processes.is_main_process:
             (self.out / "recipe.json").write_text(json.dumps(settled, indent=1))
         deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
@@ -256,48 +263,45 @@ class Recipe:
             )
         return at_once
 
-    def _head(self, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState) -> Eagle3Head:
+    def _given(self) -> Eagle3Head | None:
+        """The head to go on from, if there is one."""
+        if self.start_from is None:
+            return None
+        if self.intermediate_size is not None:
+            raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
+        head = load(self.start_from)
+        if head.config.version != 3:
+            raise ValueError(f"{self.start_from} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
+        return head
+
+    def _head(
+        self, given: Eagle3Head | None, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState
+    ) -> Eagle3Head:
         """To begin with."""
         torch.manual_seed(self.seed)
         size = target.config.get_text_config(decoder=True).vocab_size
         written = token_counts([(text.ids, text.learn) for text in texts], size)
-        if self.start_from is None:
+        if given is None:
             changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
             head = convert(target, frequent_tokens(written, self.draft_vocab or DRAFT_VOCAB), **changes)
         else:
-            head = self._given_head(self.start_from, target, texts, written, processes)
+            if self.start_from_target is None:
+                Eagle3Proposer(given).check(target)
+            if self.draft_vocab is not None and self.draft_vocab < len(given.d2t):
+                raise ValueError(
+                    f"{self.start_from} drafts {len(given.d2t)} tokens already: choose a larger --draft-vocab or none"
+                )
+            head = given
+            if self.start_from_target is not None:
+                head = self._transferred(given, self.start_from_target, target, texts, processes)
+            if self.draft_vocab is not None:
+                counts = written[: head.config.vocab_size].index_fill(0, head.draft_to_target, written.sum() + 1)
+                head = grown(head, target, frequent_tokens(counts, self.draft_vocab))
         covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
         processes.print(
             f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
         )
         return head
-
-    def _given_head(
-        self,
-        source: str,
-        target: PreTrainedModel,
-        texts: Sequence[Text],
-        written: Tensor,
-        processes: PartialState,
-    ) -> Eagle3Head:
-        if self.intermediate_size is not None:
-            raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
-        head = load(source)
-        if head.config.version != 3:
-            raise ValueError(f"{source} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
-        if self.start_from_target is None:
-            Eagle3Proposer(head).check(target)
-        own = head.draft_to_target
-        if self.draft_vocab is not None and self.draft_vocab < len(own):
-            raise ValueError(
-                f"{source} drafts {len(own)} tokens already: choose a larger --draft-vocab or leave it out"
-            )
-        if self.start_from_target is not None:
-            head = self._transferred(head, self.start_from_target, target, texts, processes)
-        if self.draft_vocab is None:
-            return head
-        counts = written[: head.config.vocab_size].index_fill(0, own, written.sum() + 1)
-        return grown(head, target, frequent_tokens(counts, self.draft_vocab))
 
     def _transferred(
         self, head: Eagle3Head, name: str, target: PreTrainedModel, texts: Sequence[Text], processes: PartialState

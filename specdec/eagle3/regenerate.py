@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.eagle3.texts import encode_prompt, messages_of, read_entries
+from specdec.eagle3.texts import encode_prompt, read_prompts
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
 from specdec.runner import device_of
@@ -84,7 +85,7 @@ def regenerate(
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
     conversations = list(_conversations(prompts, limit, tokenizer))
     name = str(target.config._name_or_path)
-    done = _finished(out, conversations, name)
+    done = _finished(out, conversations, name, temperatures, max_new_tokens)
     handled, tokens = sum(c.number in done for c in conversations), 0
     progress(handled, len(conversations), tokens)
     spec = SpeculativeGenerator(target, proposer)
@@ -100,6 +101,7 @@ def regenerate(
             answered = [c for c in batch if any(message["role"] == "assistant" for message in c.messages)]
             for c in answered:
                 line = {"id": c.number, "target": name, "temperature": temperature, "finish": c.finish}
+                line["max_new_tokens"] = max_new_tokens
                 file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -108,8 +110,10 @@ def regenerate(
     return spec
 
 
-def _finished(out: Path, conversations: Sequence[Conversation], target: str) -> set[int]:
-    """Of an earlier run; a line that it left half-written is cut off."""
+def _finished(
+    out: Path, conversations: Sequence[Conversation], target: str, temperatures: Sequence[float], max_new_tokens: int
+) -> set[int]:
+    """Of an earlier run with the same options; a line that it left half-written is cut off."""
     done: set[int] = set()
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -126,6 +130,13 @@ def _finished(out: Path, conversations: Sequence[Conversation], target: str) -> 
         asked = conversations[number].asked if number < len(conversations) else theirs  # behind today's --limit
         if entry.get("target") != target or theirs != asked[: len(theirs)]:
             raise ValueError(f"{out} holds answers of another target or to other prompts: choose another name")
+        usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
+        for option, mine in usual.items():
+            if entry.get(option, mine) != mine:
+                raise ValueError(
+                    f"{out} holds answers with {option} {entry[option]}, asked for is {mine}: choose another name, or "
+                    "the options of the run that is to go on"
+                )
         done.add(number)
         whole += len(line)
     os.truncate(out, whole)
@@ -133,15 +144,8 @@ def _finished(out: Path, conversations: Sequence[Conversation], target: str) -> 
 
 
 def _conversations(prompts: Any, limit: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Conversation]:
-    for number, (place, entry) in enumerate(read_entries(prompts)):
-        if limit is not None and number >= limit:
-            return
-        try:
-            asked = [message for message in messages_of(entry) if message["role"] != "assistant"]
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if not any(message["role"] == "user" for message in asked):
-            raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
+    for number, (place, messages) in enumerate(islice(read_prompts(prompts), limit)):
+        asked = [message for message in messages if message["role"] != "assistant"]
         if tokenizer.chat_template is None and len(asked) > 1:
             raise ValueError(f"{place}: the tokenizer has no chat template, so a conversation is one message")
         yield Conversation(number, asked)

@@ -22,6 +22,7 @@ FORMATS = (
     '{"prompt": ..., "response": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, '
     '{"conversations": [{"from": ..., "value": ...}, ...]} or {"text": ...}'
 )
+PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 
 
@@ -78,16 +79,30 @@ def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{name} is empty: one JSON object per line is expected, {FORMATS}")
 
 
+def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
+    """The messages of entries that ask something, prompts or conversations, and where each stood."""
+    for place, entry in read_entries(data):
+        try:
+            messages = messages_of(entry, PROMPT_FORMATS)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from error
+        if not any(message["role"] == "user" for message in messages):
+            raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
+        yield place, messages
+
+
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+    try:
+        with open_file(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}, line {number}", json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
+        packed = " packed by gzip, as its name says" if path.suffix == ".gz" else ""
+        raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
 
 
 def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
@@ -127,15 +142,15 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     return _conversation(messages, tokenizer, cut)
 
 
-def messages_of(entry: Any) -> list[dict[str, str]]:
-    """The messages of an entry that is a conversation, or a prompt alone."""
+def messages_of(entry: Any, formats: str = FORMATS) -> list[dict[str, str]]:
+    """The messages of an entry that is a conversation, or a prompt alone; `formats`: what an error asks for."""
     if not isinstance(entry, dict):
-        raise ValueError(f"expected {FORMATS}")
+        raise ValueError(f"expected {formats}")
     messages = entry.get("messages") or entry.get("conversations")
     if not messages and "prompt" in entry:
         messages = [{"role": "user", "content": entry["prompt"]}]
     if not messages:
-        raise ValueError(f"expected {FORMATS}")
+        raise ValueError(f"expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
     return [_message(message) for message in messages]
 
 

@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from specdec.paths import require_folder_or_id
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
@@ -124,6 +125,7 @@ class DraftModelProposer(AutoregressiveProposer):
 
 def load(path: str) -> PreTrainedModel:
     """Load a model in the precision it was saved in."""
+    require_folder_or_id(path)
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
         if "draft_vocab_size" in config or "speculators_model_type" in config:

@@ -1,0 +1,14 @@
+"""What a path or hub id may be, said before a library asks the hub for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def require_folder_or_id(name: str | Path) -> None:
+    """Raise ValueError for a file, and for what is written like a folder's path and is none."""
+    path, written = Path(name).expanduser(), str(name)
+    if path.is_file():
+        raise ValueError(f"{name} is a file: give the folder that holds config.json and the weights")
+    if not path.is_dir() and (written.startswith((".", "/", "~")) or written.count("/") > 1):
+        raise ValueError(f"{name} is neither a folder with a model nor a hub id: there is no such folder")
