@@ -225,7 +225,10 @@ def test_a_difference_is_shown_and_explained(model, tokenizer):
     [
         pytest.param(
             ("", "", False),
-            (weights.TARGET, [f"ngram+draft:{weights.DRAFT}", f"draft:{weights.DRAFT}", "ngram"]),
+            (
+                weights.TARGET,
+                ["ngram+eagle3", f"ngram+draft:{weights.DRAFT}", "eagle3", f"draft:{weights.DRAFT}", "ngram"],
+            ),
             id="default",
         ),
         pytest.param(("", "", True), (weights.DRAFT, ["ngram+eagle3", "eagle3", "ngram"]), id="small"),

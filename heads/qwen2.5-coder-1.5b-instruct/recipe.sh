@@ -13,6 +13,5 @@ awk -v n="$(wc -l < "$ANSWERS")" '{ part = int((12 * NR - 1) / n) } (NR - 1 - in
     "$ANSWERS" > "$OUT/third.jsonl"
 step train "$TARGET" "$OUT/third.jsonl" "$OUT/run" --cache-states --held-out 12 --length 768 \
     --from "$(dirname "$0")/../qwen2.5-coder-0.5b-instruct" --from-target "$SMALL" \
-    --loss lk --steps 3 --batch-size 8 --rows-at-once 4 --epochs 1 --learning-rate 5e-4 \
-    --save-every 20 --evaluate-every 50
+    --loss lk --steps 3 --batch-size 4 --epochs 1 --learning-rate 4e-4 --save-every 20 --evaluate-every 1000
 specdec export "$OUT/run/head" "$OUT/head" --layout int8
