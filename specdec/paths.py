@@ -11,4 +11,4 @@ def require_folder_or_id(name: str | Path) -> None:
     if path.is_file():
         raise ValueError(f"{name} is a file: give the folder that holds config.json and the weights")
     if not path.is_dir() and (written.startswith((".", "/", "~")) or written.count("/") > 1):
-        raise ValueError(f"{name} is neither a folder with a model nor a hub id: there is no such folder")
+        raise ValueError(f"{name} is neither a folder with a model nor a hub repository: there is no such folder")

@@ -21,7 +21,7 @@ from specdec.cli import app
         (["regenerate", "TARGET", "BYTES", "OUT"], "bytes.jsonl is not text in UTF-8"),
         (["regenerate", "TARGET", "UNPACKED", "OUT"], "packed by gzip, as its name says"),
         (["train", "TARGET", "PROMPTS", "PROMPTS"], "prompts.jsonl is a file: give a folder"),
-        (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub id"),
+        (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub repository"),
         (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
         (["export", "PROMPTS", "OUT"], "prompts.jsonl is a file: give the folder"),
     ],
