@@ -117,8 +117,7 @@ def export(
     with _bad_input_ends():
         save(load(head), out, layout, target)
     size = (Path(out) / "model.safetensors").stat().st_size
-    reader = "only specdec reads it" if layout == "int8" else "its tensors are the head's own, bit for bit"
-    typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}; {reader}")
+    typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")
 
 
 @app.command()

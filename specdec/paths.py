@@ -7,7 +7,7 @@ from pathlib import Path
 
 def require_folder_or_id(name: str | Path) -> None:
     """Raise ValueError for a file, and for what is written like a folder's path and is none."""
-    path, written = Path(name).expanduser(), str(name)
+    path, written = Path(name), str(name)
     if path.is_file():
         raise ValueError(f"{name} is a file: give the folder that holds config.json and the weights")
     if not path.is_dir() and (written.startswith((".", "/", "~")) or written.count("/") > 1):

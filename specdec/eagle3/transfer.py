@@ -89,8 +89,7 @@ def translated(
     bigger.d2t.copy_(head.d2t)
     known = torch.cat([seen.nonzero()[:, 0], head.draft_to_target]).unique()
     known = known[known < min(len(old), len(new))]
-    embeds = new[known].float()
-    embeds = embeds * torch.rsqrt(embeds.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+    embeds = bigger.layers[0].input_layernorm(new[known].float())  # a fresh norm, whose weights are ones
     its_embeds = head.layers[0].input_layernorm(old[known].float())
     translate = _linear_map(embeds, its_embeds, 1.0 + seen[known].float())  # (H, wide)
     # A norm takes the mean square over more entries, of which the added ones are smaller.
@@ -104,9 +103,8 @@ def translated(
             mixed = torch.randn(wide - H, wide, generator=torch.Generator().manual_seed(0)) / _spread(highest)
             mine[H:, -wide:] = ADDED * mixed * _size(features) / _size(highest @ mixed.T)
         elif name == "layers.0.input_layernorm.weight":
-            mine.fill_(1.0)  # the donor's is in the map
+            continue  # the donor's is in the map
         elif name in NORMS:
-            mine.fill_(1.0)
             mine[:H] = shrunk * weights[name]
         elif name in PROJECTIONS:
             mine.zero_()
