@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import zlib
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -21,11 +20,10 @@ from typing import Annotated, Any
 import machine
 import typer
 from identity import Difference, Identity, compare_texts
-from measure import Measurement, measure
+from measure import take
 from memory import peak_memory
-from methods import PLAIN, Method, catalogue, select
+from methods import PLAIN, catalogue, select
 from options import Bench, Options
-from prompts import Job
 from rich.console import Console
 from store import Record, Store
 from summary import best_of_transformers, summarise
@@ -146,25 +144,12 @@ def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, sessio
     _note_session(store.folder, session, bench)
     for method in ready.values():
         short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
-        _measure(bench, method, bench.warm_up, 0, **short)
+        take(bench, method, bench.warm_up, **short)
     for count, (name, job, repeat) in enumerate(missing, start=1):
-        taken = _measure(bench, ready[name], job, repeat)
+        taken = take(bench, ready[name], job, repeat)
         store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
         speed = f"{taken.new_tokens / taken.seconds:.1f} tokens/s"
         log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
-
-
-def _measure(bench: Bench, method: Method, job: Job, repeat: int, **changed: Any) -> Measurement:
-    return measure(
-        method,
-        bench.target,
-        job,
-        bench.options.generate_arguments | changed,
-        pad=bench.pad_token,
-        ends=bench.text_ends,
-        # The same for all methods; another in each repeat, so that at T > 0 more than one text is sampled.
-        seed=bench.options.seed + 1000 * zlib.crc32(job.id.encode()) + repeat,
-    )
 
 
 def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Identity], out: Path) -> None:

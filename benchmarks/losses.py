@@ -28,7 +28,10 @@ from specdec.taps import decoder_layers
 
 STEPS = 3
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     head: Annotated[str, typer.Option(help="Path or hub id of the EAGLE-3 head to go on from.")],
@@ -38,7 +41,6 @@ def main(
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
     held_out: Annotated[int, typer.Option(min=1, help="Rows that are only measured on.")] = 40,
 ) -> None:
-    """Print a table: the first choice's accuracy and the chance of acceptance, step by step, before and after."""
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
     rows = StateDataset(states, 512)
     taps = load(head).config.taps(len(decoder_layers(model)))
@@ -104,4 +106,4 @@ def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tenso
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

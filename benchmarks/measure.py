@@ -7,6 +7,7 @@ number of the target's forward passes.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from methods import Method
+from options import Bench
 from prompts import Job, left_padded
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -91,6 +93,24 @@ def measure(
         decode_seconds=sum(part.decode_seconds for part in parts),
         decode_tokens=sum(part.decode_tokens for part in parts),
         passes=sum(part.passes for part in parts),
+    )
+
+
+def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
+    """`measure` as the options say.
+
+    Args:
+        changed: arguments of `generate()` in place of theirs.
+    """
+    return measure(
+        method,
+        bench.target,
+        job,
+        bench.options.generate_arguments | changed,
+        pad=bench.pad_token,
+        ends=bench.text_ends,
+        # The same for all methods; another in each repeat, so that at T > 0 more than one text is sampled.
+        seed=bench.options.seed + 1000 * zlib.crc32(job.id.encode()) + repeat,
     )
 
 

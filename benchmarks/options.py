@@ -17,26 +17,26 @@ from specdec.transcript import end_tokens
 
 @dataclass(frozen=True)
 class Options:
-    """The command line of `compare.py`, apart from what only says how much of it to run and where to put it."""
+    """What `compare.py`'s command line says, and describes, apart from how much of it to run and where to put it."""
 
     target: str
-    draft: str | None
     prompts: Path
-    per_category: int
-    coding_apart: bool
-    max_prompt_tokens: int | None
-    max_new_tokens: int
-    full_length: bool
-    temperature: float
-    batch_size: int
-    seed: int
-    threads: int | None
-    dtype: str
-    device: str
-    lookup_tokens: int
-    ngram_size: int
-    draft_lengths: tuple[int, ...]
-    draft_vocab: int
+    draft: str | None = None
+    per_category: int = 2
+    coding_apart: bool = False
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int = 64
+    full_length: bool = False
+    temperature: float = 0.0
+    batch_size: int = 1
+    seed: int = 0
+    threads: int | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    lookup_tokens: int = 10
+    ngram_size: int = 3
+    draft_lengths: tuple[int, ...] = (2, 4)
+    draft_vocab: int = 32768
     proposers: tuple[str, ...] = ()
 
     @property

@@ -1,30 +1,35 @@
 """How an EAGLE-3 head's drafts fare by their shape: mean acceptance length per task group, and where the time goes.
 
-    python benchmarks/shapes.py --target PATH --head PATH --prompts questions.jsonl
+    python benchmarks/shapes.py --target PATH --head PATH --prompts questions.jsonl --out results
 
 Shapes have a fixed size, so that acceptance can be compared; `default` is the one that costs decide. At T > 0 fixed
-trees and chains come drawn from the head's distribution and made of its top tokens.
+trees and chains come drawn from the head's distribution and made of its top tokens. What is measured is kept in --out:
+the same command goes on where it was stopped, and more prompts or shapes can be added.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import machine
 import torch
 import typer
-from prompts import Job, choose, encode, read
+from measure import take
+from methods import speculative
+from options import Bench, Options
 from rich.console import Console
+from store import Record, Store
 from table import number, table
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec import DynamicTree, Eagle3Proposer, Report, SpeculativeGenerator
+from specdec import DynamicTree, Eagle3Proposer, Report
 from specdec.eagle3 import Eagle3Head, load
 
 DEPTH = 6
 FIXED = (4, 3, 2, 1)  # 4 + 12 + 24 + 24 nodes
+app = typer.Typer(add_completion=False)
 log = Console(stderr=True, highlight=False)
 
 
@@ -39,59 +44,73 @@ def shapes(head: Eagle3Head, temperature: float) -> Iterator[tuple[str, Callable
             yield name + ending, lambda b=branching, d=drawn: Eagle3Proposer(head, branching=b, draw=d), len(branching)
 
 
+@app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     head: Annotated[str, typer.Option(help="Path or hub id of its EAGLE-3 head.")],
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's question file (JSONL).", exists=True, dir_okay=False)],
+    out: Annotated[Path, typer.Option(help="Folder for what was measured; an earlier run's is taken up.")],
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
     only: Annotated[str, typer.Option(help="Shapes whose name starts with this.")] = "",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
-    """Print a table per shape: acceptance by group, and the shares of a round's time."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    tokenizer, loaded = AutoTokenizer.from_pretrained(target), load(head)
-    jobs = [encode(question, tokenizer) for question in choose(read(prompts, coding_apart=True), per_category)]
-    groups = list(dict.fromkeys(job.group for job in jobs))
-    lines = []
-    for name, make, length in shapes(loaded, temperature):
-        if name.startswith(only):
-            spec = SpeculativeGenerator(model, make(), draft_length=length)
-            lines.append(row(name, spec, jobs, groups, max_new_tokens, temperature))
-            log.print(lines[-1])
-    of = machine.describe()
-    print(
-        f"T = {temperature:g}, {max_new_tokens} new tokens, {len(jobs)} prompts; {of['cpu']}, {of['threads']} threads\n"
+    bench = Bench(
+        Options(
+            target=target,
+            prompts=prompts,
+            per_category=per_category,
+            coding_apart=True,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            threads=threads,
+        )
     )
+    loaded = load(head)
+    try:
+        store = Store(out, bench.options.fingerprinted | {"head": fingerprint(loaded)})
+    except ValueError as error:
+        log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    chosen = [shape for shape in shapes(loaded, temperature) if shape[0].startswith(only)]
+    for name, make, length in chosen:
+        method = speculative(name, bench.target, make(), length)
+        missing = [job for job in bench.jobs if (name, job.id, 0) not in store.done]
+        for count, job in enumerate(missing, start=1):
+            taken = take(bench, method, job)
+            assert taken.report is not None
+            found = taken.report.mean_acceptance_length
+            store.append(Record(store.fingerprint, "", name, job.id, job.group, 0, taken))
+            log.print(f"{count}/{len(missing)}  {name}, {job.group} {job.id}: {found:.2f}", markup=False)
+    groups = list(dict.fromkeys(job.group for job in bench.jobs))
+    ids, of = {job.id for job in bench.jobs}, machine.describe()
+    records = [record for record in store.records if record.job in ids]
+    per_group = ", ".join(f"{group} {sum(job.group == group for job in bench.jobs)}" for group in groups)
+    print(
+        f"T = {temperature:g}, {max_new_tokens} new tokens; {of['cpu']}, {of['threads']} threads. Prompts: {per_group}"
+    )
+    print()
+    lines = [line(name, [record for record in records if record.method == name], groups) for name, _, _ in chosen]
     print(table(["shape", *groups, "mean of groups", "nodes", "draft", "making + accepting"], lines))
 
 
-def row(
-    name: str,
-    spec: SpeculativeGenerator,
-    jobs: list[Job],
-    groups: list[str],
-    max_new_tokens: int,
-    temperature: float,
-) -> list[str]:
-    """Mean acceptance lengths pooled over each group's rounds."""
-    sampling = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
-    reports = {group: Report() for group in groups}
-    for job in jobs:
-        torch.manual_seed(0)
-        spec.generate(
-            job.prompts[0][None],
-            max_new_tokens=max_new_tokens,
-            do_sample=temperature > 0,
-            repetition_penalty=1.0,
-            **sampling,
-        )
-        reports[job.group].add(spec.last_report)
+def fingerprint(head: Eagle3Head) -> str:
+    """Of its weights."""
+    content = hashlib.sha256()
+    for tensor in head.state_dict().values():
+        content.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()[:16]
+
+
+def line(name: str, records: Sequence[Record], groups: Sequence[str]) -> list[str]:
+    """A shape's: mean acceptance lengths pooled over each group's rounds."""
+    reports, whole = {group: Report() for group in groups}, Report()
+    for record in records:
+        assert record.measurement.report is not None
+        reports[record.group].add(record.measurement.report)
+        whole.add(record.measurement.report)
     lengths = [report.mean_acceptance_length for report in reports.values()]
-    whole = spec.report
     nodes = whole.num_draft_tokens / max(1, whole.num_drafts)
     return [
         name,
@@ -104,4 +123,4 @@ def row(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -11,12 +11,18 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from specdec import Report
+from specdec.eagle3 import convert, load, save
+from specdec.eagle3.states import extract
+from specdec.eagle3.texts import Text
+from specdec.taps import decoder_layers
 from tests.tiny import randomised
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
 
 import compare
+import losses
 import overhead
+import shapes
 import small_pair
 from identity import compare_texts
 from measure import Measurement
@@ -329,6 +335,57 @@ def test_overhead_runs(files, tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "o.md").read_text().strip() == result.output.strip()
     assert first_cells(result.output)[2:4] == ["plain", "specdec, draft length 0"]
+
+
+@pytest.fixture(scope="module")
+def head(files, pair):
+    torch.manual_seed(0)
+    save(convert(pair[0], torch.arange(257)), files / "head")
+    return files / "head"
+
+
+class TestShapes:
+    @staticmethod
+    def run(files, head, out, *arguments):
+        command = f"--target {files}/target --head {head} --prompts {files}/questions.jsonl --out {out} --threads 1"
+        return CliRunner().invoke(shapes.app, [*command.split(), "--max-new-tokens", "8", *arguments])
+
+    def test_every_shape_has_a_line_and_every_group_a_column(self, files, head, tmp_path):
+        result = self.run(files, head, tmp_path, "--temperature", "1")
+        assert result.exit_code == 0, result.output
+        names = [name for name, _, _ in shapes.shapes(load(head), 1.0)]
+        assert [cell for cell in first_cells(result.stdout) if cell in names] == names
+        assert "mt_bench 1, coding 1, translation 1, qa 1" in result.stdout
+
+    def test_goes_on_where_it_was_stopped(self, files, head, tmp_path):
+        whole = self.run(files, head, tmp_path, "--only", "chain")
+        lines = lines_of(tmp_path)
+        assert len(lines) == len(QUESTIONS)
+        (tmp_path / "results.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:50])
+        again = self.run(files, head, tmp_path, "--only", "chain")
+        assert lines_of(tmp_path)[:2] == lines[:2]
+        assert "1/2  chain" in again.stderr
+        assert "2/2  chain" in again.stderr
+        cells = [[cell.strip() for cell in run.stdout.splitlines()[-1].split("|")][1:7] for run in (whole, again)]
+        assert cells[0] == cells[1]  # greedy: the same acceptance
+
+    def test_another_head_is_refused(self, files, head, pair, tmp_path):
+        assert self.run(files, head, tmp_path, "--only", "chain").exit_code == 0
+        save(convert(pair[0], torch.arange(100)), tmp_path / "head")
+        other = self.run(files, tmp_path / "head", tmp_path, "--only", "chain")
+        assert other.exit_code == 2
+        assert "choose another --out" in other.stderr
+
+
+def test_losses_run(files, head, pair, tmp_path):
+    ids = torch.randint(257, (12, 100), generator=torch.manual_seed(0))
+    texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
+    assert extract(pair[0], texts, load(head).config.taps(len(decoder_layers(pair[0]))), tmp_path)
+    command = f"--target {files}/target --head {head} --states {tmp_path} --updates 1 --batch-size 1 --held-out 1"
+    result = CliRunner().invoke(losses.app, command.split())
+    assert result.exit_code == 0, result.output
+    cells = first_cells(result.output)
+    assert [cells[0], *cells[2:]] == ["loss", "as it was", "ce, 1 updates", "lk, 1 updates"]
 
 
 def test_a_bench_without_a_draft_says_so(files):

@@ -383,6 +383,20 @@ def test_export_refuses():
         save(eagle3.head(version=1, draft_vocab_size=tiny.VOCAB), "nowhere")
 
 
+def test_a_head_is_not_written_over_a_model(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="choose another folder"):
+        save(eagle3.head(), tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_head_is_written_over_a_head(tmp_path):
+    save(eagle3.head(), tmp_path, "speculators")
+    save(eagle3.head(), tmp_path)
+    assert same(load(tmp_path), eagle3.head())
+
+
 # specdec inspect
 
 

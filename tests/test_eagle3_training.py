@@ -678,7 +678,7 @@ def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
     del before["start_from"]
     (tmp_path / "recipe.json").write_text(json.dumps(before))
     assert mine._settled(texts) == before | {"start_from": "None"}
-    with pytest.raises(ValueError, match=r"another recipe \(start_from was None, is head\)"):
+    with pytest.raises(ValueError, match=r"another recipe \(--from was None, is head\)"):
         recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settled(texts)
 
 

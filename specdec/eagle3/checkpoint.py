@@ -309,6 +309,9 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
         layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`), "speculators" (vLLM's: `layers.0.*`), or
             "int8", which specdec alone reads: half the size, matrices of int8 with a float32 scale per row.
         target: name or path of the target, which vLLM's layout wants to know.
+
+    Raises:
+        ValueError: unknown layout, not an EAGLE-3 head, or a folder that holds another model's weights.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -316,6 +319,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     if c.version != 3:
         raise ValueError("only EAGLE-3 heads can be exported: EAGLE-1 and 2 checkpoints have one layout already")
     folder = Path(folder)
+    _refuse_others(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
@@ -337,6 +341,16 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     save_file(weights, partial, metadata={"format": "pt"})
     partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
     partial.rename(folder / "model.safetensors")
+
+
+def _refuse_others(folder: Path) -> None:
+    """Heads are written over heads, not over a target."""
+    try:
+        config = _read_config(folder)
+    except ValueError:  # none, or not written to its end
+        config = {}
+    if "draft_vocab_size" not in config and any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds the weights of another model, which would be lost: choose another folder")
 
 
 def _as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -53,6 +53,8 @@ DRAFT_VOCAB = 8192
 TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
+# Of the command line, where it calls them otherwise.
+OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
 # What may differ between two runs of one recipe.
 FREE = ("data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
@@ -186,10 +188,10 @@ class Recipe:
         theirs = usual | found if found else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
-            raise ValueError(
-                f"{self.out} holds the work of another recipe ({name} was {theirs.get(name)}, is {mine.get(name)}): "
-                "choose another folder"
-            )
+            change = f"{OPTIONS.get(name, name)} was {theirs.get(name)}, is {mine.get(name)}"
+            if name == "texts":
+                change = "on other texts"
+            raise ValueError(f"{self.out} holds the work of another recipe ({change}): choose another folder")
         return mine
 
     def _extract(
