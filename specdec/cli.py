@@ -115,7 +115,17 @@ def export(
     from specdec.eagle3 import load, save
 
     with _bad_input_ends():
-        save(load(head), out, layout, target)
+        loaded = load(head)
+        save(loaded, out, layout, target)
+    if layout == "sglang" and loaded.config.attention_bias:
+        typer.secho(
+            "warning: this head's attention has biases, which SafeAILab's and SGLang's code leaves out without a word: "
+            "it accepts less there. vLLM's layout has them; a head trained with --no-attention-bias needs none",
+            fg="yellow",
+            err=True,
+        )
+    if layout == "speculators" and not target:
+        typer.secho("warning: vLLM looks the target up in this layout's config: give --target", fg="yellow", err=True)
     size = (Path(out) / "model.safetensors").stat().st_size
     typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")
 
@@ -189,9 +199,13 @@ def train(
         None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
     ),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
+    attention_bias: bool = typer.Option(
+        True,
+        help="Biases in a fresh head's attention if the target's has them; SafeAILab's and SGLang's code takes none.",
+    ),
     steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
     loss: str = typer.Option(
-        "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, better to go on with than to begin.'
+        "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with.'
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0),
@@ -204,6 +218,9 @@ def train(
     flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
     held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),
+    held_out_data: Path | None = typer.Option(
+        None, help="Texts only evaluated on, in a file of their own; nothing of DATA is held out then.", exists=True
+    ),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
     evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
     max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
@@ -240,28 +257,40 @@ def doctor(
     prompts: Path | None = typer.Option(
         None, help="Your prompts: .txt, one a line, or as for `regenerate`; two of ours by default.", exists=True
     ),
+    limit: int = typer.Option(8, min=1, help="Use the first so many prompts."),
     max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
 ) -> None:
     """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
     import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from specdec.demo.prompts import PROMPTS
-    from specdec.doctor import diagnose, questions
+    from specdec.doctor import diagnose, first_questions
     from specdec.eagle3.texts import encode_prompt
 
     with _bad_input_ends():
         check_name(proposer)
-        asked = questions(prompts) if prompts else []
+        asked, count = first_questions(prompts, limit) if prompts else ([], 0)
         model, tokenizer = _load(target)
         theirs = [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
-    ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
-    with _bad_input_ends():
-        found = diagnose(
-            model, proposer, theirs or ours, usual=ours if theirs else (), max_new_tokens=max_new_tokens, **sampling
-        )
-    typer.echo(f"measured on {len(theirs)} prompts of {prompts}" if theirs else "measured on two prompts of ours")
+        ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
+        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=None)
+            found = diagnose(
+                model,
+                proposer,
+                theirs or ours,
+                usual=ours if theirs else (),
+                max_new_tokens=max_new_tokens,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+                **sampling,
+            )
+    used = f"{len(theirs)} of {count:,}" if count > len(theirs) else f"{count:,}"
+    typer.echo(f"measured on {used} prompts of {prompts}" if prompts else "measured on two prompts of ours")
     typer.echo(found.in_words())
 
 

@@ -12,3 +12,8 @@ def require_folder_or_id(name: str | Path) -> None:
         raise ValueError(f"{name} is a file: give the folder that holds config.json and the weights")
     if not path.is_dir() and (written.startswith((".", "/", "~")) or written.count("/") > 1):
         raise ValueError(f"{name} is neither a folder with a model nor a hub repository: there is no such folder")
+
+
+def named(name: str) -> str:
+    """One name for a folder, however it was written; a hub id stays."""
+    return str(Path(name).resolve()) if Path(name).is_dir() else name

@@ -83,6 +83,18 @@ def test_speculators_layout_has_its_keys(tmp_path):
     assert config["target_hidden_size"] == 32
 
 
+def test_vllms_attention_has_four_biases_or_none(tmp_path):
+    """Its `attention_bias` is of the o projection too."""
+    head = eagle3.head(attention_bias=True)
+    save(head, tmp_path, "speculators")
+    weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+    assert config["transformer_layer_config"]["attention_bias"] is True
+    biases = {name: tensor for name, tensor in weights.items() if name.endswith("bias")}
+    assert set(biases) == {f"layers.0.self_attn.{kind}_proj.bias" for kind in "qkvo"}
+    assert not biases["layers.0.self_attn.o_proj.bias"].any()
+    assert same(load(tmp_path), head)
+
+
 # Others' checkpoints, written by hand as their tools write them
 
 
@@ -427,6 +439,23 @@ def test_export_from_the_command_line(tmp_path):
     assert read(tmp_path / "two").format == "vLLM speculators"
     assert same(load(tmp_path / "two"), head)
     assert CliRunner().invoke(app, [*command[:-1], "gguf"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("bias", "options", "said"),
+    [
+        (True, [], "SGLang's code leaves out"),
+        (False, [], ""),
+        (True, ["--layout", "speculators", "--target", "some/model"], ""),
+        (False, ["--layout", "speculators"], "give --target"),
+    ],
+)
+def test_export_says_what_others_would_miss(bias, options, said, tmp_path):
+    save(eagle3.head(attention_bias=bias), tmp_path / "one")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "one"), str(tmp_path / "two"), *options])
+    assert result.exit_code == 0
+    assert said in result.stderr
+    assert bool(said) == ("warning" in result.stderr)
 
 
 def test_an_unknown_convention_stays_unknown_through_exports(tmp_path):

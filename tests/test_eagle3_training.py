@@ -6,10 +6,12 @@ import gzip
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -27,9 +29,10 @@ from specdec.eagle3.objective import LOSSES, Objective, frequent_tokens, token_c
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
-from specdec.eagle3.texts import Text, encode_prompt, read_texts
+from specdec.eagle3.texts import Text, encode_prompt, kept_texts, read_texts
 from specdec.eagle3.transfer import transferred, translated
 from specdec.eagle3.unroll import unroll
+from specdec.taps import Taps
 from tests import eagle3, tiny
 
 TEMPLATE = (
@@ -106,11 +109,42 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
         ([{"messages": [{"role": "robot", "content": "a"}]}], "line 1: a message needs a role"),
         ([{"prompt": "a", "response": "", "finish": "length"}], "line 1: the response is empty"),
         ([{"question": "a"}], "line 1: expected"),
+        ([{"text": 5}], "line 1: text must be a string"),
+        ([{"prompt": 5, "response": "a"}], "line 1: prompt must be a string"),
+        ([{"messages": 5}], "line 1: messages must be a list"),
+        ([{"messages": [{"role": ["user"], "content": "a"}]}], "line 1: a message needs a role"),
+        ([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}], "a string as its content"),
     ],
 )
 def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         list(read_texts(written(tmp_path / "data.jsonl", *lines), tokenizer, 100))
+
+
+def test_a_file_cut_short_is_named(tokenizer, tmp_path):
+    path = written(tmp_path / "data.jsonl.gz", *[{"text": "a b c"}] * 50)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* and whole"):
+        list(read_texts(path, tokenizer, 100))
+
+
+def test_a_template_that_refuses_a_conversation_is_said_with_its_line(tokenizer, tmp_path):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('no system messages') }}"
+    messages = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    path = written(tmp_path / "data.jsonl", {"messages": messages})
+    with pytest.raises(ValueError, match="line 1: the conversation does not fit the chat template: no system messages"):
+        list(read_texts(path, strict, 100))
+    with pytest.raises(ValueError, match="does not fit the chat template"):
+        encode_prompt(messages[:2], strict)
+
+
+def test_what_is_lost_of_long_texts_is_said(tokenizer, tmp_path):
+    path = written(
+        tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a", "response": "b c d"}, {"text": "a b c"}
+    )
+    with pytest.warns(UserWarning, match="2 of 3 texts are longer than 5 tokens and were cut: 4 tokens"):
+        assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5, 5, 3]
 
 
 def test_long_texts_are_cut_and_those_without_anything_to_learn_left_out(tokenizer, tmp_path):
@@ -183,6 +217,31 @@ def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
     monkeypatch.setattr(states, "_pass", lambda *args: small(None, None, [0, 0]))
     with pytest.raises(torch.OutOfMemoryError):
         states.states_of(target, (1,), texts)
+
+
+def test_states_on_the_way_are_those_of_each_document(monkeypatch):
+    """Whatever shares a pass, and without padding short documents to the longest."""
+    target = tiny.model("llama")
+    texts = [*some_texts(target, 2, 30), *(Text(torch.arange(5), torch.ones(5, dtype=torch.bool)) for _ in range(7))]
+    batch = collate(list(states.PackedTexts(texts, 40)))
+    computed, read = [], states._pass
+
+    def counted(target, listener, ids):
+        computed.append(len(ids) * max(map(len, ids)))
+        return read(target, listener, ids)
+
+    monkeypatch.setattr(states, "_pass", counted)
+    listener = Taps(target, (1, -1))
+    found = states.states_of_packed(target, listener, batch)
+    assert sum(computed) <= 2 * sum(len(text.ids) for text in texts)
+    documents = [
+        (row[where], states_of_it[where])
+        for row, of, states_of_it in zip(batch["ids"], batch["documents"], found, strict=True)
+        for where in (of == number for number in of.unique() if number >= 0)
+    ]
+    assert len(documents) == len(texts)
+    for ids, ours in documents:
+        torch.testing.assert_close(ours, eagle3.states_of(target, ids[None], (1, -1))[0], rtol=1e-4, atol=1e-5)
 
 
 def test_rows_are_packed_and_padded(tmp_path):
@@ -529,6 +588,41 @@ def same_heads(one, two):
 
 
 @pytest.mark.slow
+def test_the_command_makes_a_head_that_is_ahead_of_bigrams(tokenizer, tmp_path):
+    """On prompts that neither has seen, in chains of three, by the decoder."""
+    target = tiny.model("llama", num_hidden_layers=4, vocab_size=len(WORDS))
+    target.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompts = torch.randint(5, len(WORDS), (208, 10), generator=torch.manual_seed(0))
+    endless = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+    texts = target.generate(prompts, do_sample=True, top_k=0, **endless)
+    lines = [{"text": " ".join(WORDS[token] for token in text)} for text in texts.tolist()]
+    data = written(tmp_path / "data.jsonl", *lines[8:])
+    held = written(tmp_path / "held.jsonl", *lines[:8])
+    command = ["train", str(tmp_path / "model"), str(data), str(tmp_path / "out"), "--held-out-data", str(held)]
+    options = f"--draft-vocab {len(WORDS)} --steps 3 --length 50 --epochs 30 --learning-rate 5e-3 --batch-size 16"
+    result = CliRunner().invoke(app, [*command, *options.split(), "--cache-states", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    spec = SpeculativeGenerator(
+        target, Eagle3Proposer(load(tmp_path / "out" / "head"), branching=(1,) * 3), draft_length=3
+    )
+    follows = [[0] * len(WORDS) for _ in WORDS]
+    for text in texts[8:].tolist():
+        for one, two in pairwise(text):
+            follows[one][two] += 1
+    rounds = accepted = 0
+    for prompt in prompts[:8]:
+        text = spec.generate(prompt[None], do_sample=False, **endless)[0].tolist()
+        at = len(prompt)
+        while at < len(text) - 3:
+            taken, token = 0, text[at]
+            while taken < 3 and (token := follows[token].index(max(follows[token]))) == text[at + 1 + taken]:
+                taken += 1
+            rounds, accepted, at = rounds + 1, accepted + taken, at + 1 + taken
+    assert spec.report.mean_acceptance_length > 1 + accepted / rounds + 0.2
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("cached", [True, False])
 def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
     more = ["--cache-states"] if cached else []
@@ -538,7 +632,7 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
     assert "mean acceptance length on held-out prompts" in result.output
     assert (tmp_path / "states").exists() == cached
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
-    assert evaluation["best"]["mean_acceptance_length"] >= 1
+    assert evaluation["best_update"] == evaluation["log"][-1]["step"]
     before = load(tmp_path / "head").state_dict()
     again = run(files, tmp_path, *more)  # everything is done: nothing changes
     assert again.exit_code == 0, again.output
@@ -561,7 +655,8 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     assert not same_heads(tmp_path / "first", tmp_path / "second")
     log = json.loads((tmp_path / "second" / "evaluation.json").read_text())["log"]
     assert log[0]["step"] == 0  # what it went on from is measured too
-    assert log[0]["decoder_tree_length"] >= 1
+    before = json.loads((tmp_path / "first" / "evaluation.json").read_text())["best"]["tree_length"]
+    assert log[0]["decoder_tree_length"] == pytest.approx(before, rel=0.05)  # it was saved in bfloat16
     assert losses(tmp_path / "second")[0][1] < losses(tmp_path / "first")[0][1]
     assert run(files, tmp_path / "more", *start, "--draft-vocab", "40").exit_code == 0
     first, more = (set(load(tmp_path / name / "head").draft_to_target.tolist()) for name in ("first", "more"))
@@ -672,14 +767,13 @@ def test_killed_and_taken_up_again(files, tmp_path):
 
 
 def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
-    texts = [Text(torch.arange(4), torch.ones(4, dtype=torch.bool))]
     mine = recipe.Recipe("target", Path("data"), tmp_path)
-    before = mine._settled(texts)
+    before = mine._settled("sha")
     del before["start_from"]
     (tmp_path / "recipe.json").write_text(json.dumps(before))
-    assert mine._settled(texts) == before | {"start_from": "None"}
+    assert mine._settled("sha") == before | {"start_from": "None"}
     with pytest.raises(ValueError, match=r"another recipe \(--from was None, is head\)"):
-        recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settled(texts)
+        recipe.Recipe("target", Path("data"), tmp_path, start_from="head")._settled("sha")
 
 
 @pytest.mark.slow
@@ -743,6 +837,16 @@ def test_sharding_the_head_is_refused(files, tmp_path, monkeypatch, kind):
     assert not (tmp_path / "out").exists()
 
 
+def test_failures_as_they_come_are_understood(tmp_path):
+    """Not as somebody thinks they do: of a device that is full, and of more memory than there is."""
+    with pytest.raises(ValueError, match="the disk is full"), recipe._clear_failures(tmp_path, ""):
+        torch.save(torch.ones(100_000), "/dev/full")
+    with pytest.raises(ValueError, match="the disk is full"), recipe._clear_failures(tmp_path, ""):
+        Path("/dev/full").write_text("a")
+    with pytest.raises(ValueError, match="out of memory: use less"), recipe._clear_failures(tmp_path, "use less"):
+        torch.empty(1 << 50)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -766,6 +870,94 @@ def test_rows_that_cannot_be_divided(files, tmp_path):
     assert result.exit_code == 2
     assert "choose a multiple" in result.output
     assert not (tmp_path / "out").exists()  # a corrected command is not refused
+
+
+@pytest.mark.slow
+def test_rows_in_several_passes_train_the_same_head(files, tmp_path):
+    for name, at_once in (("two", "2"), ("one", "1")):
+        assert run(files, tmp_path / name, "--rows-at-once", at_once, "--epochs", "8").exit_code == 0
+    one, two = ([loss for _, loss in losses(tmp_path / name)] for name in ("one", "two"))
+    assert len(one) > 2
+    assert one == pytest.approx(two, rel=0.01)
+
+
+def test_a_chat_template_may_show_the_time(files, tokenizer, tmp_path):
+    """Tokens of another day would not fit the states of the first."""
+    shutil.copytree(files / "model", tmp_path / "model")
+    dated = copy.deepcopy(tokenizer)
+    dated.chat_template = "{{ ('a ' * (strftime_now('%f') | int % 13)) }}" + TEMPLATE
+    dated.save_pretrained(tmp_path / "model")
+    entries = [{"prompt": "a b", "response": " ".join("cdefghij"[: 2 + i % 7])} for i in range(12)]
+    data = written(tmp_path / "data.jsonl", *entries)
+    command = ["train", str(tmp_path / "model"), str(data), str(tmp_path / "out"), *SMALL.split(), "--cache-states"]
+    first = CliRunner().invoke(app, [*command, "--max-minutes", "0"])
+    assert "not finished yet" in first.output
+    texts = (tmp_path / "out" / "texts.safetensors").read_bytes()
+    again = CliRunner().invoke(app, command)
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "out" / "texts.safetensors").read_bytes() == texts
+    written(tmp_path / "data.jsonl", *entries[1:])
+    other = CliRunner().invoke(app, command)
+    assert other.exit_code == 2
+    assert "another recipe (on other texts)" in other.output.replace("\n", " ")
+
+
+def test_one_folder_has_one_name(files, tmp_path, monkeypatch):
+    assert "not finished yet" in run(files, tmp_path / "out", "--cache-states", "--max-minutes", "0").output
+    monkeypatch.chdir(files)
+    command = ["train", "./model", "data.jsonl", str(tmp_path / "out"), *SMALL.split(), "--cache-states"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+
+
+def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(recipe, "Judge", lambda trainer, prompts, *rest, **more: seen.append(prompts) or 1 / 0)
+    held = written(tmp_path / "held.jsonl", {"text": "a b c d e f g h"}, {"prompt": "z", "response": "y x"})
+    result = run(files, tmp_path / "out", "--held-out-data", str(held), "--held-out", "50")
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert [len(prompt) for prompt in seen[0]] == [2, 4]
+    assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 12  # all
+
+
+def test_a_fresh_heads_attention_may_go_without_biases(tmp_path):
+    target = tiny.model("llama", num_hidden_layers=4, attention_bias=True)
+    assert convert(target, torch.arange(20)).config.attention_bias
+    head = convert(target, torch.arange(20), attention_bias=False)
+    assert not [name for name in head.state_dict() if name.endswith("bias")]
+    with pytest.raises(ValueError, match="leave out --no-attention-bias"):
+        recipe.Recipe("target", Path("data"), tmp_path, start_from="head", attention_bias=False)._given()
+
+
+def test_rows_longer_than_the_target_reads_are_refused(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
+    command = ["train", str(tmp_path / "model"), str(files / "data.jsonl"), str(tmp_path / "out"), *SMALL.split()]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "reads 39 tokens at most" in result.output.replace("\n", " ")
+
+
+def test_texts_up_to_the_end_of_what_the_target_reads(tokenizer, tmp_path):
+    """Where positions are learnt, one more is an IndexError."""
+    target = tiny.model("gpt2", n_positions=32, n_layer=4)
+    target.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    entries = [{"prompt": "a b " * 14, "response": "c d e"} for _ in range(6)]
+    data = written(tmp_path / "data.jsonl", *entries)
+    command = ["train", str(tmp_path / "model"), str(data), str(tmp_path / "out"), *SMALL.split(), "--length", "32"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    prompts = written(tmp_path / "prompts.jsonl", {"prompt": "a " * 8}, {"prompt": "a " * 22})
+    command = ["regenerate", str(tmp_path / "model"), str(prompts), str(tmp_path / "answers.jsonl")]
+    with pytest.warns(UserWarning, match="1 conversations were left out: their prompts are longer than 16 tokens"):
+        result = CliRunner().invoke(app, [*command, "--max-new-tokens", "16"])
+    assert result.exit_code == 0, result.output
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "32"])
+    assert result.exit_code == 2
+    assert "leaves no room for a prompt in the 32 tokens" in result.output.replace("\n", " ")
 
 
 def test_too_few_texts(files, tmp_path):

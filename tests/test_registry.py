@@ -3,6 +3,7 @@
 import hashlib
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -93,7 +94,7 @@ def recipe(tmp_path, monkeypatch):
     """Runs a recipe with a `specdec` that only writes down what it is asked. Returns status and commands."""
     (tmp_path / "specdec").write_text(FAKE)
     (tmp_path / "specdec").chmod(0o755)
-    (tmp_path / "texts.jsonl").write_text("".join(f"{i}\n" for i in range(30)))
+    (tmp_path / "texts.jsonl").write_text("".join(f"{i}\n" for i in range(50)))
 
     def run(script, **environment):
         log = tmp_path / "log"
@@ -123,3 +124,17 @@ def test_recipes_stop_where_time_is_up(script, recipe):
     assert commands[-1][0] == "train"
     assert [command[0] for command in commands].count("train") == 1
     assert commands[-1][-2:] == ["--max-minutes", "5"]
+
+
+@pytest.mark.parametrize("script", RECIPES, ids=lambda path: path.parent.name)
+def test_recipes_learn_from_nothing_they_evaluate_on(script, recipe, tmp_path):
+    """And from everything else, in the end; whatever the number of texts."""
+    _, commands = recipe(script)
+    lines = {path.name: path.read_text().split() for path in (tmp_path / "out").glob("*.jsonl")}
+    parts = [lines[f"{name}.jsonl"] for name in ("held", "first", "rest")]
+    assert [len(part) for part in parts] == [12, 13, 25]
+    assert sorted((line for part in parts for line in part), key=int) == [str(i) for i in range(50)]
+    for command in commands:
+        if command[0] == "train":
+            assert command[command.index("--held-out-data") + 1] == str(tmp_path / "out" / "held.jsonl")
+            assert not set(parts[0]) & set(lines[Path(command[2]).name])

@@ -306,8 +306,9 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     """Write a head: config.json and model.safetensors.
 
     Args:
-        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`), "speculators" (vLLM's: `layers.0.*`), or
-            "int8", which specdec alone reads: half the size, matrices of int8 with a float32 scale per row.
+        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`; their code knows no biases in attention and
+            leaves them out), "speculators" (vLLM's: `layers.0.*`), or "int8", which specdec alone reads: half the
+            size, matrices of int8 with a float32 scale per row.
         target: name or path of the target, which vLLM's layout wants to know.
 
     Raises:
@@ -331,6 +332,9 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
     if layout == "int8":
         weights = _as_int8(weights)
+    if layout == "speculators" and c.attention_bias and not c.output_bias:
+        # There `attention_bias` is of all four projections.
+        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
     dtype = str(head.dtype).removeprefix("torch.")
     if layout == "int8":

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.texts import context_of
 from specdec.eagle3.unroll import unroll
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
@@ -63,10 +64,16 @@ def evaluate(
     draft_length: int = 5,
     max_new_tokens: int = 64,
 ) -> Evaluation:
-    """Decode each prompt (T,) int64 greedily with chains, and with `TREE` at T = 0 and T = 1."""
+    """Decode each prompt (T,) int64 greedily with chains, and with `TREE` at T = 0 and T = 1.
+
+    Of a prompt that leaves no room for `max_new_tokens` in what the target reads, the end is taken.
+    """
     from specdec.generator import SpeculativeGenerator
     from specdec.proposers.eagle3 import Eagle3Proposer
 
+    context = context_of(target.config)
+    max_new_tokens = min(max_new_tokens, context // 2)
+    prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]
     chain = Eagle3Proposer(head, branching=(1,) * draft_length)
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
     rounds = accepted = 0

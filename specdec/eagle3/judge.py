@@ -23,7 +23,7 @@ class Judge(TrainerCallback):
     Owns `out/head`, `out/evaluation.json` and the curve, `out/curve.png`.
 
     Args:
-        prompts: (T,) int64 each. target: the name that the head's config gives. every: updates between measurements.
+        prompts: (T,) int64 each. every: updates between measurements.
         at_start: measure before the first update too: the head may be the best already.
     """
 
@@ -33,12 +33,11 @@ class Judge(TrainerCallback):
         prompts: Sequence[Tensor],
         out: Path,
         *,
-        target: str,
         every: int,
         at_start: bool = False,
     ):
         self.trainer, self.prompts, self.out = trainer, prompts, out
-        self.target, self.every, self.at_start = target, every, at_start
+        self.every, self.at_start = every, at_start
         self.path = out / "evaluation.json"
 
     def on_train_begin(
@@ -77,7 +76,7 @@ class Judge(TrainerCallback):
         before = read_json(self.path)
         content: dict[str, Any] = before or {}
         if before is None or found.tree_length >= before["best"]["tree_length"]:
-            self.trainer.save_head(self.out / "head", self.target)
+            self.trainer.save_head(self.out / "head")
             content |= {"best": asdict(found), "best_update": state.global_step}
         content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
         partial = self.path.with_suffix(".part")

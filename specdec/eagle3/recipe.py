@@ -22,13 +22,16 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import (
+    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import is_torch_bf16_gpu_available
 
 from specdec.capability import capability
 from specdec.eagle3.checkpoint import load, save
@@ -40,10 +43,10 @@ from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
 from specdec.eagle3.progress import speak
 from specdec.eagle3.registry import WEIGHTS
 from specdec.eagle3.states import PackedTexts, StateDataset, bytes_per_token, extract
-from specdec.eagle3.texts import Text, read_texts
+from specdec.eagle3.texts import Text, context_of, keep, kept_texts, read_entries, read_texts
 from specdec.eagle3.trainer import STATE_WEIGHT, Eagle3Trainer
 from specdec.eagle3.transfer import transferred
-from specdec.paths import require_folder_or_id
+from specdec.paths import named, require_folder_or_id
 from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
@@ -55,8 +58,10 @@ TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # Of the command line, where it calls them otherwise.
 OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
+DISK_FULL = ("No space left", "inline_container")  # the second is what torch.save says of a file it cannot fill
+KEPT = ("texts.safetensors", "held_out.safetensors")  # what is trained and evaluated on
 # What may differ between two runs of one recipe.
-FREE = ("data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
+FREE = ("data", "held_out_data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Recipe:
         start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
         draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
             8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
+        attention_bias: a fresh head's attention has biases if the target's has.
         steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (`objective.LOSSES`).
         length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
@@ -76,6 +82,7 @@ class Recipe:
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
+        held_out_data: texts only evaluated on, in a file of their own, in place of those.
         save_every, evaluate_every: updates between checkpoints, and between evaluations by the decoder.
         max_minutes: stop after them; the same call goes on. device: None: an accelerator if there is one.
     """
@@ -87,6 +94,7 @@ class Recipe:
     start_from_target: str | None = None
     draft_vocab: int | None = None
     intermediate_size: int | None = None
+    attention_bias: bool = True
     steps: int = 3
     loss: str = "ce"
     length: int = 512
@@ -98,6 +106,7 @@ class Recipe:
     flex: bool = False
     max_texts: int | None = None
     held_out: int = 16
+    held_out_data: Path | None = None
     save_every: int = 100
     evaluate_every: int = 500
     max_minutes: float | None = None
@@ -129,21 +138,16 @@ class Recipe:
                 require_folder_or_id(name)
         given = self._given()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
-        texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
-        if len(texts) <= self.held_out:
-            raise ValueError(
-                f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left. Choose a "
-                "smaller --held-out"
-            )
-        apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
-        training = [text for i, text in enumerate(texts) if i not in apart]
-        held_out = [texts[i] for i in sorted(apart)]
+        asked = self._asked()
+        training, held_out = self._texts(tokenizer, asked)
         target = load_model(self.target).to(processes.device)
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
-        settled = self._settled(texts)
+        settled = self._settled(asked)
         head = self._head(given, target, training, processes)
         if processes.is_main_process:
+            for name, texts in zip(KEPT, (training, held_out), strict=True):
+                keep(texts, self.out / name)
             (self.out / "recipe.json").write_text(json.dumps(settled, indent=1))
         deadline = None if self.max_minutes is None else started + 60 * self.max_minutes
         dataset: Dataset = PackedTexts(training, self.length)
@@ -160,7 +164,6 @@ class Recipe:
             trainer,
             prompts,
             self.out,
-            target=self.target,
             every=self.evaluate_every,
             at_start=self.start_from is not None,
         )
@@ -174,15 +177,42 @@ class Recipe:
         trainer.accelerator.wait_for_everyone()  # one process judges
         return judge.best()
 
-    def _settled(self, texts: Sequence[Text]) -> dict[str, str]:
+    def _texts(self, tokenizer: PreTrainedTokenizerBase, asked: str) -> tuple[list[Text], list[Text]]:
+        """To train and to evaluate on: as an earlier run read them, for a chat template may show the date."""
+        context = context_of(AutoConfig.from_pretrained(self.target))
+        if self.length > context:
+            raise ValueError(
+                f"{self.target} reads {context} tokens at most, --length is {self.length}: choose a smaller one"
+            )
+        kept, before = [self.out / name for name in KEPT], read_json(self.out / "recipe.json") or {}
+        if before.get("texts") == asked and all(file.exists() for file in kept):
+            return kept_texts(kept[0]), kept_texts(kept[1])
+        texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
+        if self.held_out_data is not None:
+            return texts, list(read_texts(self.held_out_data, tokenizer, self.length))
+        if len(texts) <= self.held_out:
+            raise ValueError(
+                f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left. Choose a "
+                "smaller --held-out"
+            )
+        apart = {i * len(texts) // self.held_out for i in range(self.held_out)}  # evenly over the data
+        return [text for i, text in enumerate(texts) if i not in apart], [texts[i] for i in sorted(apart)]
+
+    def _asked(self) -> str:
+        """Of the texts as they were given, before any template."""
+        content = hashlib.sha256()
+        for file in (self.data, self.held_out_data):
+            for _, entry in read_entries(file) if file is not None else ():
+                content.update(json.dumps(entry, sort_keys=True, default=str).encode())
+        return content.hexdigest()
+
+    def _settled(self, asked: str) -> dict[str, str]:
         """This recipe, for its folder, which must not hold another's states and checkpoints."""
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
+        mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
-        content = hashlib.sha256()
-        for text in texts:
-            content.update(text.ids.numpy().tobytes() + text.learn.numpy().tobytes())
-        mine["texts"] = content.hexdigest()
+        mine["texts"] = asked
         usual = {field.name: str(field.default) for field in fields(self) if field.name in mine}
         found = read_json(self.out / "recipe.json")
         theirs = usual | found if found else mine
@@ -230,7 +260,7 @@ class Recipe:
             max_grad_norm=0.5,
             warmup_steps=20,
             lr_scheduler_type="cosine",
-            bf16=True,
+            bf16=on_cpu or is_torch_bf16_gpu_available(),
             use_cpu=on_cpu,
             ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
             logging_steps=10,
@@ -271,6 +301,8 @@ class Recipe:
             return None
         if self.intermediate_size is not None:
             raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
+        if not self.attention_bias:
+            raise ValueError("a head to go on from keeps its attention: leave out --no-attention-bias")
         head = load(self.start_from)
         if head.config.version != 3:
             raise ValueError(f"{self.start_from} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
@@ -284,7 +316,11 @@ class Recipe:
         size = target.config.get_text_config(decoder=True).vocab_size
         written = token_counts([(text.ids, text.learn) for text in texts], size)
         if given is None:
-            changes = {} if self.intermediate_size is None else {"intermediate_size": self.intermediate_size}
+            changes: dict[str, Any] = {}
+            if self.intermediate_size is not None:
+                changes["intermediate_size"] = self.intermediate_size
+            if not self.attention_bias:
+                changes["attention_bias"] = False
             head = convert(target, frequent_tokens(written, self.draft_vocab or DRAFT_VOCAB), **changes)
         else:
             if self.start_from_target is None:
@@ -323,7 +359,7 @@ class Recipe:
             enough = texts[:: max(1, sum(len(text.ids) for text in texts) // (TRANSFER_TOKENS * width))]
             print(f"carrying {self.start_from} over from {name}: both models read {len(enough)} texts")
             with _clear_failures(self.out, "use a shorter --length"):
-                save(transferred(head, donor, target, enough), kept, target=self.target)
+                save(transferred(head, donor, target, enough), kept)
         processes.wait_for_everyone()
         return load(kept)
 
@@ -366,8 +402,11 @@ def _clear_failures(out: Path, needs_less: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise ValueError(f"out of memory: {needs_less}. {kept}") from error
     except Exception as error:
-        if (isinstance(error, OSError) and error.errno == errno.ENOSPC) or "No space left" in str(error):
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        if full or any(sign in str(error) for sign in DISK_FULL):
             raise ValueError(f"the disk is full. Make room. {kept}") from error
+        if "can't allocate memory" in str(error):  # of CPUs
+            raise ValueError(f"out of memory: {needs_less}. {kept}") from error
         raise
 
 

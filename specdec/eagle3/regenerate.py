@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -14,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.eagle3.texts import encode_prompt, read_prompts
+from specdec.eagle3.texts import context_of, encode_prompt, read_prompts
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
 from specdec.runner import device_of
@@ -77,16 +77,24 @@ def regenerate(
         prompts: see `read_entries`; entries are `{"prompt": ...}` or conversations.
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
-        max_prompt_tokens: longer conversations are left out.
+        max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
         progress: called with the conversations done, those there are, and the tokens written in this run.
         go_on: asked before each batch.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
+    room = context_of(target.config) - max_new_tokens
+    if room < 1:
+        raise ValueError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {room + max_new_tokens} tokens that "
+            "the target reads: choose fewer"
+        )
+    max_prompt_tokens = min(max_prompt_tokens, room)
     conversations = list(_conversations(prompts, limit, tokenizer))
     name = str(target.config._name_or_path)
     done = _finished(out, conversations, name, temperatures, max_new_tokens)
     handled, tokens = sum(c.number in done for c in conversations), 0
+    too_long = 0
     progress(handled, len(conversations), tokens)
     spec = SpeculativeGenerator(target, proposer)
     with out.open("a", encoding="utf-8") as file:
@@ -106,7 +114,12 @@ def regenerate(
             file.flush()
             os.fsync(file.fileno())
             handled, tokens = handled + len(batch), tokens + sum(c.tokens for c in batch)
+            too_long += len(batch) - len(answered)
             progress(handled, len(conversations), tokens)
+    if too_long:
+        warnings.warn(
+            f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
+        )
     return spec
 
 
@@ -200,8 +213,8 @@ def _next_prompt(
         return None
     try:
         prompt = encode_prompt(messages, tokenizer)
-    except TemplateError as error:
-        raise ValueError(f"entry {conversation.number} does not fit the chat template: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"entry {conversation.number}: {error}") from error
     if len(prompt) <= max_prompt_tokens:
         return prompt
     messages.pop()

@@ -6,7 +6,7 @@ Owns the files. A shard holds some texts end to end; a half-written one never ca
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -60,7 +60,7 @@ def extract(
             if not go_on():
                 return False
             of_shard = [texts[i] for i in members]
-            _write(path, of_shard, _states(target, listener, of_shard, batch_tokens))
+            _write(path, of_shard, _kept(target, listener, of_shard, batch_tokens))
         progress(tokens)
     partial = folder / f"states.json.{gethostname()}.part"
     partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
@@ -84,28 +84,35 @@ def _packed(lengths: Sequence[int], most: int) -> list[list[int]]:
 @torch.no_grad()
 def states_of(target: PreTrainedModel, taps: Sequence[int], texts: Sequence[Text]) -> list[Tensor]:
     """(T, C) bfloat16 of each text."""
-    return _states(target, Taps(target, taps), texts, None)
+    return _kept(target, Taps(target, taps), texts, None)
 
 
-def _states(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batch_tokens: int | None) -> list[Tensor]:
-    """(T, C) of each text; those of like length share a pass."""
+def _kept(target: PreTrainedModel, listener: Taps, texts: Sequence[Text], batch_tokens: int | None) -> list[Tensor]:
+    """(T, C) bfloat16 of each text, on the CPU."""
+    found = _states(target, listener, [text.ids for text in texts], batch_tokens)
+    out = {i: states.to("cpu", torch.bfloat16) for i, states in found}
+    return [out[i] for i in range(len(texts))]
+
+
+def _states(
+    target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor], batch_tokens: int | None = None
+) -> Iterator[tuple[int, Tensor]]:
+    """Which text, and its states (T, C) as the target made them; texts (T,) of like length share a pass."""
     batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 16384)
-    out: dict[int, Tensor] = {}
-    ordered = sorted(range(len(texts)), key=lambda i: len(texts[i].ids))
+    ordered = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     while ordered:
-        count = max(1, batch_tokens // len(texts[ordered[-1]].ids))
-        batch = ordered[-count:]
+        longest = len(texts[ordered[-1]])
+        count = max(1, batch_tokens // longest)
+        batch = [i for i in ordered[-count:] if 2 * len(texts[i]) >= longest]  # or most of it were padding
         try:
-            found = _pass(target, listener, [texts[i].ids for i in batch])
+            found = _pass(target, listener, [texts[i] for i in batch])
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 raise
             batch_tokens //= 2
             continue
-        for i, states in zip(batch, found, strict=True):
-            out[i] = states.to("cpu", torch.bfloat16)
-        ordered = ordered[:-count]
-    return [out[i] for i in range(len(texts))]
+        yield from zip(batch, found, strict=True)
+        ordered = ordered[: -len(batch)]
 
 
 def _pass(target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor]) -> list[Tensor]:
@@ -118,7 +125,7 @@ def _pass(target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor]) -> l
 
 @torch.no_grad()
 def states_of_packed(target: PreTrainedModel, listener: Taps, batch: dict[str, Tensor]) -> Tensor:
-    """(B, T, C) of rows as `collate` makes them: each document alone, in one target pass."""
+    """(B, T, C) of rows as `collate` makes them: each document alone, those of like length in one target pass."""
     ids, documents = batch["ids"], batch["documents"]
     places = [
         (row, (documents[row] == number).nonzero()[:, 0])
@@ -126,11 +133,11 @@ def states_of_packed(target: PreTrainedModel, listener: Taps, batch: dict[str, T
         for number in documents[row].unique().tolist()
         if number != PADDING
     ]
-    found = _pass(target, listener, [ids[row, where] for row, where in places])
-    states = found[0].new_zeros(*ids.shape, found[0].shape[-1])
-    for (row, where), of_it in zip(places, found, strict=True):
-        states[row, where.to(states.device)] = of_it
-    return states.to(ids.device)
+    found = dict(_states(target, listener, [ids[row, where] for row, where in places]))
+    states = ids.new_zeros(*ids.shape, found[0].shape[-1], dtype=found[0].dtype)
+    for number, (row, where) in enumerate(places):
+        states[row, where] = found[number].to(ids.device)
+    return states
 
 
 def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor]) -> None:

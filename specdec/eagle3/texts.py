@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,9 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FORMATS = (
     '{"prompt": ..., "response": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, '
@@ -40,22 +43,54 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
     Args:
         data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
     """
-    count = kept = 0
+    count = kept = cut = lost = 0
     for place, entry in read_entries(data):
         count += 1
         try:
-            text = encode(entry, tokenizer)
-        except (ValueError, KeyError, TypeError, AttributeError, TemplateError) as error:
+            whole = encode(entry, tokenizer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place}: {error}") from error
-        text = Text(text.ids[:max_tokens], text.learn[:max_tokens])
+        text = Text(whole.ids[:max_tokens], whole.learn[:max_tokens])
         if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
             kept += 1
+            cut += len(whole.ids) > max_tokens
+            lost += int(whole.learn[max_tokens:].sum())
             yield text
+    if cut:
+        warnings.warn(
+            f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut: {lost} tokens that could be "
+            "learnt are not. A larger --length takes them"
+        )
     if kept < count:
         warnings.warn(
             f"{count - kept} of {count} texts were left out: within {max_tokens} tokens they hold nothing that the "
             "target wrote, or the chat template shows their answers differently than they were given"
         )
+
+
+def keep(texts: Sequence[Text], file: Path) -> None:
+    """Write texts, whole or not at all."""
+    tensors = {
+        "ids": torch.cat([text.ids for text in texts]).int(),
+        "learn": torch.cat([text.learn for text in texts]),
+        "lengths": torch.tensor([len(text.ids) for text in texts]),
+    }
+    partial = file.with_suffix(".part")
+    save_file(tensors, partial)
+    partial.rename(file)
+
+
+def kept_texts(file: Path) -> list[Text]:
+    """What `keep` wrote."""
+    found = load_file(file)
+    lengths = found["lengths"].tolist()
+    parts = zip(found["ids"].long().split(lengths), found["learn"].split(lengths), strict=True)
+    return [Text(ids, learn) for ids, learn in parts]
+
+
+def context_of(config: PretrainedConfig) -> int:
+    """Tokens that a target can read; no bound where its config names none."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
 def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
@@ -100,8 +135,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}, line {number}", json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
-    except (UnicodeDecodeError, gzip.BadGzipFile) as error:
-        packed = " packed by gzip, as its name says" if path.suffix == ".gz" else ""
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
+        packed = " packed by gzip, as its name says, and whole" if path.suffix == ".gz" else ""
         raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
 
 
@@ -122,6 +157,9 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     """One entry of a training file."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected {FORMATS}")
+    for name in ("text", "prompt", "response"):
+        if not isinstance(entry.get(name, ""), str):
+            raise ValueError(f"{name} must be a string, got {entry[name]!r}")
     if "text" in entry:
         ids = tokenizer(entry["text"])["input_ids"]
         return _text(ids, [True] * len(ids))
@@ -151,6 +189,8 @@ def messages_of(entry: Any, formats: str = FORMATS) -> list[dict[str, str]]:
         messages = [{"role": "user", "content": entry["prompt"]}]
     if not messages:
         raise ValueError(f"expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
+    if not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages must be a list, got {messages!r}")
     return [_message(message) for message in messages]
 
 
@@ -184,11 +224,12 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
 def _message(message: dict[str, str]) -> dict[str, str]:
     if not isinstance(message, dict):
         raise ValueError(f"a message needs a role and content, got {message!r}")
-    role = message.get("role") or message.get("from")
+    role = ROLES.get(str(message.get("role") or message.get("from")))
     content = message.get("content") if "content" in message else message.get("value")
-    if role not in ROLES or content is None:
-        raise ValueError(f"a message needs a role ({', '.join(sorted(set(ROLES)))}) and content, got {message}")
-    return {"role": ROLES[role], "content": content}
+    if role is None or not isinstance(content, str):
+        names = ", ".join(sorted(ROLES))
+        raise ValueError(f"a message needs a role ({names}) and a string as its content, got {message}")
+    return {"role": role, "content": content}
 
 
 def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -201,7 +242,10 @@ def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
 def _rendered(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, generation: bool) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")
-    encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=generation, return_dict=True)
+    try:
+        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=generation, return_dict=True)
+    except TemplateError as error:
+        raise ValueError(f"the conversation does not fit the chat template: {error}") from error
     return list(encoded["input_ids"])
 
 

@@ -87,14 +87,14 @@ class Eagle3Trainer(Trainer):
             logs["simulated_length"] = round(1 + float(accuracy.cumprod(-1).sum()), 4)
         super().log(logs, *args, **kwargs)
 
-    def save_head(self, folder: str | Path, target: str = "") -> None:
+    def save_head(self, folder: str | Path) -> None:
         """Write the head alone, in bfloat16; an earlier one there is replaced when this one is whole."""
         copy = copy_of(self.head, torch.bfloat16)
         folder = Path(folder)
         written = folder.with_name(folder.name + ".part")
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(written, ignore_errors=True)
-        save(copy, written, "sglang", target)
+        save(copy, written)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)

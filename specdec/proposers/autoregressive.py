@@ -5,6 +5,7 @@ Owns the shapes of drafts and when to stop. The models, and how they keep up wit
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from specdec.proposers.base import Context, Proposer
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
 Read = TypeVar("Read")
+Same = TypeVar("Same", bound="AutoregressiveProposer")
 CONFIDENCES = 20  # bins of a probability of the draft's
 
 
@@ -96,6 +98,12 @@ class AutoregressiveProposer(Proposer):
         self._step_of_node: Tensor | None = None  # (B, N) where the last draft's nodes are among the stepped, or -1
         self._pacer: Pacer | None = None
         self._launched = 0  # passes of this draft on a device that works on its own
+
+    def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
+        """The same model with drafts of another shape, for calls of their own: what it has read is shared."""
+        other = copy.copy(self)
+        other.branching, other.tree = branching, tree
+        return other
 
     # What a draft model does
 

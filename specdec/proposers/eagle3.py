@@ -78,6 +78,11 @@ class Eagle3Proposer(AutoregressiveProposer):
         self.taps(target)  # raises if the target has no such layers
         self.runner = HeadRunner(self.head, target)
 
+    def shaped(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Eagle3Proposer:
+        other = super().shaped(branching=branching, tree=tree)
+        other._automatic = False  # `check` leaves the shape as it is
+        return other
+
     def taps(self, target: PreTrainedModel) -> Taps:
         return Taps(target, self.head.config.taps(len(decoder_layers(target))), self.head.device)
 
