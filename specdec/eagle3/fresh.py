@@ -1,7 +1,6 @@
 """`convert`: a fresh head for a target, which starts out from what the target knows; `grown`, one that can draft more.
 
-The LM head is made of the target's own rows, the layer of its last one's weights: early in training the head is then
-ahead of one that starts from random weights.
+The LM head is made of the target's own rows, the layer of its last one's weights: they need not be learnt anew.
 """
 
 from __future__ import annotations

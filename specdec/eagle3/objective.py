@@ -47,7 +47,7 @@ class Objective(nn.Module):
 
     Attributes:
         state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of what the LM head reads from the target's
-            own final state. It helps a young head; `Eagle3Trainer` fades it out.
+            own final state. It is meant for a young head; `Eagle3Trainer` fades it out.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ HEADS: dict[str, Known] = {
         "qwen2.5-coder-0.5b-instruct", "fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd"
     ),
     "qwen2.5-coder-1.5b-instruct": Known(
-        "qwen2.5-coder-1.5b-instruct", "1143835f512d0ef8120a5ea20d84487b5f27ea3045d710606f66f6a9912d7e75"
+        "qwen2.5-coder-1.5b-instruct", "c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7"
     ),
     "llama-3.1-8b-instruct": Known("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
     "llama-3.3-70b-instruct": Known("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),

@@ -30,7 +30,7 @@ class Eagle3Trainer(Trainer):
 
     Args:
         steps: drafted tokens to train. loss: of `objective.LOSSES`. flex: use flex attention, see `unroll`.
-        state_weight: of the loss on final states when training begins; it falls to 0. It helps a fresh head only.
+        state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh head.
     """
 
     def __init__(
