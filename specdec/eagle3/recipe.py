@@ -116,26 +116,10 @@ class Recipe:
     def run(self) -> Evaluation | None:
         """Extract, train, evaluate; everything in `out`, the best head in `out/head`. None if time was up before."""
         started = time.monotonic()
-        if self.device not in (None, "cpu"):
-            raise ValueError(f'device is "cpu", or left out for an accelerator if there is one; got {self.device!r}')
-        for kind, variable in SHARDING.items():
-            if os.environ.get(variable, "false").lower() == "true":
-                raise ValueError(
-                    f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
-                    "them. Use `accelerate launch --multi_gpu`"
-                )
+        self._check()
         processes = PartialState(cpu=self.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
-        if self.start_from_target is not None and self.start_from is None:
-            raise ValueError("--from-target says what the head of --from is for: give --from too")
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         self._at_once(processes)
-        if self.out.exists() and not self.out.is_dir():
-            raise ValueError(f"{self.out} is a file: give a folder for the results")
         self.out.mkdir(parents=True, exist_ok=True)
-        for name in (self.target, self.start_from_target):
-            if name is not None:
-                require_folder_or_id(name)
         given = self._given()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         asked = self._asked()
@@ -176,6 +160,26 @@ class Recipe:
             return None
         trainer.accelerator.wait_for_everyone()  # one process judges
         return judge.best()
+
+    def _check(self) -> None:
+        """What can be said before anything is read."""
+        if self.device not in (None, "cpu"):
+            raise ValueError(f'device is "cpu", or left out for an accelerator if there is one; got {self.device!r}')
+        for kind, variable in SHARDING.items():
+            if os.environ.get(variable, "false").lower() == "true":
+                raise ValueError(
+                    f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
+                    "them. Use `accelerate launch --multi_gpu`"
+                )
+        if self.start_from_target is not None and self.start_from is None:
+            raise ValueError("--from-target says what the head of --from is for: give --from too")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"{self.out} is a file: give a folder for the results")
+        for name in (self.target, self.start_from_target):
+            if name is not None:
+                require_folder_or_id(name)
 
     def _texts(self, tokenizer: PreTrainedTokenizerBase, asked: str) -> tuple[list[Text], list[Text]]:
         """To train and to evaluate on: as an earlier run read them, for a chat template may show the date."""
