@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
+
+format_of_others = warnings.formatwarning
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True, add_completion=False)
 
@@ -41,9 +44,18 @@ def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
     return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
 
 
+def _in_words(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Warnings of ours without the line of code that gave them."""
+    ours = Path(filename).is_relative_to(Path(__file__).parent)
+    return f"warning: {message}\n" if ours else format_of_others(message, category, filename, lineno, line)
+
+
 @app.callback()
 def main() -> None:
     """Speculative decoding for Hugging Face models."""
+    warnings.formatwarning = _in_words
 
 
 @app.command()
@@ -115,6 +127,8 @@ def export(
     from specdec.eagle3 import load, save
 
     with _bad_input_ends():
+        if Path(out).resolve() == Path(head).resolve():
+            raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
         loaded = load(head)
         save(loaded, out, layout, target)
     if layout == "sglang" and loaded.config.attention_bias:
@@ -133,8 +147,12 @@ def export(
 @app.command()
 def regenerate(
     target: str = typer.Argument(help="Path or hub id of the target model."),
-    prompts: Path = typer.Argument(help="Prompts or conversations: JSONL (.gz), or a datasets folder.", exists=True),
-    out: Path = typer.Argument(help="JSONL to write; conversations finished in an earlier run are kept."),
+    prompts: Path = typer.Argument(
+        help="Prompts or conversations: JSONL (.gz), .txt, one a line, or a datasets folder.", exists=True
+    ),
+    out: Path = typer.Argument(
+        help="JSONL to write; conversations finished in an earlier run are kept.", dir_okay=False
+    ),
     proposer: str = typer.Option("ngram", help=WHAT_DRAFTS),
     temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
     batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
@@ -223,7 +241,9 @@ def train(
     ),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
     evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
-    max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
+    max_minutes: float | None = typer.Option(
+        None, min=0.0, help="Stop after them, an evaluation that has begun aside; the same command goes on."
+    ),
     seed: int = typer.Option(0),
     device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
 ) -> None:

@@ -27,9 +27,11 @@ from specdec.report import Report
 from specdec.runner import device_of
 from specdec.tree import DynamicTree
 
+ABOUT = 0.95  # of the best simulated speed-up: as good as that
 PROBED = 8  # drafted per round, to see the acceptance at so many positions
 LONGEST = 16  # simulated
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)  # of the trees tried
+SELDOM = 0.95  # share of rounds with a draft below which it is worth a line
 PASSES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the target's passes that are timed
 
 
@@ -69,7 +71,9 @@ class Diagnosis:
         measured_speedup: with the automatic length, decoding only.
         trees: the dynamic trees that were tried; none for proposers that draft none, and targets that take none.
         drafts_trees: the proposer was given drafts trees, so that a chain is a shape to ask for.
-        alone: what was measured of a `HybridProposer`, in words; empty for others.
+        drafted: share of the rounds in which something was drafted; n-grams often find nothing.
+        maker: how the proposer is made in Python, up to its shape. alone: what was measured of a `HybridProposer`, in
+            words; empty for others.
     """
 
     acceptance: tuple[float, ...]
@@ -80,6 +84,8 @@ class Diagnosis:
     measured_speedup: float
     trees: tuple[MeasuredTree, ...] = ()
     drafts_trees: bool = False
+    drafted: float = 1.0
+    maker: str = "Eagle3Proposer(HEAD, "
     alone: str = ""
 
     def speedup(
@@ -97,8 +103,10 @@ class Diagnosis:
         else:
             nodes, seconds = draft, draft * self.draft_pass
             gained = 1.0 + draft if sure else self.tokens(draft)
-        verify = self.target_pass[1] if flat else self._pass(1 + nodes)
-        return gained * self.target_pass[1] / (verify + (0.0 if free else seconds))
+        one = self.target_pass[1]
+        verify = one if flat else self._pass(1 + nodes)
+        spent = self.drafted * (verify + (0.0 if free else seconds)) + (1 - self.drafted) * one
+        return (1 + self.drafted * (gained - 1)) * one / spent
 
     def tokens(self, length: int) -> float:
         """Expected tokens per round of chains of so many, the bonus or recovered token included."""
@@ -150,22 +158,26 @@ class Diagnosis:
         ]
         if tree is not None:
             rows.insert(4, ("best tree", f"{tree.shape.size} nodes: {self._simulated(tree, tree.tokens)}"))
+        if self.drafted < SELDOM:
+            rows.insert(0, ("rounds with a draft", f"{100 * self.drafted:.0f}%"))
         if self.alone:
             rows.insert(0, ("measured", self.alone))
         return "\n".join([*(f"{name:<28} {value}" for name, value in rows), "", *self._limits()])
 
     def _simulated(self, draft: int | MeasuredTree, tokens: float) -> str:
-        return f"{self.speedup(draft):.2f}x by these figures ({tokens:.2f} tokens a round)"
+        return f"{self.speedup(draft):.2f}x by these figures ({1 + self.drafted * (tokens - 1):.2f} tokens a round)"
 
     def _advice(self) -> str:
         """How to get the best draft."""
         best = self.best
-        if isinstance(best, MeasuredTree):
-            return f"the tree: give the proposer tree={best.shape}"
         if best == 0:
             return "plain decoding: draft_length=0"
+        if self.measured_speedup >= ABOUT * self.speedup(best):
+            return "the automatic length: leave it as it is"
+        if isinstance(best, MeasuredTree):
+            return f"the tree: {self.maker}tree={best.shape})"
         if self.drafts_trees:
-            return f"the chain: give the proposer branching=(1,) * {best}"
+            return f"the chain: {self.maker}branching=(1,) * {best})"
         return f"the chain: draft_length={best}"
 
     def _limits(self) -> list[str]:
@@ -189,9 +201,10 @@ class Diagnosis:
                 continue
             out.append(f"{mark}{what} would bring {speed:.2f}x instead of {now:.2f}x.")
         if worst == "acceptance":
+            beside = "" if self.alone else ', or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH")'
             out.append(
-                "What accepts more: an EAGLE-3 head trained on text like yours (`specdec train`), a larger draft model "
-                'or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH").'
+                "What accepts more: an EAGLE-3 head trained on text like yours (`specdec train`), a larger draft model"
+                f"{beside}."
             )
         if self.draft_pass > 0.25 * self.target_pass[1]:
             out.append("The draft is slow beside its target: use a smaller one, an EAGLE-3 head, or vocab= to trim it.")
@@ -210,20 +223,10 @@ class Diagnosis:
 
 
 def questions(path: Path) -> Iterator[list[dict[str, str]]]:
-    """Messages up to where the target is to answer: of a .txt one prompt a line, else as `regenerate` reads them."""
-    if path.suffix != ".txt":
-        for _, messages in read_prompts(path):
-            last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-            yield messages[: last + 1]
-        return
-    empty = True
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.strip():
-                empty = False
-                yield [{"role": "user", "content": line.rstrip("\n")}]
-    if empty:
-        raise ValueError(f"{path} is empty: one prompt per line is expected")
+    """Messages up to where the target is to answer, of what `regenerate` reads."""
+    for _, messages in read_prompts(path):
+        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
+        yield messages[: last + 1]
 
 
 def first_questions(path: Path, limit: int) -> tuple[list[list[dict[str, str]]], int]:
@@ -308,6 +311,8 @@ def diagnose(
         measured_speedup=costs[1] / automatic.report.time_per_output_token,
         trees=tuple(tree for tree in trees if tree is not None),
         drafts_trees=drafts_trees,
+        drafted=report.num_drafts / max(1, report.num_row_rounds),
+        maker="DraftModelProposer(DRAFT, " if isinstance(drafts, DraftModelProposer) else "Eagle3Proposer(HEAD, ",
         alone=alone,
     )
 

@@ -24,6 +24,7 @@ from specdec.cli import app
         (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub repository"),
         (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
         (["export", "PROMPTS", "OUT"], "prompts.jsonl is a file: give the folder"),
+        (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: the target comes first"),
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
@@ -36,7 +37,9 @@ def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    places = {Path(name).stem.upper(): str(tmp_path / name) for name in [*contents, "out.jsonl"]}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    places = {Path(name).stem.upper(): str(tmp_path / name) for name in [*contents, "out.jsonl", "model"]}
     result = CliRunner().invoke(app, [places.get(word, word) for word in command])
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")

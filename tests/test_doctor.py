@@ -88,6 +88,12 @@ def test_simulated_speed_of_a_tree(found, measured, speed):
     assert found.speedup(measured) == pytest.approx(speed)
 
 
+def test_rounds_without_a_draft_cost_and_bring_what_plain_ones_do():
+    found = diagnosis(target=STEEP, drafted=0.5)  # a chain of one: 1.8 tokens in twice the time, every second round
+    assert found.speedup(1) == pytest.approx((1.8 + 1) / (2 + 1))
+    assert found.speedup(1, flat=True) == pytest.approx(1.4)
+
+
 def test_a_trees_limits():
     found, measured = diagnosis(target=STEEP), tree(2.0, 3, 0.1)
     assert found.speedup(measured) == pytest.approx(2 / 5)
@@ -101,7 +107,7 @@ SMALL, LARGE = tree(2.5, 7), tree(3.0, 23, size=24)
 FREE = dict.fromkeys((1, 64), 0.1)  # passes over any number of tokens cost the same
 DEAR = {1: 0.1, 8: 0.1, 24: 0.2}  # LARGE costs twice as much as SMALL
 MEAGRE = (0.5, 0.0)  # chains: 1.5 tokens a round
-OPTION = "the tree: give the proposer tree=DynamicTree(depth=2, top_k=4, size="
+OPTION = "the tree: Eagle3Proposer(HEAD, tree=DynamicTree(depth=2, top_k=4, size="
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ OPTION = "the tree: give the proposer tree=DynamicTree(depth=2, top_k=4, size="
             {
                 "best chain": "1 tokens: 1.50x by these figures (1.50 tokens a round)",
                 "best tree": "24 nodes: 3.00x by these figures (3.00 tokens a round)",
-                "fastest by these figures": OPTION + "24)",
+                "fastest by these figures": OPTION + "24))",
             },
             id="the larger tree",
         ),
@@ -120,7 +126,7 @@ OPTION = "the tree: give the proposer tree=DynamicTree(depth=2, top_k=4, size="
             diagnosis(MEAGRE, target=DEAR, trees=(SMALL, LARGE)),
             {
                 "best tree": "8 nodes: 2.50x by these figures (2.50 tokens a round)",
-                "fastest by these figures": OPTION + "8)",
+                "fastest by these figures": OPTION + "8))",
             },
             id="the smaller tree, where verifying costs",
         ),
@@ -135,7 +141,7 @@ OPTION = "the tree: give the proposer tree=DynamicTree(depth=2, top_k=4, size="
         ),
         pytest.param(
             diagnosis(MEAGRE, draft=0.02, trees=(tree(1.5, 7, 0.05),), drafts_trees=True),
-            {"fastest by these figures": "the chain: give the proposer branching=(1,) * 1"},
+            {"fastest by these figures": "the chain: Eagle3Proposer(HEAD, branching=(1,) * 1)"},
             id="a chain of what drafts trees",
         ),
         pytest.param(
@@ -152,6 +158,19 @@ OPTION = "the tree: give the proposer tree=DynamicTree(depth=2, top_k=4, size="
             diagnosis(MEAGRE, draft=0.01, trees=(tree(2.5, 7, 0.025),)),
             {"drafting for nothing would bring": "2.50x instead of 2.00x"},
             id="what limits a tree",
+        ),
+        pytest.param(
+            diagnosis(MEAGRE, target=FREE, drafted=0.4),
+            {
+                "rounds with a draft": "40%",
+                "best chain": "1 tokens: 1.20x by these figures (1.20 tokens a round)",
+            },
+            id="n-grams that often find nothing",
+        ),
+        pytest.param(
+            Diagnosis(MEAGRE, 0.0, FREE, 0.0, None, 1.45),
+            {"fastest by these figures": "the automatic length: leave it as it is"},
+            id="what is there already",
         ),
         pytest.param(diagnosis(alone="the head alone"), {"measured": "the head alone"}, id="part of a hybrid"),
     ],

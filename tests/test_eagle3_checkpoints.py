@@ -441,6 +441,16 @@ def test_export_from_the_command_line(tmp_path):
     assert CliRunner().invoke(app, [*command[:-1], "gguf"]).exit_code == 2
 
 
+def test_a_head_is_not_exported_over_itself(tmp_path, monkeypatch):
+    save(eagle3.head(), tmp_path / "one")
+    before = (tmp_path / "one" / "model.safetensors").read_bytes()
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["export", "one", str(tmp_path / "one"), "--layout", "int8"])
+    assert result.exit_code == 2
+    assert "is the head itself" in result.output
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("bias", "options", "said"),
     [

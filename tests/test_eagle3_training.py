@@ -29,7 +29,7 @@ from specdec.eagle3.objective import LOSSES, Objective, frequent_tokens, token_c
 from specdec.eagle3.readout import Readout
 from specdec.eagle3.recipe import last_checkpoint
 from specdec.eagle3.states import StateDataset, collate, extract
-from specdec.eagle3.texts import Text, encode_prompt, kept_texts, read_texts
+from specdec.eagle3.texts import Text, encode_prompt, kept_texts, read_prompts, read_texts
 from specdec.eagle3.transfer import transferred, translated
 from specdec.eagle3.unroll import unroll
 from specdec.taps import Taps
@@ -104,6 +104,7 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
     [
         ([], "is empty: one JSON object per line"),
         ([{"text": "a b c"}, "{broken"], "line 2 is not JSON"),
+        (['{"text": "a"', {"text": "b"}], "line 1 is not JSON: .* at column 13"),
         (["[1]"], "line 1: expected"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: the conversation has no answer"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], "line 1: a message needs a role"),
@@ -126,6 +127,17 @@ def test_a_file_cut_short_is_named(tokenizer, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* and whole"):
         list(read_texts(path, tokenizer, 100))
+
+
+def test_prompts_may_be_lines(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    assert [messages for _, messages in read_prompts(tmp_path / "p.txt")] == [
+        [{"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+    ]
+    (tmp_path / "p.txt").write_text("\n")
+    with pytest.raises(ValueError, match="one prompt per line"):
+        list(read_prompts(tmp_path / "p.txt"))
 
 
 def test_a_template_that_refuses_a_conversation_is_said_with_its_line(tokenizer, tmp_path):
@@ -926,6 +938,23 @@ def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkey
     assert isinstance(result.exception, ZeroDivisionError)
     assert [len(prompt) for prompt in seen[0]] == [2, 4]
     assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 12  # all
+
+
+def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "Judge", lambda *rest, **more: 1 / 0)
+    options = ["--held-out-data", str(files / "data.jsonl")]
+    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are learnt from, too"):
+        run(files, tmp_path / "out", *options)
+    again = run(files, tmp_path / "out", "--held-out", "1")
+    assert "(held_out was a file of its own, is 1)" in again.output.replace("\n", " ")
+
+
+def test_results_do_not_go_into_a_models_folder(files):
+    before = sorted(files.glob("model/*"))
+    result = run(files, files / "model")
+    assert result.exit_code == 2
+    assert "is a model's folder: choose another one" in result.output.replace("\n", " ")
+    assert sorted(files.glob("model/*")) == before
 
 
 def test_a_fresh_heads_attention_may_go_without_biases(tmp_path):

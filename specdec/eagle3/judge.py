@@ -61,6 +61,7 @@ class Judge(TrainerCallback):
     def _judge(self, state: TrainerState) -> None:
         if not state.is_world_process_zero:
             return
+        print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
         head = copy_of(self.trainer.head, self.trainer.target.dtype)
         device = self.trainer.target.device
         # Decoding draws; training goes on as if it had not.
@@ -77,7 +78,8 @@ class Judge(TrainerCallback):
         content: dict[str, Any] = before or {}
         if before is None or found.tree_length >= before["best"]["tree_length"]:
             self.trainer.save_head(self.out / "head")
-            content |= {"best": asdict(found), "best_update": state.global_step}
+            rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
+            content |= {"best": asdict(found) | {"acceptance_rate_per_pos": rates}, "best_update": state.global_step}
         content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
         partial = self.path.with_suffix(".part")
         partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -118,7 +120,8 @@ def draw(content: dict[str, Any], path: Path) -> None:
 
 
 def _evaluation(entry: dict[str, Any]) -> Evaluation:
-    return Evaluation(**entry | {"acceptance_rate_per_pos": tuple(entry["acceptance_rate_per_pos"])})
+    rates = tuple(float("nan") if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
+    return Evaluation(**entry | {"acceptance_rate_per_pos": rates})
 
 
 def read_json(path: Path) -> Any | None:

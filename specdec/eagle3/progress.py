@@ -53,5 +53,5 @@ def in_words(logs: dict[str, float], update: int) -> str:
         shares = " ".join(f"{logs[key]:.2f}" for key in logs if key.startswith("accuracy_"))
         return f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step)"
     if "train_runtime" in logs:
-        return f"trained for {logs['train_runtime'] / 60:.1f} minutes"
+        return f"trained and evaluated for {logs['train_runtime'] / 60:.1f} minutes"
     return ", ".join(f"{key} {value}" for key, value in logs.items())

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -177,6 +178,8 @@ class Recipe:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"{self.out} is a file: give a folder for the results")
+        if (self.out / "config.json").exists():
+            raise ValueError(f"{self.out} is a model's folder: choose another one for the results")
         for name in (self.target, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)
@@ -193,7 +196,12 @@ class Recipe:
             return kept_texts(kept[0]), kept_texts(kept[1])
         texts = list(islice(read_texts(self.data, tokenizer, self.length), self.max_texts))
         if self.held_out_data is not None:
-            return texts, list(read_texts(self.held_out_data, tokenizer, self.length))
+            apart_from_them = list(read_texts(self.held_out_data, tokenizer, self.length))
+            learnt = {tuple(text.ids.tolist()) for text in texts}
+            seen = sum(tuple(text.ids.tolist()) in learnt for text in apart_from_them)
+            if seen:
+                warnings.warn(f"{seen} of the {len(apart_from_them)} texts to evaluate on are learnt from, too")
+            return texts, apart_from_them
         if len(texts) <= self.held_out:
             raise ValueError(
                 f"{self.data} holds {len(texts)} texts and {self.held_out} are held out: none is left. Choose a "
@@ -217,6 +225,8 @@ class Recipe:
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
         mine["texts"] = asked
+        if self.held_out_data is not None:
+            mine["held_out"] = "a file of its own"
         usual = {field.name: str(field.default) for field in fields(self) if field.name in mine}
         found = read_json(self.out / "recipe.json")
         theirs = usual | found if found else mine
@@ -235,9 +245,9 @@ class Recipe:
         tokens = sum(len(text.ids) for text in texts)
         done = sum(path.stat().st_size for path in (self.out / "states").glob("states-*.safetensors"))
         size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(self.out).free
-        print(f"{len(texts)} texts, {tokens} tokens; their states take {size / 1e9:.1f} GB in {self.out / 'states'}")
+        print(f"{len(texts)} texts, {tokens} tokens; their states take {_bytes(size)} in {self.out / 'states'}")
         if size - done > 0.95 * free:
-            raise ValueError(f"{size / 1e9:.1f} GB of states do not fit on the disk, {free / 1e9:.1f} GB are free")
+            raise ValueError(f"{_bytes(size)} of states do not fit on the disk, {_bytes(free)} are free")
         with Progress() as bar, _clear_failures(self.out, "use a shorter --length"):
             task = bar.add_task("states", total=tokens)
             extract(
@@ -412,6 +422,10 @@ def _clear_failures(out: Path, needs_less: str) -> Iterator[None]:
         if "can't allocate memory" in str(error):  # of CPUs
             raise ValueError(f"out of memory: {needs_less}. {kept}") from error
         raise
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def _prompt(text: Text) -> Tensor:

@@ -115,8 +115,16 @@ def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """The messages of entries that ask something, prompts or conversations, and where each stood."""
-    for place, entry in read_entries(data):
+    """The messages of entries that ask something, prompts or conversations, and where each stood.
+
+    Args:
+        data: what `read_entries` reads, but of a `.txt` every line is a prompt.
+    """
+    if isinstance(data, (str, Path)) and Path(data).suffix == ".txt":
+        entries = _prompts_of_lines(Path(data))
+    else:
+        entries = read_entries(data)
+    for place, entry in entries:
         try:
             messages = messages_of(entry, PROMPT_FORMATS)
         except ValueError as error:
@@ -126,13 +134,22 @@ def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[d
         yield place, messages
 
 
+def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    number = 0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate((line for line in file if line.strip()), start=1):
+            yield f"{path}, prompt {number}", {"prompt": line.rstrip("\n")}
+    if number == 0:
+        raise ValueError(f"{path} is empty: one prompt per line is expected")
+
+
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     open_file = gzip.open if path.suffix == ".gz" else open
     try:
         with open_file(path, "rt", encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield f"{path}, line {number}", json.loads(line)
+                    yield f"{path}, line {number}", json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -141,6 +158,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
+    if (path / "config.json").exists():
+        raise ValueError(f"{path} is a model's folder, not texts: the target comes first, then the texts")
     try:
         from datasets import load_from_disk
     except ImportError as error:
