@@ -45,27 +45,35 @@ def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's question file (JSONL).", exists=True, dir_okay=False)],
     out: Annotated[Path, typer.Option(help="Folder for results; an earlier run's are taken up.")],
-    draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = None,
-    per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 2,
-    coding_apart: Annotated[bool, typer.Option(help="MT-bench's coding questions as a seventh group.")] = False,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = Options.draft,
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = Options.per_category,
+    coding_apart: Annotated[
+        bool, typer.Option(help="MT-bench's coding questions as a seventh group.")
+    ] = Options.coding_apart,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Shorten longer prompts.")
+    ] = Options.max_prompt_tokens,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = Options.max_new_tokens,
     full_length: Annotated[
         bool, typer.Option("--full-length", help="No text ends early: sampled ones then have one length.")
-    ] = False,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = 1,
+    ] = Options.full_length,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = Options.temperature,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = Options.batch_size,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
     proposer: Annotated[list[str] | None, typer.Option(help="Another proposer string; may be repeated.")] = None,
-    lookup_tokens: Annotated[int, typer.Option(min=1, help="Fixed length of n-gram drafts.")] = 10,
-    ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram of those.")] = 3,
+    lookup_tokens: Annotated[int, typer.Option(min=1, help="Fixed length of n-gram drafts.")] = Options.lookup_tokens,
+    ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram of those.")] = Options.ngram_size,
     draft_lengths: Annotated[str, typer.Option(help="Fixed lengths of model drafts.")] = "2,4",
-    draft_vocab: Annotated[int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")] = 32768,
-    threads: Annotated[int | None, typer.Option(min=1, help="torch's threads; its own choice by default.")] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str, typer.Option()] = "cpu",
-    seed: Annotated[int, typer.Option()] = 0,
+    draft_vocab: Annotated[
+        int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")
+    ] = Options.draft_vocab,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="torch's threads; its own choice by default.")
+    ] = Options.threads,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = Options.dtype,
+    device: Annotated[str, typer.Option()] = Options.device,
+    seed: Annotated[int, typer.Option()] = Options.seed,
     pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only time passes over 1 to 32 tokens.")] = False,
     memory: Annotated[bool, typer.Option("--memory", help="Only measure peak memory, a process per method.")] = False,
 ) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
-from specdec.eagle3.texts import Text
+from specdec.eagle3.texts import Text, end_to_end
 from specdec.taps import FINAL, Taps
 
 SHARD_TOKENS = 50_000
@@ -141,12 +141,7 @@ def states_of_packed(target: PreTrainedModel, listener: Taps, batch: dict[str, T
 
 
 def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor]) -> None:
-    tensors = {
-        "ids": torch.cat([text.ids for text in texts]),
-        "learn": torch.cat([text.learn for text in texts]),
-        "lengths": torch.tensor([len(text.ids) for text in texts]),
-        "states": torch.cat(list(states)),
-    }
+    tensors = end_to_end(texts) | {"states": torch.cat(list(states))}
     partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
     save_file(tensors, partial)
     partial.rename(path)

@@ -68,15 +68,19 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
         )
 
 
-def keep(texts: Sequence[Text], file: Path) -> None:
-    """Write texts, whole or not at all."""
-    tensors = {
-        "ids": torch.cat([text.ids for text in texts]).int(),
+def end_to_end(texts: Sequence[Text]) -> dict[str, Tensor]:
+    """Texts as they lie in files: ids and learn flags of all, one behind the other, and each one's length."""
+    return {
+        "ids": torch.cat([text.ids for text in texts]),
         "learn": torch.cat([text.learn for text in texts]),
         "lengths": torch.tensor([len(text.ids) for text in texts]),
     }
+
+
+def keep(texts: Sequence[Text], file: Path) -> None:
+    """Write texts, whole or not at all."""
     partial = file.with_suffix(".part")
-    save_file(tensors, partial)
+    save_file(end_to_end(texts), partial)
     partial.rename(file)
 
 
@@ -84,7 +88,7 @@ def kept_texts(file: Path) -> list[Text]:
     """What `keep` wrote."""
     found = load_file(file)
     lengths = found["lengths"].tolist()
-    parts = zip(found["ids"].long().split(lengths), found["learn"].split(lengths), strict=True)
+    parts = zip(found["ids"].split(lengths), found["learn"].split(lengths), strict=True)
     return [Text(ids, learn) for ids, learn in parts]
 
 
