@@ -1,12 +1,18 @@
-"""What each training loss makes of a head, all else being equal: on the same batches, measured on held-out rows.
+"""What each training loss makes of a head, all else being equal: on the same batches, measured on held-out texts.
 
     python benchmarks/losses.py --target PATH --head PATH --states OUT/states
 
-OUT is the folder of a `specdec train --cache-states`, whose texts the head should not have been trained on.
+OUT is the folder of a `specdec train --cache-states`, whose texts the head should not have been trained on. The last of
+its rows are measured on, or texts of their own:
+
+    python benchmarks/losses.py --target PATH --head PATH --held-out-data TEXTS
+
+Without --states nothing is trained: the head's acceptance by teacher forcing is measured as it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -15,18 +21,20 @@ import torch
 import typer
 from table import table
 from torch import Tensor
-from torch.utils.data import Subset
-from transformers import AutoModelForCausalLM, PreTrainedModel, TrainingArguments
+from torch.utils.data import Dataset, Subset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
 from specdec.eagle3 import Eagle3Head, Eagle3Trainer, load
 from specdec.eagle3.fresh import embedding_of
 from specdec.eagle3.objective import LOSSES
 from specdec.eagle3.readout import Readout
-from specdec.eagle3.states import StateDataset, collate
+from specdec.eagle3.states import StateDataset, collate, states_of
+from specdec.eagle3.texts import kept_texts, read_texts
 from specdec.eagle3.unroll import unroll
-from specdec.taps import decoder_layers
+from specdec.taps import FINAL, decoder_layers
 
 STEPS = 3
+LENGTH = 512  # tokens of a row
 
 app = typer.Typer(add_completion=False)
 
@@ -35,22 +43,27 @@ app = typer.Typer(add_completion=False)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     head: Annotated[str, typer.Option(help="Path or hub id of the EAGLE-3 head to go on from.")],
-    states: Annotated[Path, typer.Option(help="The target's states over texts of its own.", exists=True)],
+    states: Annotated[Path | None, typer.Option(help="The target's states over texts of its own.", exists=True)] = None,
+    held_out_data: Annotated[
+        Path | None,
+        typer.Option(help="Texts that are only measured on, as `specdec train` reads or keeps them.", exists=True),
+    ] = None,
+    held_out: Annotated[int, typer.Option(min=1, help="Without them, rows of the states that are.")] = 40,
     updates: Annotated[int, typer.Option(min=1)] = 100,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of 512 tokens per update.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help=f"Rows of {LENGTH} tokens per update.")] = 4,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
-    held_out: Annotated[int, typer.Option(min=1, help="Rows that are only measured on.")] = 40,
 ) -> None:
+    if states is None and held_out_data is None:
+        raise typer.BadParameter(
+            "give states to train on, or --held-out-data to measure the head on", param_hint="--states"
+        )
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    rows = StateDataset(states, 512)
     taps = load(head).config.taps(len(decoder_layers(model)))
-    if rows.taps != taps:
-        raise typer.BadParameter(f"the states are of layers {rows.taps}, the head reads {taps}", param_hint="--states")
-    if held_out >= len(rows):
-        raise typer.BadParameter(f"there are {len(rows)} rows: none is left to train on", param_hint="--held-out")
-    training, measured = Subset(rows, range(len(rows) - held_out)), [rows[-i] for i in range(1, held_out + 1)]
+    training, measured = split(states, taps, held_out if held_out_data is None else 0)
+    if held_out_data is not None:
+        measured = rows_of(held_out_data, model, taps)
     lines = [line("as it was", load(head), model, measured)]
-    for name in LOSSES:
+    for name in LOSSES if training is not None else ():
         trained = load(head)
         with TemporaryDirectory() as folder:
             args = TrainingArguments(
@@ -73,7 +86,37 @@ def main(
             ).train()
         lines.append(line(f"{name}, {updates} updates", trained, model, measured))
     columns = [f"{what}, step {step + 1}" for what in ("accuracy", "acceptance") for step in range(STEPS)]
+    print(f"Measured on {sum(len(row['ids']) for row in measured):,} tokens")
+    print()
     print(table(["loss", *columns, "length at T = 0", "at T = 1"], lines))
+
+
+def split(
+    states: Path | None, taps: Sequence[int], held_out: int
+) -> tuple[Dataset[dict[str, Tensor]] | None, list[dict[str, Tensor]]]:
+    """Rows to train on, and the last `held_out`, which are not among them."""
+    if states is None:
+        return None, []
+    rows = StateDataset(states, LENGTH)
+    if rows.taps != tuple(taps):
+        raise typer.BadParameter(f"the states are of layers {rows.taps}, the head reads {taps}", param_hint="--states")
+    if held_out >= len(rows):
+        raise typer.BadParameter(f"there are {len(rows)} rows: none is left to train on", param_hint="--held-out")
+    count = len(rows) - held_out
+    return Subset(rows, range(count)), [rows[i] for i in range(count, len(rows))]
+
+
+def rows_of(file: Path, model: PreTrainedModel, taps: Sequence[int]) -> list[dict[str, Tensor]]:
+    """A row per text."""
+    if file.suffix == ".safetensors":
+        texts = kept_texts(file)
+    else:
+        texts = list(read_texts(file, AutoTokenizer.from_pretrained(model.name_or_path), LENGTH))
+    found = states_of(model, [*taps, FINAL], texts)
+    return [
+        {"ids": text.ids, "learn": text.learn, "documents": torch.zeros_like(text.ids), "states": states}
+        for text, states in zip(texts, found, strict=True)
+    ]
 
 
 def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> list[str]:

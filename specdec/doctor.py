@@ -32,6 +32,7 @@ PROBED = 8  # drafted per round, to see the acceptance at so many positions
 LONGEST = 16  # simulated
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)  # of the trees tried
 SELDOM = 0.95  # share of rounds with a draft below which it is worth a line
+MODEL_OF: dict[type, str] = {DraftModelProposer: "DRAFT", Eagle3Proposer: "HEAD"}  # as the advice calls it
 PASSES = (1, 2, 4, 8, 16, 32, 64)  # tokens of the target's passes that are timed
 
 
@@ -312,7 +313,7 @@ def diagnose(
         trees=tuple(tree for tree in trees if tree is not None),
         drafts_trees=drafts_trees,
         drafted=report.num_drafts / max(1, report.num_row_rounds),
-        maker="DraftModelProposer(DRAFT, " if isinstance(drafts, DraftModelProposer) else "Eagle3Proposer(HEAD, ",
+        maker=f"{type(drafts).__name__}({MODEL_OF.get(type(drafts), '...')}, ",
         alone=alone,
     )
 

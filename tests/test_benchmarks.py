@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from specdec import Report
 from specdec.eagle3 import convert, load, save
-from specdec.eagle3.states import extract
-from specdec.eagle3.texts import Text
+from specdec.eagle3.states import StateDataset, extract
+from specdec.eagle3.texts import Text, keep
 from specdec.taps import decoder_layers
 from tests.tiny import randomised
 
@@ -386,6 +386,26 @@ def test_losses_run(files, head, pair, tmp_path):
     assert result.exit_code == 0, result.output
     cells = first_cells(result.output)
     assert [cells[0], *cells[2:]] == ["loss", "as it was", "ce, 1 updates", "lk, 1 updates"]
+
+
+def test_a_head_is_measured_on_texts_as_on_their_states(files, head, pair, tmp_path):
+    ids = torch.randint(257, (3, 100), generator=torch.manual_seed(0))
+    texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
+    keep(texts, tmp_path / "held_out.safetensors")
+    assert extract(pair[0], texts, load(head).config.taps(len(decoder_layers(pair[0]))), tmp_path / "states")
+    rows = [StateDataset(tmp_path / "states", 100)[i] for i in range(3)]
+    expected = losses.line("as it was", load(head), pair[0], rows)
+    command = f"--target {files}/target --head {head} --held-out-data {tmp_path}/held_out.safetensors"
+    result = CliRunner().invoke(losses.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "Measured on 300 tokens" in result.output
+    assert [cell.strip() for cell in result.output.strip().splitlines()[-1].strip("|").split("|")] == expected
+
+
+def test_losses_ask_for_something_to_measure(files, head):
+    result = CliRunner().invoke(losses.app, ["--target", f"{files}/target", "--head", str(head)])
+    assert result.exit_code == 2
+    assert "--held-out-data" in result.output
 
 
 def test_a_bench_without_a_draft_says_so(files):

@@ -311,6 +311,16 @@ def test_of_a_hybrid_it_says_what_was_measured():
         assert diagnose(target, proposer, [prompt], max_new_tokens=8).alone == words
 
 
+def test_the_advice_names_the_proposer_that_was_measured():
+    class Ours(DraftModelProposer):
+        pass
+
+    target, prompt = tiny.model("llama"), tiny.prompts(9)["input_ids"][0]
+    assert diagnose(target, target, [prompt], max_new_tokens=8).maker == "DraftModelProposer(DRAFT, "
+    assert diagnose(target, Eagle3Proposer(eagle3.head()), [prompt], max_new_tokens=8).maker == "Eagle3Proposer(HEAD, "
+    assert diagnose(target, Ours(target), [prompt], max_new_tokens=8).maker == "Ours(..., "
+
+
 def test_progress_goes_from_nothing_to_all():
     target, steps = tiny.model("llama"), []
     prompts = [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(3)]
