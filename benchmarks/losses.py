@@ -2,8 +2,8 @@
 
     python benchmarks/losses.py --target PATH --head PATH --states OUT/states
 
-OUT is the folder of a `specdec train --cache-states`, whose texts the head should not have been trained on. The last of
-its rows are measured on, or texts of their own:
+OUT is the folder of a `specdec train --cache-states`, whose texts the head should not have been trained on; without
+--head it is a fresh one. The last of its rows are measured on, or texts of their own:
 
     python benchmarks/losses.py --target PATH --head PATH --held-out-data TEXTS
 
@@ -13,6 +13,7 @@ Without --states nothing is trained: the head's acceptance by teacher forcing is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -24,10 +25,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from specdec.eagle3 import Eagle3Head, Eagle3Trainer, load
+from specdec.eagle3 import Eagle3Head, Eagle3Trainer, convert, load
 from specdec.eagle3.fresh import embedding_of
-from specdec.eagle3.objective import LOSSES
+from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
 from specdec.eagle3.readout import Readout
+from specdec.eagle3.recipe import DRAFT_VOCAB, KEPT
 from specdec.eagle3.states import StateDataset, collate, states_of
 from specdec.eagle3.texts import kept_texts, read_texts
 from specdec.eagle3.unroll import unroll
@@ -42,7 +44,7 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
-    head: Annotated[str, typer.Option(help="Path or hub id of the EAGLE-3 head to go on from.")],
+    head: Annotated[str | None, typer.Option(help="Path or hub id of an EAGLE-3 head; else a fresh one.")] = None,
     states: Annotated[Path | None, typer.Option(help="The target's states over texts of its own.", exists=True)] = None,
     held_out_data: Annotated[
         Path | None,
@@ -53,18 +55,19 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help=f"Rows of {LENGTH} tokens per update.")] = 4,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
 ) -> None:
-    if states is None and held_out_data is None:
+    if states is None and (held_out_data is None or head is None):
         raise typer.BadParameter(
-            "give states to train on, or --held-out-data to measure the head on", param_hint="--states"
+            "give states to train on, or a head and --held-out-data to measure it on", param_hint="--states"
         )
     model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    taps = load(head).config.taps(len(decoder_layers(model)))
+    start = fresh(model, states.parent / KEPT[0]) if head is None else load(head)
+    taps = start.config.taps(len(decoder_layers(model)))
     training, measured = split(states, taps, held_out if held_out_data is None else 0)
     if held_out_data is not None:
         measured = rows_of(held_out_data, model, taps)
-    lines = [line("as it was", load(head), model, measured)]
+    lines = [line("as it was", deepcopy(start), model, measured)]
     for name in LOSSES if training is not None else ():
-        trained = load(head)
+        trained = deepcopy(start)
         with TemporaryDirectory() as folder:
             args = TrainingArguments(
                 folder,
@@ -89,6 +92,14 @@ def main(
     print(f"Measured on {sum(len(row['ids']) for row in measured):,} tokens")
     print()
     print(table(["loss", *columns, "length at T = 0", "at T = 1"], lines))
+
+
+def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
+    """As `specdec train` makes it of these texts."""
+    torch.manual_seed(0)
+    size = model.config.get_text_config(decoder=True).vocab_size
+    counts = token_counts([(text.ids, text.learn) for text in kept_texts(texts)], size)
+    return convert(model, frequent_tokens(counts, DRAFT_VOCAB))
 
 
 def split(

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from specdec import Report
 from specdec.eagle3 import convert, load, save
+from specdec.eagle3.config import default_taps
 from specdec.eagle3.states import StateDataset, extract
 from specdec.eagle3.texts import Text, keep
 from specdec.taps import decoder_layers
@@ -377,12 +378,16 @@ class TestShapes:
         assert "choose another --out" in other.stderr
 
 
-def test_losses_run(files, head, pair, tmp_path):
+@pytest.mark.parametrize("fresh", [False, True], ids=["a head", "a fresh one"])
+def test_losses_run(files, head, pair, tmp_path, fresh):
     ids = torch.randint(257, (12, 100), generator=torch.manual_seed(0))
     texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
-    assert extract(pair[0], texts, load(head).config.taps(len(decoder_layers(pair[0]))), tmp_path)
-    command = f"--target {files}/target --head {head} --states {tmp_path} --updates 1 --batch-size 1 --held-out 1"
-    result = CliRunner().invoke(losses.app, command.split())
+    keep(texts, tmp_path / "texts.safetensors")
+    taps = default_taps(len(decoder_layers(pair[0])))
+    assert taps == load(head).config.taps(len(decoder_layers(pair[0])))
+    assert extract(pair[0], texts, taps, tmp_path / "states")
+    command = f"--target {files}/target --states {tmp_path}/states --updates 1 --batch-size 1 --held-out 1"
+    result = CliRunner().invoke(losses.app, [*command.split(), *(() if fresh else ("--head", str(head)))])
     assert result.exit_code == 0, result.output
     cells = first_cells(result.output)
     assert [cells[0], *cells[2:]] == ["loss", "as it was", "ce, 1 updates", "lk, 1 updates"]
