@@ -19,6 +19,7 @@ from typing import Annotated, Any
 
 import machine
 import typer
+from failure import bad_input_ends
 from identity import Difference, Identity, compare_texts
 from measure import take
 from memory import peak_memory
@@ -102,7 +103,7 @@ def main(
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     bench, patterns = Bench(options), [name for name in methods.split(",") if name]
-    try:
+    with bad_input_ends():
         chosen = select(list(catalogue(bench)), patterns)
         if pass_cost:
             _write(out, "pass_costs", *_pass_costs(bench))
@@ -111,9 +112,6 @@ def main(
         if pass_cost or memory:
             return
         identities = _compare(bench, chosen, repeats, out)
-    except ValueError as error:
-        log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
     differing = [name for name, identity in identities.items() if identity.differences]
     if differing and str(bench.target.dtype) == "torch.float32":
         log.print(f"error: in float32 texts must be plain decoding's; {', '.join(differing)} differ", style="red")

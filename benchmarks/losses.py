@@ -7,7 +7,10 @@ OUT is the folder of a `specdec train --cache-states`, whose texts the head shou
 
     python benchmarks/losses.py --target PATH --head PATH --held-out-data TEXTS
 
-Without --states nothing is trained: the head's acceptance by teacher forcing is measured as it is.
+Without --states nothing is trained: the head's acceptance by teacher forcing is measured as it is. Of the target's own
+tokens, per drafted token, "accuracy" is how often the head's first choice is the target's, and "acceptance" sum(min(p,
+q)), how often a token drawn from the head would be accepted at T = 1. Lengths are those of chains if steps were
+independent; dynamic trees, the decoder's default, are made of first choices at T = 1, too, and fare differently.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Annotated
 
 import torch
 import typer
+from failure import bad_input_ends
 from table import table
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
@@ -33,6 +37,7 @@ from specdec.eagle3.recipe import DRAFT_VOCAB, KEPT
 from specdec.eagle3.states import StateDataset, collate, states_of
 from specdec.eagle3.texts import kept_texts, read_texts
 from specdec.eagle3.unroll import unroll
+from specdec.proposers import Eagle3Proposer
 from specdec.taps import FINAL, decoder_layers
 
 STEPS = 3
@@ -55,16 +60,16 @@ def main(
     batch_size: Annotated[int, typer.Option(min=1, help=f"Rows of {LENGTH} tokens per update.")] = 4,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
 ) -> None:
-    if states is None and (held_out_data is None or head is None):
-        raise typer.BadParameter(
-            "give states to train on, or a head and --held-out-data to measure it on", param_hint="--states"
-        )
-    model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-    start = fresh(model, states.parent / KEPT[0]) if head is None else load(head)
-    taps = start.config.taps(len(decoder_layers(model)))
-    training, measured = split(states, taps, held_out if held_out_data is None else 0)
-    if held_out_data is not None:
-        measured = rows_of(held_out_data, model, taps)
+    with bad_input_ends():
+        if states is None and (held_out_data is None or head is None):
+            raise ValueError("give --states to train on, or --head and --held-out-data to measure it on")
+        model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
+        start = fresh(model, states.parent / KEPT[0]) if head is None else load(head)
+        Eagle3Proposer(start).check(model)
+        taps = start.config.taps(len(decoder_layers(model)))
+        training, measured = split(states, taps, held_out if held_out_data is None else 0)
+        if held_out_data is not None:
+            measured = rows_of(held_out_data, model, taps)
     lines = [line("as it was", deepcopy(start), model, measured)]
     for name in LOSSES if training is not None else ():
         trained = deepcopy(start)
@@ -89,9 +94,10 @@ def main(
             ).train()
         lines.append(line(f"{name}, {updates} updates", trained, model, measured))
     columns = [f"{what}, step {step + 1}" for what in ("accuracy", "acceptance") for step in range(STEPS)]
-    print(f"Measured on {sum(len(row['ids']) for row in measured):,} tokens")
+    own, whole = sum(int(row["learn"].sum()) for row in measured), sum(len(row["ids"]) for row in measured)
+    print(f"Measured on {own:,} tokens of the target's in texts of {whole:,}")
     print()
-    print(table(["loss", *columns, "length at T = 0", "at T = 1"], lines))
+    print(table(["loss", *columns, "chain at T = 0", "chain at T = 1, drawn"], lines))
 
 
 def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
@@ -110,9 +116,9 @@ def split(
         return None, []
     rows = StateDataset(states, LENGTH)
     if rows.taps != tuple(taps):
-        raise typer.BadParameter(f"the states are of layers {rows.taps}, the head reads {taps}", param_hint="--states")
+        raise ValueError(f"the states are of layers {rows.taps}, the head reads {taps}")
     if held_out >= len(rows):
-        raise typer.BadParameter(f"there are {len(rows)} rows: none is left to train on", param_hint="--held-out")
+        raise ValueError(f"the states are {len(rows)} rows and {held_out} are held out: choose a smaller --held-out")
     count = len(rows) - held_out
     return Subset(rows, range(count)), [rows[i] for i in range(count, len(rows))]
 
@@ -131,7 +137,6 @@ def rows_of(file: Path, model: PreTrainedModel, taps: Sequence[int]) -> list[dic
 
 
 def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> list[str]:
-    """Lengths are those of chains of `STEPS` if steps were independent."""
     found = measure(head.float().eval(), model, rows)  # (2, STEPS)
     lengths = 1 + found.cumprod(-1).sum(-1)
     return [name, *(f"{x:.3f}" for x in found.flatten().tolist()), *(f"{x:.3f}" for x in lengths.tolist())]
@@ -139,7 +144,7 @@ def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[st
 
 @torch.no_grad()
 def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> Tensor:
-    """(2, STEPS): how often the head's first choice is the target's, and sum(min(p, q)), of the tokens to learn."""
+    """(2, STEPS): accuracy and acceptance, of the tokens to learn."""
     embedding = embedding_of(model).float() if head.embed_tokens is None else head.embed_tokens.weight
     readout = Readout.of(model, head.draft_to_target)
     H = readout.weight.shape[-1]

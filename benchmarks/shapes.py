@@ -17,6 +17,7 @@ from typing import Annotated
 import machine
 import torch
 import typer
+from failure import bad_input_ends
 from measure import take
 from methods import speculative
 from options import Bench, Options
@@ -67,26 +68,28 @@ def main(
             threads=threads,
         )
     )
-    loaded = load(head)
-    try:
+    with bad_input_ends():
+        loaded = load(head)
+        offered = list(shapes(loaded, temperature))
+        chosen = [shape for shape in offered if shape[0].startswith(only)]
+        if not chosen:
+            raise ValueError(f"--only {only!r} is none of the shapes: {', '.join(name for name, _, _ in offered)}")
+        jobs = bench.jobs
+        Eagle3Proposer(loaded).check(bench.target)
         store = Store(out, bench.options.fingerprinted | {"head": fingerprint(loaded)})
-    except ValueError as error:
-        log.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(2) from error
-    chosen = [shape for shape in shapes(loaded, temperature) if shape[0].startswith(only)]
     for name, make, length in chosen:
         method = speculative(name, bench.target, make(), length)
-        missing = [job for job in bench.jobs if (name, job.id, 0) not in store.done]
+        missing = [job for job in jobs if (name, job.id, 0) not in store.done]
         for count, job in enumerate(missing, start=1):
             taken = take(bench, method, job)
             assert taken.report is not None
             found = taken.report.mean_acceptance_length
             store.append(Record(store.fingerprint, "", name, job.id, job.group, 0, taken))
             log.print(f"{count}/{len(missing)}  {name}, {job.group} {job.id}: {found:.2f}", markup=False)
-    groups = list(dict.fromkeys(job.group for job in bench.jobs))
-    ids, of = {job.id for job in bench.jobs}, machine.describe()
+    groups = list(dict.fromkeys(job.group for job in jobs))
+    ids, of = {job.id for job in jobs}, machine.describe()
     records = [record for record in store.records if record.job in ids]
-    per_group = ", ".join(f"{group} {sum(job.group == group for job in bench.jobs)}" for group in groups)
+    per_group = ", ".join(f"{group} {sum(job.group == group for job in jobs)}" for group in groups)
     print(
         f"T = {temperature:g}, {max_new_tokens} new tokens; {of['cpu']}, {of['threads']} threads. Prompts: {per_group}"
     )

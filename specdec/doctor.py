@@ -181,6 +181,12 @@ class Diagnosis:
             return f"the chain: {self.maker}branching=(1,) * {best})"
         return f"the chain: draft_length={best}"
 
+    @property
+    def _faster(self) -> str:
+        if self.maker.startswith("Eagle3Proposer"):
+            return "train one with a smaller --draft-vocab or --intermediate-size, if the target is not small itself"
+        return "use a smaller one, an EAGLE-3 head, or vocab= to trim it"
+
     def _limits(self) -> list[str]:
         def reach(**better: Any) -> float:
             return max(self.speedup(draft, **better) for draft in self._drafts)
@@ -208,7 +214,7 @@ class Diagnosis:
                 f"{beside}."
             )
         if self.draft_pass > 0.25 * self.target_pass[1]:
-            out.append("The draft is slow beside its target: use a smaller one, an EAGLE-3 head, or vocab= to trim it.")
+            out.append(f"The draft is slow beside its target: {self._faster}.")
         if self.uncovered > 0.05:
             out.append(
                 f"{100 * self.uncovered:.0f}% of what the target writes is not in the draft's vocabulary: each such "

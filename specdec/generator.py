@@ -339,6 +339,9 @@ class SpeculativeGenerator:
 
 def check_name(proposer: str) -> None:
     """Raise ValueError unless it is one of the short forms."""
+    first, plus, last = proposer.rpartition("+")
+    if plus and last == "ngram":
+        raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
     if not PROPOSERS.fullmatch(proposer):
         raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
 

@@ -370,6 +370,15 @@ class TestShapes:
         cells = [[cell.strip() for cell in run.stdout.splitlines()[-1].split("|")][1:7] for run in (whole, again)]
         assert cells[0] == cells[1]  # greedy: the same acceptance
 
+    def test_what_does_not_fit_is_said(self, files, head, tmp_path):
+        for options, said in (
+            (("--only", "forest"), "tree of 24, tree of 60, chain"),
+            (("--head", "no/such/head"), "no/"),
+        ):
+            result = self.run(files, head, tmp_path, *options)
+            assert result.exit_code == 2
+            assert said in result.stderr
+
     def test_another_head_is_refused(self, files, head, pair, tmp_path):
         assert self.run(files, head, tmp_path, "--only", "chain").exit_code == 0
         save(convert(pair[0], torch.arange(100)), tmp_path / "head")
@@ -403,7 +412,7 @@ def test_a_head_is_measured_on_texts_as_on_their_states(files, head, pair, tmp_p
     command = f"--target {files}/target --head {head} --held-out-data {tmp_path}/held_out.safetensors"
     result = CliRunner().invoke(losses.app, command.split())
     assert result.exit_code == 0, result.output
-    assert "Measured on 300 tokens" in result.output
+    assert "Measured on 300 tokens of the target's in texts of 300" in result.output
     assert [cell.strip() for cell in result.output.strip().splitlines()[-1].strip("|").split("|")] == expected
 
 

@@ -12,6 +12,7 @@ from specdec.eagle3.evaluation import accepted_lengths, evaluate
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.eagle3.unroll import unroll
+from specdec.pacing import Acceptance, Pacer
 from specdec.proposers.autoregressive import Stepped
 from specdec.taps import FINAL, Taps
 from tests import eagle3, tiny
@@ -393,3 +394,17 @@ def test_a_target_whose_parts_lie_apart(elsewhere, tmp_path):
     )
     assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain.tolist()
     assert spec.report.num_draft_tokens > 0
+
+
+def test_drafts_that_come_to_nothing_are_not_started_for_long(monkeypatch):
+    """Where no node of a head's tree is worth verifying, its passes were for nothing."""
+    target = tiny.model("llama")
+    decide = Pacer.best_length
+    nothing = lambda pacer, gains, rows: 0 if pacer.measured else decide(pacer, gains, rows)  # noqa: E731
+    monkeypatch.setattr(Pacer, "best_length", nothing)
+    monkeypatch.setattr(Acceptance, "rate", lambda self, key, prior=0.6: 0.01)
+    spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head()), on_unsupported="error")
+    inputs = tiny.prompts(9)
+    spec.generate(**inputs, do_sample=False, max_new_tokens=200, min_new_tokens=200)
+    assert spec.report.num_drafts <= 2  # to see what verifying one costs
+    assert spec.report.num_draft_passes < 100

@@ -481,7 +481,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} has no config.json") from error
+        trained = folder / "head"
+        where = f": it is a training's, whose head is {trained}" if (trained / "config.json").exists() else ""
+        raise ValueError(f"{folder} has no config.json{where}") from error
     except ValueError as error:
         raise ValueError(f"{folder}/config.json is not JSON: {error}") from error
     if not isinstance(config, dict):

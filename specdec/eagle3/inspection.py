@@ -18,6 +18,7 @@ PROBE_PROMPTS = (
     "List five things to check before a long bicycle trip, each with a short reason.",
 )
 CLEARLY = 1.1  # times as many accepted tokens are a difference
+SELDOM = 0.1  # accepted tokens a draft that any trained head of this model surpasses
 PROBE_TOKENS = 48
 
 
@@ -67,6 +68,8 @@ def probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: Any) -> str
     best = max(lengths, key=lambda convention: lengths[convention])
     measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
     said = f"mean acceptance length by tap convention: {measured}"
+    if lengths[best] < 1 + SELDOM:
+        return f"{said}. Hardly a draft is accepted: this head is of another model, or was not trained."
     ranked = sorted(lengths.values())
     if len(ranked) > 1 and ranked[-1] - 1 <= CLEARLY * (ranked[-2] - 1):
         few = f"{len(PROBE_PROMPTS)} texts of {PROBE_TOKENS} tokens"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from itertools import islice
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from filelock import FileLock, Timeout
 from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -59,6 +61,8 @@ TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # Of the command line, where it calls them otherwise.
 OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
+CHANGES = {"texts": "on other texts", "weights": "the target's weights were others"}
+LOG_EVERY = 10  # updates
 DISK_FULL = ("No space left", "inline_container")  # the second is what torch.save says of a file it cannot fill
 KEPT = ("texts.safetensors", "held_out.safetensors")  # what is trained and evaluated on
 # What may differ between two runs of one recipe.
@@ -121,6 +125,10 @@ class Recipe:
         processes = PartialState(cpu=self.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
         self._at_once(processes)
         self.out.mkdir(parents=True, exist_ok=True)
+        with _alone(self.out) if processes.is_main_process else nullcontext():
+            return self._run(processes, started)
+
+    def _run(self, processes: PartialState, started: float) -> Evaluation | None:
         given = self._given()
         tokenizer = AutoTokenizer.from_pretrained(self.target)
         asked = self._asked()
@@ -128,7 +136,7 @@ class Recipe:
         target = load_model(self.target).to(processes.device)
         if capability(target).masks is None:
             raise ValueError(f"{self.target} cannot be decoded speculatively: {capability(target).reason}")
-        settled = self._settled(asked)
+        settled = self._settled(asked, weights_of(target))
         head = self._head(given, target, training, processes)
         if processes.is_main_process:
             for name, texts in zip(KEPT, (training, held_out), strict=True):
@@ -218,24 +226,26 @@ class Recipe:
                 content.update(json.dumps(entry, sort_keys=True, default=str).encode())
         return content.hexdigest()
 
-    def _settled(self, asked: str) -> dict[str, str]:
+    def _settled(self, asked: str, weights: str) -> dict[str, str]:
         """This recipe, for its folder, which must not hold another's states and checkpoints."""
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
-        mine["texts"] = asked
+        mine |= {"texts": asked, "weights": weights}
         if self.held_out_data is not None:
             mine["held_out"] = "a file of its own"
         usual = {field.name: str(field.default) for field in fields(self) if field.name in mine}
         found = read_json(self.out / "recipe.json")
-        theirs = usual | found if found else mine
+        theirs = usual | {"weights": weights} | found if found else mine
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             change = f"{OPTIONS.get(name, name)} was {theirs.get(name)}, is {mine.get(name)}"
-            if name == "texts":
-                change = "on other texts"
-            raise ValueError(f"{self.out} holds the work of another recipe ({change}): choose another folder")
+            onward = f" (--from {self.out / 'head'} goes on from its head)" if (self.out / "head").exists() else ""
+            raise ValueError(
+                f"{self.out} holds the work of another recipe ({CHANGES.get(name, change)}): choose another folder"
+                f"{onward}"
+            )
         return mine
 
     def _extract(
@@ -277,7 +287,7 @@ class Recipe:
             bf16=on_cpu or is_torch_bf16_gpu_available(),
             use_cpu=on_cpu,
             ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
-            logging_steps=10,
+            logging_steps=math.gcd(LOG_EVERY, self.save_every),  # a resumed run logs the same means
             save_steps=self.save_every,
             save_total_limit=2,
             seed=self.seed,
@@ -387,6 +397,8 @@ class Deadline(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
+        if state.global_step % args.logging_steps:  # what is logged is of whole intervals, stopped or not
+            return control
         up = torch.tensor(float(time.monotonic() > self.at), device=args.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(up)  # all stop at the same update
@@ -405,6 +417,25 @@ def last_checkpoint(folder: Path) -> str | None:
         if all((path / name).exists() for name in CHECKPOINT_FILES) and read_json(path / "trainer_state.json")
     ]
     return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+
+
+def weights_of(model: PreTrainedModel) -> str:
+    """Tells apart models of one shape, by a few entries of each tensor."""
+    content = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        flat = tensor.flatten()
+        content.update(flat[:: max(1, len(flat) // 64)].float().cpu().numpy().tobytes())
+    return content.hexdigest()[:16]
+
+
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Two runs in one folder would overwrite each other's work."""
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise ValueError(f"another run is at work in {out}: wait for it, or choose another folder") from error
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def context_of(config: PretrainedConfig) -> int:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
 
 
-def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> Iterator[tuple[str, Any]]:
     """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
     a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
     """
@@ -115,7 +115,7 @@ def read_entries(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Any]]:
     for count, (place, entry) in enumerate(entries, start=1):  # noqa: B007
         yield place, entry
     if count == 0:
-        raise ValueError(f"{name} is empty: one JSON object per line is expected, {FORMATS}")
+        raise ValueError(f"{name} is empty: one JSON object per line is expected, {formats}")
 
 
 def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
@@ -127,7 +127,7 @@ def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[d
     if isinstance(data, (str, Path)) and Path(data).suffix == ".txt":
         entries = _prompts_of_lines(Path(data))
     else:
-        entries = read_entries(data)
+        entries = read_entries(data, PROMPT_FORMATS)
     for place, entry in entries:
         try:
             messages = messages_of(entry, PROMPT_FORMATS)

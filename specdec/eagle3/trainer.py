@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from specdec.eagle3.readout import Readout
 from specdec.eagle3.states import StateDataset, collate, states_of_packed
 from specdec.taps import FINAL, Taps, decoder_layers
 
-RECENT = 50  # batches whose accuracies are averaged for the log
 STATE_WEIGHT = 4.0
 
 
@@ -60,7 +58,7 @@ class Eagle3Trainer(Trainer):
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
         self.head, self.target, self.steps, self.state_weight = head, target, steps, state_weight
         self._listener = Taps(target, [*taps, FINAL])
-        self._accuracies: deque[Tensor] = deque(maxlen=RECENT)
+        self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
@@ -85,6 +83,7 @@ class Eagle3Trainer(Trainer):
             accuracy = torch.stack([a for a in self._accuracies if len(a) == len(self._accuracies[-1])]).mean(0)
             logs |= {f"accuracy_{step}": round(float(a), 4) for step, a in enumerate(accuracy)}
             logs["simulated_length"] = round(1 + float(accuracy.cumprod(-1).sum()), 4)
+            self._accuracies.clear()
         super().log(logs, *args, **kwargs)
 
     def save_head(self, folder: str | Path) -> None:

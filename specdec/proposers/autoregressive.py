@@ -288,7 +288,10 @@ class AutoregressiveProposer(Proposer):
         best = candidates.ranked(tree.most_nodes - 1, room)
         size = best.nodes.shape[1]
         if tree.size is None and pacer.length is None:
-            size = pacer.best_length(self._gains(context, best), context.batch_size)
+            gains = self._gains(context, best)
+            size = pacer.best_length(gains, context.batch_size)
+            if size == 0 and gains:  # drafts that are not made cannot show their acceptance
+                pacer.observe_expectation(gains[0] / max(1, len(context.rows)))
         if size == 0:
             return DraftTree.root_only(context.root)
         self._chances_of_last, self._step_of_node = best.probabilities(size), best.steps(size)
