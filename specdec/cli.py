@@ -242,7 +242,7 @@ def train(
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
     evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
     max_minutes: float | None = typer.Option(
-        None, min=0.0, help="Stop after them, an evaluation that has begun aside; the same command goes on."
+        None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
     ),
     seed: int = typer.Option(0),
     device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
