@@ -400,7 +400,10 @@ def test_drafts_that_come_to_nothing_are_not_started_for_long(monkeypatch):
     """Where no node of a head's tree is worth verifying, its passes were for nothing."""
     target = tiny.model("llama")
     decide = Pacer.best_length
-    nothing = lambda pacer, gains, rows: 0 if pacer.measured else decide(pacer, gains, rows)  # noqa: E731
+
+    def nothing(pacer, gains, rows):
+        return 0 if pacer.measured else decide(pacer, gains, rows)
+
     monkeypatch.setattr(Pacer, "best_length", nothing)
     monkeypatch.setattr(Acceptance, "rate", lambda self, key, prior=0.6: 0.01)
     spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head()), on_unsupported="error")

@@ -100,6 +100,9 @@ def context_of(config: PretrainedConfig) -> int:
 def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> Iterator[tuple[str, Any]]:
     """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
     a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
+
+    Args:
+        formats: what an error asks for.
     """
     entries: Iterator[tuple[str, Any]]
     if not isinstance(data, (str, Path)):
