@@ -13,7 +13,7 @@ from options import Bench
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
-from specdec.generator import as_proposer
+from specdec.proposers.named import as_proposer
 
 PLAIN = "plain"
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it

@@ -1,8 +1,9 @@
 """specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes."""
 
-from specdec.generator import SpeculativeGenerator, Unsupported
+from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
 from specdec.report import Report
+from specdec.support import Unsupported
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
 __version__ = "0.1.0"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specdec.generator import PROPOSERS_IN_WORDS, check_name
+from specdec.proposers.named import PROPOSERS_IN_WORDS, check_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,9 @@ from specdec.demo import parts, room, weights
 from specdec.demo.loading import best_device, load, locate, number_format
 from specdec.demo.show import Show
 from specdec.eagle3 import registry
-from specdec.generator import PROPOSERS_IN_WORDS, WITH_NGRAMS, SpeculativeGenerator, check_name
+from specdec.generator import SpeculativeGenerator
 from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
+from specdec.proposers.named import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 
 ONE_GB = 10**9  # Python, torch and the caches
 

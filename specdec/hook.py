@@ -1,0 +1,50 @@
+"""transformers' `generate()` around us: what it drops on the way to a custom_generate callable, and what it would run.
+
+The one place that touches its internals; versions read stand beside each touch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from types import FrameType
+from typing import Any
+
+from transformers.generation.utils import GenerationMixin
+
+
+def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus, model_kwargs):
+    """What `generate()` would have called without us, with the arguments it prepared (transformers 5.17 to 5.23)."""
+    kwargs = dict(model_kwargs)
+    if synced_gpus is not None:
+        kwargs["synced_gpus"] = synced_gpus
+    method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
+    if method == "_sample":
+        kwargs["streamer"] = streamer
+    return getattr(type(model), method)(
+        model, input_ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, **kwargs
+    )
+
+
+def callers_level() -> int:
+    """`stacklevel` that makes a warning point at the first line outside of specdec, transformers and torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("specdec", "transformers", "torch", "contextlib"):
+            return level
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def generate_frame() -> dict[str, Any]:
+    """The local variables of transformers' `generate()` that is calling us.
+
+    It has the streamer and synced_gpus, but (5.17 to 5.23, generation/utils.py) drops them on the way to a
+    custom_generate callable, even to one that names them; a streamer would wait for its end forever.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    wanted = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not wanted:
+        frame = frame.f_back
+    return frame.f_locals if frame is not None else {}

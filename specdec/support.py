@@ -1,0 +1,141 @@
+"""Which `generate()` calls can be speculated on, and why another one cannot.
+
+Owns the checks of a call's arguments. What fails here runs as plain `generate()`, never as a wrong answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from specdec.capability import Capability
+from specdec.logits import stateful
+
+# Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
+# a way we cannot know to be right for trees: plain decoding.
+KNOWN_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "logits_to_keep",
+    "use_cache",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "return_dict",
+    "cache_position",
+}
+# Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
+ASSISTED_FIELDS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
+
+
+class Unsupported(ValueError):
+    """A `generate()` call that cannot be speculated on, under `on_unsupported="error"`."""
+
+
+def decided_before(config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
+    """What transformers decides before it calls a custom_generate callable."""
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate brings its own decoding loop"
+    for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids"):
+        if kwargs.get(name) or getattr(config, name, None):
+            return f"{name} is handled by transformers before any decoding loop"
+    if kwargs.get("cache_implementation") == "paged":
+        return "cache_implementation='paged' is continuous batching"
+    return None
+
+
+def why_plain(
+    model: PreTrainedModel,
+    capability: Capability,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    config: GenerationConfig,
+    synced_gpus: bool | None,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """Why this call must run as plain decoding, or None. Raises for input that is wrong either way."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION):
+        return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"
+    if capability.masks is None:
+        return f"{type(model).__name__}: {capability.reason}"
+    if not config.use_cache:
+        return "use_cache=False"
+    if synced_gpus:
+        return "synced_gpus: ranks would take different numbers of passes"
+    if config.output_attentions:
+        return "output_attentions: attention weights of a draft pass are not those of single tokens"
+    if config.cache_implementation in ("quantized", "offloaded"):
+        return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
+    cache = model_kwargs.get("past_key_values")
+    if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
+        return "past_key_values was passed in"
+    unknown = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
+    if unknown:
+        return f"the model argument {unknown[0]} has no meaning for drafted tokens here"
+    if input_ids.dim() != 2:
+        return f"input_ids has {input_ids.dim()} dimensions"
+    reason = _padding_problem(input_ids, model_kwargs)
+    if reason:
+        return reason
+    if not capability.trees and len(input_ids) > 1:
+        return f"{type(model).__name__} in a batch: {capability.reason}"
+    blocker = stateful(processors, input_ids, model.config.get_text_config(decoder=True).vocab_size)
+    if blocker:
+        return f"{blocker} follows the text with a state of its own and must not see drafted tokens"
+    return None
+
+
+def ignored_fields(config: GenerationConfig) -> list[str]:
+    """Those that have no say here and are set."""
+    return [name for name in ASSISTED_FIELDS if getattr(config, name, None)]
+
+
+def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
+    """Raises for right padding and empty rows; names what else is unusual about mask or positions."""
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    width = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    if len(input_ids) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
+    if width == 0:
+        raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
+    if mask is None:
+        real = torch.ones(len(input_ids), width, dtype=torch.bool)
+    else:
+        if mask.dim() != 2 or mask.shape[1] != width:
+            return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
+        real = mask.bool()
+        if not bool(real.any(1).all()):
+            row = int((~real.any(1)).nonzero()[0])
+            raise ValueError(f"row {row} of the batch is all padding: every prompt needs at least one token")
+        if not bool(real[:, -1].all()):
+            row = int((~real[:, -1]).nonzero()[0])
+            raise ValueError(
+                f"row {row} of the batch is padded on the right: set tokenizer.padding_side = 'left' for generation"
+            )
+        if bool((real[:, 1:].int() < real[:, :-1].int()).any()):
+            return "attention_mask has holes inside a prompt"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None:
+        expected = (real.long().cumsum(-1) - 1).to(positions.device)
+        if positions.shape != expected.shape or not bool(((positions == expected) | ~real.to(positions.device)).all()):
+            return "position_ids are not the prompt's own order"
+    return None
+
+
+def _empty(value: Any) -> bool:
+    """Nothing was given; `generate()` hands a multimodal model an empty `mm_encoder_outputs` with every text."""
+    return value is None or (isinstance(value, dict) and not value)
+
+
+def _filled(cache: Any) -> bool:
+    try:
+        return bool(cache.get_seq_length() > 0)
+    except Exception:  # a cache that cannot say how long it is is not one of attention keys
+        return True
