@@ -22,7 +22,7 @@ from specdec.capability import capability
 from specdec.hook import callers_level, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop, Rule
-from specdec.pacing import Pacer
+from specdec.pacing import Learnt, Pacer
 from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
@@ -77,7 +77,7 @@ class SpeculativeGenerator:
         self.proposer.check(model)
         self._taps = self.proposer.taps(model)
         self.report, self.last_report = Report(), Report()
-        self._pacers: dict[tuple[int, bool], Pacer] = {}
+        self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._warned: set[str] = set()
 
     # Ways in
@@ -218,8 +218,8 @@ class SpeculativeGenerator:
         return rule
 
     def _pacer(self, batch_size: int, sampling: bool) -> Pacer:
-        """Costs and acceptance carry over from call to call of one kind."""
-        return self._pacers.setdefault((batch_size, sampling), Pacer(self.draft_length))
+        """A call's own; costs and acceptance carry over from call to call of one kind."""
+        return Pacer(self.draft_length, self._learnt.setdefault((batch_size, sampling), Learnt()))
 
     def _fall_back(self, reason: str) -> None:
         if self.on_unsupported == "error":

@@ -1,13 +1,16 @@
 """`Pacer`: how far to draft next, from what drafting and verifying cost here and how much gets accepted.
 
-Owns the costs and the acceptance estimates. Knows nothing of proposers: they label their tokens with a *key* (how sure
-they were) and ask whether a token is worth its cost. Estimates use past rounds only, and keys depend on the draft's
-distribution, never on the token sampled from it, so pacing cannot bias the output.
+Owns the costs and the acceptance estimates (`Learnt`, which calls and threads share) and the decisions of one call
+(`Pacer`). Knows nothing of proposers: they label their tokens with a *key* (how sure they were) and ask whether a token
+is worth its cost. Estimates use past rounds only, and keys depend on the draft's distribution, never on the token
+sampled from it, so pacing cannot bias the output.
+
+Threads share estimates without locks: each estimate is one value that is replaced whole. Of two updates at once one
+may be lost; none is ever seen half made.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -15,6 +18,7 @@ from statistics import median
 FIRST_LENGTH = 4  # drafted per row until a round has been measured
 TRIAL_LENGTH = 2  # drafted to see whether it pays again: enough to time a draft pass
 FEW_TOKENS = 16  # a draft's pass over so many takes about as long as one over a single token
+STEPS = 15  # recent draft passes that are remembered
 LONGEST = 24  # drafted per row at most, when the length is automatic
 
 
@@ -30,37 +34,34 @@ class PassCost:
     OUTLIER = 1.5  # times the expected seconds; what takes longer was another program's doing
 
     def __init__(self) -> None:
-        self._n = self._t = self._nn = self._nt = self._w = 0.0
-        self._plain = self._plain_w = 0.0
+        self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)  # of passes with a draft: their weight, n, t, n n, n t
+        self._plain = (0.0, 0.0)  # of passes without: their weight, t
         self.reading = 0.0  # seconds per token of a long text
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Book a pass that verified a draft."""
-        keep = self.FORGET
         if self.drafted:
             seconds = min(seconds, self.OUTLIER * self(tokens))
-        self._w = keep * self._w + 1
-        self._n = keep * self._n + tokens
-        self._t = keep * self._t + seconds
-        self._nn = keep * self._nn + tokens * tokens
-        self._nt = keep * self._nt + tokens * seconds
+        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        w, n, t, nn, nt = (self.FORGET * old + one for old, one in zip(self._sums, new, strict=True))
+        self._sums = (w, n, t, nn, nt)
 
     def observe_plain(self, seconds: float) -> None:
         """Book a pass without a draft."""
-        if self._plain_w:
-            seconds = min(seconds, self.OUTLIER * self.plain)
-        self._plain_w = self.FORGET * self._plain_w + 1
-        self._plain = self.FORGET * self._plain + seconds
+        weight, total = self._plain
+        if weight:
+            seconds = min(seconds, self.OUTLIER * total / weight)
+        self._plain = (self.FORGET * weight + 1, self.FORGET * total + seconds)
 
     @property
     def drafted(self) -> bool:
         """Has a pass with a draft been seen?"""
-        return self._w > 0
+        return self._sums[0] > 0
 
     @property
     def undrafted(self) -> bool:
         """Has a pass without a draft been seen?"""
-        return self._plain_w > 0
+        return self._plain[0] > 0
 
     @property
     def known(self) -> bool:
@@ -70,27 +71,31 @@ class PassCost:
     @property
     def plain(self) -> float:
         """Seconds of a pass without a draft."""
-        return self._plain / self._plain_w
+        weight, total = self._plain
+        return total / weight
 
     @property
     def per_token(self) -> float:
         """Seconds one more token adds to a pass with a draft."""
-        mean_n, mean_t = self._n / self._w, self._t / self._w
-        spread = self._nn - self._n * mean_n
-        covariance = self._nt - self._t * mean_n
-        prior = self.PRIOR_SLOPE * mean_t
-        slope = (covariance + self.PRIOR_WEIGHT * prior) / (spread + self.PRIOR_WEIGHT)
-        return max(slope, 0.1 * prior)
+        return self._line()[2]
 
     def __call__(self, tokens: float) -> float:
         """Seconds of a pass over `tokens` tokens, drafted ones among them."""
-        mean_n, mean_t = self._n / self._w, self._t / self._w
-        return max(mean_t + self.per_token * (tokens - mean_n), 0.25 * mean_t)
+        mean_n, mean_t, slope = self._line()
+        return max(mean_t + slope * (tokens - mean_n), 0.25 * mean_t)
+
+    def _line(self) -> tuple[float, float, float]:
+        """Mean tokens, mean seconds and the slope."""
+        w, n, t, nn, nt = self._sums
+        mean_n, mean_t = n / w, t / w
+        prior = self.PRIOR_SLOPE * mean_t
+        slope = (nt - t * mean_n + self.PRIOR_WEIGHT * prior) / (nn - n * mean_n + self.PRIOR_WEIGHT)
+        return mean_n, mean_t, max(slope, 0.1 * prior)
 
 
 @dataclass
 class DraftPasses:
-    """Forward passes of a draft model, and the seconds they took, in all."""
+    """Forward passes of a draft model, and the seconds they took, in one call."""
 
     count: int = 0
     seconds: float = 0.0
@@ -113,34 +118,75 @@ class Acceptance:
         return self._rates.get(key, (prior, 0))[0]
 
 
+class Learnt:
+    """What calls of one kind, a batch size and sampling or not, learn from each other, also at the same time.
+
+    Attributes:
+        verify: costs of target passes. acceptance: per key.
+        expected_rate: of a token not yet looked at, moving average.
+        draft_steps: seconds of recent draft passes. reading: of the draft, seconds per token of a long text.
+        pace: seconds and tokens of recent rounds, moving sums.
+    """
+
+    def __init__(self) -> None:
+        self.verify = PassCost()
+        self.acceptance = Acceptance()
+        self.expected_rate = 0.8
+        self.draft_steps: tuple[float, ...] = ()
+        self.reading = 0.0
+        self.pace = (0.0, 0.0)
+
+    def apart(self) -> Learnt:
+        """For a proposer that drafts in some of the rounds: the same costs of the target and the same acceptance, but
+        a pace of its own."""
+        other = Learnt()
+        other.verify, other.acceptance = self.verify, self.acceptance
+        return other
+
+    def observe_pace(self, seconds: float, gained: int) -> None:
+        """Book what a round took and how many tokens it gained over all rows."""
+        old_seconds, old_tokens = self.pace
+        self.pace = (0.9 * old_seconds + seconds, 0.9 * old_tokens + gained)
+
+
 class Pacer:
-    """Decides how far to draft: the chance of more tokens to be accepted against the seconds they cost.
+    """Decides, in one call, how far to draft: the chance of more tokens to be accepted against the seconds they cost.
 
     Throughput is best where the marginal token's seconds equal the seconds a token costs at the present rate, so a
     token is worth `chance * seconds_per_token`.
 
     Args:
         length: None to decide automatically; an int to draft exactly that many tokens (0: plain decoding).
+        learnt: what earlier calls of this kind learnt and later ones will; nothing yet by default.
+
+    Attributes:
+        passes: of a draft model, in this call.
     """
 
-    def __init__(self, length: int | None = None):
+    def __init__(self, length: int | None = None, learnt: Learnt | None = None):
         self.length = length
-        self.verify = PassCost()
-        self.acceptance = Acceptance()
-        self.expected_rate = 0.8  # of a token not yet looked at, moving average
+        self.learnt = Learnt() if learnt is None else learnt
         self.passes = DraftPasses()
-        self._draft_steps: deque[float] = deque(maxlen=15)  # seconds
-        self._reading = 0.0  # seconds per token of a long text
-        self._seconds = self._tokens = 0.0  # of recent rounds, moving sums
         self._pause = self._paused = 0  # rounds to sit out, rounds sat out
         self._trying = False  # this round drafts only to measure anew
 
-    def apart(self) -> Pacer:
-        """For a proposer that drafts in some of the rounds: with the same costs of the target, the same acceptance and
-        counts, but a rate of its own, booked by `observe_pace`."""
-        other = Pacer(self.length)
-        other.verify, other.acceptance, other.passes = self.verify, self.acceptance, self.passes
+    def apart(self, learnt: Learnt) -> Pacer:
+        """For a proposer that drafts in some of the call's rounds. learnt: its own, `Learnt.apart` of the call's."""
+        other = Pacer(self.length, learnt)
+        other.passes = self.passes
         return other
+
+    @property
+    def verify(self) -> PassCost:
+        return self.learnt.verify
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return self.learnt.acceptance
+
+    @property
+    def expected_rate(self) -> float:
+        return self.learnt.expected_rate
 
     @property
     def limit(self) -> int:
@@ -148,16 +194,18 @@ class Pacer:
 
     @property
     def measured(self) -> bool:
-        return self.verify.known and self._tokens > 0
+        return self.verify.known and self.learnt.pace[1] > 0
 
     @property
     def draft_step(self) -> float:
         """Seconds of one draft pass: the median of recent ones."""
-        return median(self._draft_steps) if self._draft_steps else 0.0
+        steps = self.learnt.draft_steps
+        return median(steps) if steps else 0.0
 
     @property
     def seconds_per_token(self) -> float:
-        return self._seconds / self._tokens
+        seconds, tokens = self.learnt.pace
+        return seconds / tokens
 
     def best_length(self, gains: Sequence[float], rows: int) -> int:
         """How many nodes per row to verify, where all chances are known beforehand and drafting is free or done.
@@ -224,7 +272,7 @@ class Pacer:
         It reads as much faster than the target as it decodes, or half as much where its decoding is quantized.
         """
         likely = self.verify.reading * min(1.0, 2 * self.draft_step / self.verify.plain)
-        return min(self._reading, likely) if self._reading else likely
+        return min(self.learnt.reading, likely) if self.learnt.reading else likely
 
     @property
     def _first_length(self) -> int:
@@ -252,16 +300,16 @@ class Pacer:
 
     def observe_expectation(self, rate: float) -> None:
         """Book how likely a token just looked at was to be accepted, drafted or not."""
-        self.expected_rate += Acceptance.STEP * (rate - self.expected_rate)
+        self.learnt.expected_rate += Acceptance.STEP * (rate - self.learnt.expected_rate)
 
     def observe_draft_pass(self, seconds: float, tokens: int = 1, building: float = 0.0) -> None:
         """Book a pass of the draft model over so many tokens, and the seconds it took to make nodes of its logits."""
         self.passes.count += 1
         self.passes.seconds += seconds
         if tokens <= FEW_TOKENS:
-            self._draft_steps.append(seconds + building)
+            self.learnt.draft_steps = (*self.learnt.draft_steps[1 - STEPS :], seconds + building)
         else:
-            self._reading = seconds / tokens
+            self.learnt.reading = seconds / tokens
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Book how long the target took to read the prompts, padding included."""
@@ -282,12 +330,7 @@ class Pacer:
             self.verify.observe_plain(verify_seconds)
             usual = self.verify.plain
         seconds = min(seconds, seconds - verify_seconds + PassCost.OUTLIER * usual)
-        self.observe_pace(seconds, gained)
-
-    def observe_pace(self, seconds: float, gained: int) -> None:
-        """Book what a round took and gained alone: what a token costs at the present rate."""
-        self._seconds = 0.9 * self._seconds + seconds
-        self._tokens = 0.9 * self._tokens + gained
+        self.learnt.observe_pace(seconds, gained)
 
     def observe_keys(self, keys: Sequence[Hashable], accepted: int) -> None:
         """Book a row's drafted keys in order, of which the first `accepted` were accepted."""

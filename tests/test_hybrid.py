@@ -97,7 +97,7 @@ class Batch:
 
 def rounds(batch, *each):
     """Of so many tokens and seconds."""
-    found = Rounds(batch.pacer.apart())
+    found = Rounds(batch.pacer.learnt.apart())
     for tokens, seconds in each:
         found.observe(tokens, seconds)
     return found
@@ -137,7 +137,7 @@ def test_rows_that_are_finished_do_not_count():
 def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
     batch, draft = Batch([0]), SimpleNamespace(size=4)
     hybrid = HybridProposer(Silent())
-    found = hybrid._rounds[batch.pacer] = rounds(batch)
+    found = hybrid._rounds[batch.pacer.learnt] = rounds(batch)
     hybrid._context = batch
     for seconds in (100.0, 0.5, 100.0):
         hybrid._seconds = seconds

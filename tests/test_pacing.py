@@ -1,5 +1,8 @@
 """How far to draft: costs learnt from passes, lengths chosen from them."""
 
+import sys
+import threading
+
 import pytest
 import torch
 
@@ -142,3 +145,51 @@ def test_ngram_guesses_are_scored_though_never_drafted():
     text[0, 49] = 7
     proposer.propose(context(50))
     assert pacer.acceptance.rate((3, 0)) < 0.95
+
+
+def test_a_call_starts_anew_with_what_others_learnt():
+    """Pauses and counts are the call's own, costs and acceptance are everybody's."""
+    first = taught(flat)
+    first.observe_draft_pass(1.0)
+    for _ in range(20):
+        first.may_start([0.1], 1)
+    second = Pacer(learnt=first.learnt)
+    assert second.measured
+    assert (second.passes.count, first.passes.count) == (0, 1)
+    assert second.draft_step == 1.0
+    assert second.may_start([0.1], 1)
+
+
+def test_threads_share_what_they_learn():
+    """Four at once, switching as often as Python can: no exception, and every estimate stays a sensible one."""
+    learnt = taught(flat).learnt
+    failures = []
+
+    def call():
+        pacer = Pacer(learnt=learnt)
+        try:
+            for i in range(500):
+                size = 1 + 4 * (i % 2)
+                pacer.observe_draft_pass(20 * MS)
+                pacer.observe_round(size, 1, flat(size), flat(size), 1)
+                pacer.observe_keys([i % 20, i % 7], 1)
+                pacer.observe_expectation(0.5)
+                pacer.may_start([0.5], 1)
+                assert pacer.draft_step == pytest.approx(20 * MS)
+                assert pacer.verify(5) == pytest.approx(flat(5), rel=0.02)
+                assert pacer.verify.plain == pytest.approx(flat(1), rel=0.02)
+                assert pacer.seconds_per_token == pytest.approx(flat(3), rel=0.05)
+        except Exception as error:  # in a thread it would be lost
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures

@@ -114,8 +114,8 @@ def test_finished_rows_teach_pacing_nothing():
             return_dict_in_generate=recorded,
             output_scores=recorded,
         )
-        pacer = next(iter(spec._pacers.values()))
-        learnt = dict(pacer.acceptance._rates), pacer.expected_rate
-        spec._pacers.clear()
+        shared = next(iter(spec._learnt.values()))
+        learnt = dict(shared.acceptance._rates), shared.expected_rate
+        spec._learnt.clear()
         assert before in (None, learnt)
         before = learnt

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from specdec.pacing import Pacer, PassCost
+from specdec.pacing import Learnt, Pacer, PassCost
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.taps import Taps
@@ -25,14 +25,14 @@ FAR_AHEAD = 2.0  # times the other's tokens per second
 
 @dataclass
 class Rounds:
-    """The other proposer's rounds, at one batch size: moving averages per row.
+    """The other proposer's rounds in calls of one kind: moving averages per row.
 
     Attributes:
-        pacer: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
+        learnt: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
         seconds: of its draft and the target's pass.
     """
 
-    pacer: Pacer
+    learnt: Learnt
     count: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
@@ -65,7 +65,8 @@ class HybridProposer(Proposer):
         if not isinstance(other, Proposer):
             raise TypeError(f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got {other!r}")
         self.other, self.ngram = other, NgramProposer() if ngram is None else ngram
-        self._rounds: WeakKeyDictionary[Pacer, Rounds] = WeakKeyDictionary()  # by the call's pacer
+        self._rounds: WeakKeyDictionary[Learnt, Rounds] = WeakKeyDictionary()  # by what calls of a kind learnt
+        self._pacer: Pacer | None = None  # of the other, in this call
         self._context: Context | None = None  # this round's
         self._looking_up = False  # in this round
         self._seconds = 0.0  # that its draft took
@@ -83,9 +84,10 @@ class HybridProposer(Proposer):
         self.other.begin(context)
         self.ngram.begin(context)
         self._reads_prompt, self._in_a_row = True, IN_A_ROW
+        self._pacer = None
 
     def propose(self, context: Context) -> DraftTree:
-        rounds = self._rounds.setdefault(context.pacer, Rounds(context.pacer.apart()))
+        rounds = self._rounds_of(context.pacer)
         gains = self.ngram.expect(context)
         self._context, self._looking_up = context, self._lookup_pays(gains, rounds, context)
         if self._looking_up:
@@ -94,9 +96,13 @@ class HybridProposer(Proposer):
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
         start = perf_counter()
-        draft = self.other.propose(replace(context, pacer=rounds.pacer))
+        self._pacer = self._pacer or context.pacer.apart(rounds.learnt)
+        draft = self.other.propose(replace(context, pacer=self._pacer))
         self._seconds = perf_counter() - start
         return draft
+
+    def _rounds_of(self, pacer: Pacer) -> Rounds:
+        return self._rounds.setdefault(pacer.learnt, Rounds(pacer.learnt.apart()))
 
     @property
     def drafted_by(self) -> str:
@@ -114,7 +120,7 @@ class HybridProposer(Proposer):
         if draft.size > 1 and self._reads_prompt:
             self._reads_prompt = False  # which is not what a round costs
         else:
-            self._book(self._rounds[context.pacer], context, draft.size, accepted)
+            self._book(self._rounds_of(context.pacer), context, draft.size, accepted)
 
     def _book(self, rounds: Rounds, context: Context, size: int, accepted: Sequence[int]) -> None:
         """A round of the other's, with a draft of `size` nodes."""
@@ -122,7 +128,7 @@ class HybridProposer(Proposer):
         if rows and (verify.drafted if size > 1 else verify.undrafted):
             seconds = self._seconds + (verify(size * context.batch_size) if size > 1 else verify.plain)
             gained = len(rows) + sum(accepted[b] for b in rows)
-            rounds.pacer.observe_pace(seconds, gained)
+            rounds.learnt.observe_pace(seconds, gained)
             rounds.observe(gained / len(rows), seconds)
 
     def _lookup_pays(self, gains: Sequence[float], rounds: Rounds, context: Context) -> bool:
