@@ -29,16 +29,20 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
-from specdec.eagle3 import Eagle3Head, Eagle3Trainer, convert, load
-from specdec.eagle3.fresh import embedding_of
-from specdec.eagle3.objective import LOSSES, frequent_tokens, token_counts
-from specdec.eagle3.readout import Readout
-from specdec.eagle3.recipe import DRAFT_VOCAB, KEPT
-from specdec.eagle3.states import StateDataset, collate, states_of
-from specdec.eagle3.texts import kept_texts, read_texts
-from specdec.eagle3.unroll import unroll
+from specdec.data.conversations import read_texts
+from specdec.data.texts import kept_texts
+from specdec.eagle3 import Eagle3Head, load
 from specdec.proposers import Eagle3Proposer
 from specdec.taps import FINAL, decoder_layers
+from specdec.training import Eagle3Trainer, initialize
+from specdec.training.dataset import StateDataset, collate
+from specdec.training.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.objective import LOSSES
+from specdec.training.recipe import DRAFT_VOCAB
+from specdec.training.run_folder import RunFolder
+from specdec.training.states import states_of
+from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.unroll import unroll
 
 STEPS = 3
 LENGTH = 512  # tokens of a row
@@ -64,7 +68,7 @@ def main(
         if states is None and (held_out_data is None or head is None):
             raise ValueError("give --states to train on, or --head and --held-out-data to measure it on")
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-        start = fresh(model, states.parent / KEPT[0]) if head is None else load(head)
+        start = fresh(model, RunFolder(states.parent).learnt) if head is None else load(head)
         Eagle3Proposer(start).check(model)
         taps = start.config.taps(len(decoder_layers(model)))
         training, measured = split(states, taps, held_out if held_out_data is None else 0)
@@ -105,7 +109,7 @@ def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
     torch.manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
     counts = token_counts([(text.ids, text.learn) for text in kept_texts(texts)], size)
-    return convert(model, frequent_tokens(counts, DRAFT_VOCAB))
+    return initialize(model, frequent_tokens(counts, DRAFT_VOCAB))
 
 
 def split(
@@ -146,8 +150,8 @@ def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[st
 def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> Tensor:
     """(2, STEPS): accuracy and acceptance, of the tokens to learn."""
     embedding = embedding_of(model).float() if head.embed_tokens is None else head.embed_tokens.weight
-    readout = Readout.of(model, head.draft_to_target)
-    H = readout.weight.shape[-1]
+    target_logits = TargetLogits.of(model, head.draft_to_target)
+    H = target_logits.weight.shape[-1]
     total, count = torch.zeros(2, STEPS), torch.zeros(STEPS)
     for row in rows:
         batch = collate([row])
@@ -156,7 +160,7 @@ def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tenso
         for step, h in enumerate(unroll(head, embedding[ids], taps, STEPS, documents)):
             first = 2 + step
             keep = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
-            p = readout(final[:, first - 1 : -1][keep]).softmax(-1)
+            p = target_logits(final[:, first - 1 : -1][keep]).softmax(-1)
             q = head.logits(h[:, : ids.shape[1] - first][keep]).softmax(-1)
             total[0, step] += (p.argmax(-1) == q.argmax(-1)).sum()
             total[1, step] += torch.minimum(p, q).sum()

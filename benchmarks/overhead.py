@@ -22,7 +22,7 @@ from transformers.utils import logging
 from turns import take_turns
 
 from specdec import NgramProposer, Report
-from specdec.demo.prompts import PROMPTS
+from specdec.data.prompts import PROMPTS
 
 LENGTH_0 = "specdec, draft length 0"
 PROMPT = PROMPTS[-1]  # a text to rewrite: n-grams are found in it

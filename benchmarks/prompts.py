@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec.demo.prompts import Prompt
+from specdec.data.prompts import Prompt
 
 # Spec-Bench reports MT-bench's eight categories as one of its six groups.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}

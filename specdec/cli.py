@@ -37,7 +37,7 @@ def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
     """The model, in the precision it was saved in, on the best device there is; and its tokenizer."""
     from transformers import AutoTokenizer
 
-    from specdec.demo.loading import best_device
+    from specdec.machine import best_device
     from specdec.proposers.draft_model import load
 
     model = load(target).to(best_device())
@@ -70,7 +70,7 @@ def generate(
     from transformers import TextStreamer
 
     from specdec import SpeculativeGenerator
-    from specdec.demo.prompts import Prompt
+    from specdec.data.prompts import Prompt
 
     with _bad_input_ends():
         check_name(proposer)
@@ -95,8 +95,9 @@ def inspect(
 ) -> None:
     """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
     from specdec.eagle3.checkpoint import read
-    from specdec.eagle3.inspection import describe, probe_taps
+    from specdec.eagle3.inspection import describe
     from specdec.proposers import Eagle3Proposer
+    from specdec.tap_probe import probe_taps
 
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
@@ -165,8 +166,8 @@ def regenerate(
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specdec.eagle3.regenerate import regenerate as run
-    from specdec.eagle3.texts import read_prompts
+    from specdec.data.conversations import read_prompts
+    from specdec.data.regenerate import regenerate as answer
 
     with _bad_input_ends():
         check_name(proposer)
@@ -181,7 +182,7 @@ def regenerate(
                 speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
                 bar.update(task, completed=done, total=total, speed=speed)
 
-            spec = run(
+            spec = answer(
                 model,
                 tokenizer,
                 prompts,
@@ -251,10 +252,11 @@ def train(
     options = dict(locals())
     from accelerate import PartialState
 
-    from specdec.eagle3.recipe import Recipe
+    from specdec.training import Recipe
+    from specdec.training import train as train_head
 
     with _bad_input_ends():
-        found = Recipe(**options).run()
+        found = train_head(Recipe(**options))
     if not PartialState().is_main_process:
         return
     if found is None:
@@ -286,9 +288,9 @@ def doctor(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specdec.demo.prompts import PROMPTS
+    from specdec.data.conversations import encode_prompt
+    from specdec.data.prompts import PROMPTS
     from specdec.doctor import diagnose, first_questions
-    from specdec.eagle3.texts import encode_prompt
 
     with _bad_input_ends():
         check_name(proposer)

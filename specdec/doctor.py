@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec.capability import capability
 from specdec.costs import pass_costs, target_runner
-from specdec.eagle3.texts import read_prompts
+from specdec.data.conversations import read_prompts
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import DraftModelProposer, Eagle3Proposer, HybridProposer, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer

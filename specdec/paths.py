@@ -1,7 +1,8 @@
-"""What a path or hub id may be, said before a library asks the hub for it."""
+"""What a path or hub id may be, said before a library asks the hub for it; and where what was fetched lies."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 
@@ -17,3 +18,8 @@ def require_folder_or_id(name: str | Path) -> None:
 def named(name: str) -> str:
     """One name for a folder, however it was written; a hub id stays."""
     return str(Path(name).resolve()) if Path(name).is_dir() else name
+
+
+def cache_folder(cache_dir: str | Path | None = None) -> Path:
+    """Where fetched models and heads lie: the argument, else $SPECDEC_CACHE, else ~/.cache/specdec."""
+    return Path(cache_dir or os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()

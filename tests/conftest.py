@@ -1,9 +1,13 @@
-"""Fixtures around the tiny models and prompts of `tests.tiny`."""
+"""Fixtures around the tiny models and prompts of `tests.tiny`, and the words of `tests.training`."""
 
 import pytest
 import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
+from tests.training import TEMPLATE, WORDS, some_texts, written
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +36,31 @@ def single():
 def ragged():
     """Three rows, left-padded, one of a single token."""
     return tiny.prompts(9, 1, 5)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Of the words of `tests.training`."""
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def files(tokenizer, tmp_path_factory):
+    """A tiny target with its tokenizer, and texts of its own."""
+    folder = tmp_path_factory.mktemp("target")
+    target = tiny.model("llama", num_hidden_layers=4)
+    target.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    lines = []
+    for i in range(12):
+        ids = some_texts(target, 1, 16)[0].ids if i == 0 else some_texts(target, 2, 16)[i % 2].ids
+        lines.append({"text": " ".join(WORDS[5 + token % 26] for token in ids.tolist())})
+    written(folder / "data.jsonl", *lines)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,8 @@ import functools
 import torch
 
 from specdec.eagle3 import Eagle3Config, Eagle3Head
-from specdec.eagle3.unroll import unroll
 from specdec.taps import Taps
+from specdec.training.unroll import unroll
 from tests import tiny
 
 SHAPE = {

@@ -11,11 +11,13 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from specdec import Report
-from specdec.eagle3 import convert, load, save
+from specdec.data.texts import Text, keep
+from specdec.eagle3 import load, save
 from specdec.eagle3.config import default_taps
-from specdec.eagle3.states import StateDataset, extract
-from specdec.eagle3.texts import Text, keep
 from specdec.taps import decoder_layers
+from specdec.training import initialize
+from specdec.training.dataset import StateDataset
+from specdec.training.states import extract
 from tests.tiny import randomised
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
@@ -341,7 +343,7 @@ def test_overhead_runs(files, tmp_path):
 @pytest.fixture(scope="module")
 def head(files, pair):
     torch.manual_seed(0)
-    save(convert(pair[0], torch.arange(257)), files / "head")
+    save(initialize(pair[0], torch.arange(257)), files / "head")
     return files / "head"
 
 
@@ -381,7 +383,7 @@ class TestShapes:
 
     def test_another_head_is_refused(self, files, head, pair, tmp_path):
         assert self.run(files, head, tmp_path, "--only", "chain").exit_code == 0
-        save(convert(pair[0], torch.arange(100)), tmp_path / "head")
+        save(initialize(pair[0], torch.arange(100)), tmp_path / "head")
         other = self.run(files, tmp_path / "head", tmp_path, "--only", "chain")
         assert other.exit_code == 2
         assert "choose another --out" in other.stderr

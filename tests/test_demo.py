@@ -12,14 +12,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from specdec import SpeculativeGenerator
+from specdec.data.prompts import LIGHTHOUSE, PROMPTS, Prompt
 from specdec.demo import __main__ as command
 from specdec.demo import room, weights
 from specdec.demo.comparison import PLAIN, Run, Speed
 from specdec.demo.divergence import Divergence, diverge, first_difference
-from specdec.demo.loading import DTYPES, best_device, best_dtype, load, locate, number_format
-from specdec.demo.prompts import LIGHTHOUSE, PROMPTS, Prompt
+from specdec.demo.loading import load, locate
 from specdec.demo.show import Show, summary
 from specdec.demo.streamer import ColourStreamer
+from specdec.machine import DTYPES, best_device, best_dtype, number_format
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +253,7 @@ def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
 
 def test_number_format_follows_the_hardware(monkeypatch):
     assert best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    monkeypatch.setattr("specdec.demo.loading.cpu_has_bfloat16", lambda: False)
+    monkeypatch.setattr("specdec.machine.cpu_has_bfloat16", lambda: False)
     assert best_dtype(torch.device("cpu")) == torch.float32
     assert number_format("float16", best_device()) == DTYPES["float16"]
     with pytest.raises(ValueError, match="dtype is 'int3' where one of auto, bfloat16, .* was expected"):

@@ -23,10 +23,10 @@ from specdec import (
     Proposer,
     SpeculativeGenerator,
 )
-from specdec.eagle3.objective import Objective
-from specdec.eagle3.readout import Readout
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
+from specdec.training.objective import Objective
+from specdec.training.teacher import TargetLogits
 from tests import eagle3, naive, tiny
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
@@ -155,8 +155,8 @@ def trained_eagle_head():
     prompt = torch.tensor([PROMPT] * 256)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=NEW)
     states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
-    readout = Readout.of(model, head.draft_to_target)
-    objective = Objective(head, model.get_input_embeddings().weight, readout, steps=3)
+    target_logits = TargetLogits.of(model, head.draft_to_target)
+    objective = Objective(head, model.get_input_embeddings().weight, target_logits, steps=3)
     learn, documents = torch.arange(ids.shape[1]).expand_as(ids) >= len(PROMPT), torch.zeros_like(ids)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(150):

@@ -364,7 +364,7 @@ def test_a_message_that_the_template_refuses_ends_the_command_with_its_reason(co
     def refuse(messages, tokenizer):
         raise ValueError("System role not supported")
 
-    monkeypatch.setattr("specdec.eagle3.texts.encode_prompt", refuse)
+    monkeypatch.setattr("specdec.data.conversations.encode_prompt", refuse)
     result = command()
     assert result.exit_code == 2
     assert "error: System role not supported" in result.output

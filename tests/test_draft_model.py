@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftModelProposer, HybridProposer, SpeculativeGenerator
-from specdec.proposers.draft_view import Int8Linear, share, with_trimmed_head
+from specdec.draft_view import Int8Linear, share, with_trimmed_head
 from tests import tiny
 
 

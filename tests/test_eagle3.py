@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.eagle3.config import Eagle3Config
-from specdec.eagle3.evaluation import accepted_lengths, evaluate
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
-from specdec.eagle3.unroll import unroll
 from specdec.pacing import Acceptance, Pacer
 from specdec.proposers.autoregressive import Stepped
 from specdec.taps import FINAL, Taps
+from specdec.training.evaluation import accepted_lengths, evaluate
+from specdec.training.unroll import unroll
 from tests import eagle3, tiny
 from tests.naive_eagle3 import NaiveHead
 

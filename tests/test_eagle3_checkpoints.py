@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
 from specdec.eagle3 import Eagle3Head, load, save
-from specdec.eagle3.checkpoint import LAYOUTS, read
+from specdec.eagle3.checkpoint import read
 from specdec.eagle3.config import default_taps, infer_convention
+from specdec.eagle3.layouts import LAYOUTS
 from tests import eagle3, tiny
 
 EXACT = [layout for layout in LAYOUTS if layout != "int8"]

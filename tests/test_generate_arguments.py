@@ -18,7 +18,7 @@ from transformers.generation import StoppingCriteria
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
 from specdec.eagle3 import save
-from specdec.eagle3.checkpoint import LAYOUTS
+from specdec.eagle3.layouts import LAYOUTS
 from tests import eagle3, tiny
 from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
+from specdec.data.prompts import PROMPTS
 from specdec.demo import weights
 from specdec.demo.loading import load
-from specdec.demo.prompts import PROMPTS
 from specdec.eagle3 import registry
 from tests import eagle3
 

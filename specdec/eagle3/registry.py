@@ -11,6 +11,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from specdec.paths import cache_folder
+
 WEIGHTS = "model.safetensors"
 
 
@@ -88,8 +90,6 @@ def _folder(entry: Known) -> Path | None:
 
 def places() -> list[Path]:
     """Folders that may hold our heads."""
-    from specdec.demo.weights import cache_folder
-
     return [Path(__file__).resolve().parents[2] / "heads", cache_folder() / "heads"]
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.head import Eagle3Head
-from specdec.proposers.draft_view import int8_pays, with_int8_linears
 from specdec.rows import CachedRows
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.pacing import FEW_TOKENS
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
-from specdec.proposers.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict

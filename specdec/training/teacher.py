@@ -1,7 +1,8 @@
-"""`Readout`: how a target makes logits of its final state, for some tokens only."""
+"""What is asked of the target beside its states: logits, for some tokens only; its embedding; which one it is."""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Readout:
+class TargetLogits:
     """`cap * tanh(scale * (weight @ state + bias) / cap)`, what is None left out.
 
     Attributes:
@@ -31,7 +32,7 @@ class Readout:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
-    def to(self, device: torch.device) -> Readout:
+    def to(self, device: torch.device) -> TargetLogits:
         if self.weight.device == device:
             return self
         bias = None if self.bias is None else self.bias.to(device)
@@ -39,7 +40,7 @@ class Readout:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, target: PreTrainedModel, rows: Tensor) -> Readout:
+    def of(cls, target: PreTrainedModel, rows: Tensor) -> TargetLogits:
         """Of a target, restricted to the tokens `rows` (K,); found out, and checked, by running it on eight tokens."""
         lm_head = target.get_output_embeddings()
         bias = getattr(lm_head, "bias", None)
@@ -60,3 +61,20 @@ class Readout:
             )
         rows = rows.to(whole.weight.device)
         return replace(whole, weight=whole.weight[rows], bias=None if whole.bias is None else whole.bias[rows])
+
+
+def embedding_of(target: PreTrainedModel) -> Tensor:
+    """(V, H) as the target's embedding module gives it: Gemma's scales its rows."""
+    module = target.get_input_embeddings()
+    rows = torch.arange(module.weight.shape[0], device=module.weight.device)
+    with torch.no_grad():
+        return torch.cat([module(part) for part in rows.split(4096)])
+
+
+def fingerprint(target: PreTrainedModel) -> str:
+    """Tells apart models of one shape, by a few entries of each tensor."""
+    content = hashlib.sha256()
+    for tensor in target.state_dict().values():
+        flat = tensor.flatten()
+        content.update(flat[:: max(1, len(flat) // 64)].float().cpu().numpy().tobytes())
+    return content.hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""`convert`: a fresh head for a target, which starts out from what the target knows; `grown`, one that can draft more.
+"""`initialize`: a fresh head for a target, which starts out from what the target knows; `extend_vocabulary`: one that
+can draft more.
 
 The LM head is made of the target's own rows, the layer of its last one's weights: they need not be learnt anew.
 """
@@ -14,13 +15,13 @@ from transformers import PreTrainedModel
 
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
-from specdec.eagle3.readout import Readout
 from specdec.taps import decoder_layers
+from specdec.training.teacher import TargetLogits, embedding_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eagle3Head:
+def initialize(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eagle3Head:
     """A fresh head for a target.
 
     Args:
@@ -57,8 +58,8 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
                     nn.init.zeros_(module.bias)
         head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
         assert head.lm_head is not None
-        readout = Readout.of(target, draft_vocab)
-        head.lm_head.weight.copy_(readout.weight * readout.scale)
+        target_logits = TargetLogits.of(target, draft_vocab)
+        head.lm_head.weight.copy_(target_logits.weight * target_logits.scale)
         if head.embed_tokens is not None:
             head.embed_tokens.weight.copy_(embedding_of(target))
         _copy_layer(head, layers[-1])
@@ -69,7 +70,7 @@ def convert(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eag
 
 
 @torch.no_grad()
-def grown(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
+def extend_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
     """A head that drafts the tokens of `draft_vocab`, (K,) int64 ascending, all its own among them.
 
     Its other weights and its LM head's rows are kept. These are no longer the target's (a drift that they share changes
@@ -78,8 +79,8 @@ def grown(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eag
     """
     bigger = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_vocab))).to(head.device, head.dtype)
     weights = head.state_dict()
-    readout = Readout.of(target, draft_vocab)
-    theirs = readout.weight.to(head.device, torch.float32)  # (K, target H)
+    target_logits = TargetLogits.of(target, draft_vocab)
+    theirs = target_logits.weight.to(head.device, torch.float32)  # (K, target H)
     draft_vocab = draft_vocab.to(head.device)
     own = torch.searchsorted(draft_vocab, head.draft_to_target)
     square = theirs[own].T @ theirs[own]
@@ -133,11 +134,3 @@ def _copy_norm(ours: nn.Module | None, theirs: nn.Module | None) -> None:
     effect = theirs(torch.ones_like(weight))  # of a state whose mean square is 1
     if bool(effect.any()):  # a layer norm takes the mean away, too
         ours.weight.copy_(effect)
-
-
-def embedding_of(target: PreTrainedModel) -> Tensor:
-    """(V, H) as the target's embedding module gives it: Gemma's scales its rows."""
-    module = target.get_input_embeddings()
-    rows = torch.arange(module.weight.shape[0], device=module.weight.device)
-    with torch.no_grad():
-        return torch.cat([module(part) for part in rows.split(4096)])

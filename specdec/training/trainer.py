@@ -11,19 +11,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
-from specdec.eagle3.checkpoint import save
-from specdec.eagle3.fresh import embedding_of
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.objective import Objective
-from specdec.eagle3.readout import Readout
-from specdec.eagle3.states import StateDataset, collate, states_of_packed
+from specdec.eagle3.layouts import save
 from specdec.taps import FINAL, Taps, decoder_layers
+from specdec.training.dataset import StateDataset, collate
+from specdec.training.objective import Objective
+from specdec.training.states import states_of_packed
+from specdec.training.teacher import TargetLogits, embedding_of
 
 STATE_WEIGHT = 4.0
 
 
 class Eagle3Trainer(Trainer):
-    """Args as `Trainer`'s; `train_dataset` is a `states.StateDataset`, or a `states.PackedTexts`, whose states are
+    """Args as `Trainer`'s; `train_dataset` is a `dataset.StateDataset`, or a `dataset.PackedTexts`, whose states are
     then computed for every batch.
 
     Args:
@@ -51,8 +51,8 @@ class Eagle3Trainer(Trainer):
             args._n_gpu = 1  # DataParallel would split rows whose losses belong together
             print("one GPU of several is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
-        readout = Readout.of(target, head.draft_to_target)
-        self.objective = Objective(head, embedding_of(target), readout, steps=steps, loss=loss, flex=flex)
+        target_logits = TargetLogits.of(target, head.draft_to_target)
+        self.objective = Objective(head, embedding_of(target), target_logits, steps=steps, loss=loss, flex=flex)
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)

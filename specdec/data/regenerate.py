@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.eagle3.texts import context_of, encode_prompt, read_prompts
+from specdec.data.conversations import context_of, encode_prompt, read_prompts
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.base import Proposer
 from specdec.runner import device_of

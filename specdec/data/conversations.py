@@ -1,40 +1,25 @@
-"""`Text`: what a head is trained on, and reading it from files.
+"""Conversations: an entry's messages, and its tokens through the target's chat template.
 
-Owns formats of training data and which of a text's tokens the target wrote itself, and so may be learnt from.
+Owns which of a text's tokens the target wrote itself, and so may be learnt from.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-FORMATS = (
-    '{"prompt": ..., "response": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, '
-    '{"conversations": [{"from": ..., "value": ...}, ...]} or {"text": ...}'
-)
+from specdec.data.entries import FORMATS, read_entries
+from specdec.data.texts import Text
+
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
-
-
-@dataclass(frozen=True)
-class Text:
-    """ids: (T,) int64. learn: (T,) bool, the tokens that are the target's own."""
-
-    ids: Tensor
-    learn: Tensor
 
 
 def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
@@ -68,59 +53,6 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
         )
 
 
-def end_to_end(texts: Sequence[Text]) -> dict[str, Tensor]:
-    """Texts as they lie in files: ids and learn flags of all, one behind the other, and each one's length."""
-    return {
-        "ids": torch.cat([text.ids for text in texts]),
-        "learn": torch.cat([text.learn for text in texts]),
-        "lengths": torch.tensor([len(text.ids) for text in texts]),
-    }
-
-
-def keep(texts: Sequence[Text], file: Path) -> None:
-    """Write texts, whole or not at all."""
-    partial = file.with_suffix(".part")
-    save_file(end_to_end(texts), partial)
-    partial.rename(file)
-
-
-def kept_texts(file: Path) -> list[Text]:
-    """What `keep` wrote."""
-    found = load_file(file)
-    lengths = found["lengths"].tolist()
-    parts = zip(found["ids"].split(lengths), found["learn"].split(lengths), strict=True)
-    return [Text(ids, learn) for ids, learn in parts]
-
-
-def context_of(config: PretrainedConfig) -> int:
-    """Tokens that a target can read; no bound where its config names none."""
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize
-
-
-def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> Iterator[tuple[str, Any]]:
-    """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
-    a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
-
-    Args:
-        formats: what an error asks for.
-    """
-    entries: Iterator[tuple[str, Any]]
-    if not isinstance(data, (str, Path)):
-        name, entries = "the data", ((f"entry {number}", entry) for number, entry in enumerate(data))
-    elif Path(data).is_dir():
-        name, entries = str(data), _dataset(Path(data))
-    elif Path(data).suffix == ".txt":
-        parts = Path(data).read_text(encoding="utf-8").split("\n\n")
-        name, entries = str(data), ((f"{data}", {"text": part.strip()}) for part in parts if part.strip())
-    else:
-        name, entries = str(data), _lines(Path(data))
-    count = 0
-    for count, (place, entry) in enumerate(entries, start=1):  # noqa: B007
-        yield place, entry
-    if count == 0:
-        raise ValueError(f"{name} is empty: one JSON object per line is expected, {formats}")
-
-
 def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
     """The messages of entries that ask something, prompts or conversations, and where each stood.
 
@@ -148,35 +80,6 @@ def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
             yield f"{path}, prompt {number}", {"prompt": line.rstrip("\n")}
     if number == 0:
         raise ValueError(f"{path} is empty: one prompt per line is expected")
-
-
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    open_file = gzip.open if path.suffix == ".gz" else open
-    try:
-        with open_file(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        packed = " packed by gzip, as its name says, and whole" if path.suffix == ".gz" else ""
-        raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
-
-
-def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
-    if (path / "config.json").exists():
-        raise ValueError(f"{path} is a model's folder, not texts: the target comes first, then the texts")
-    try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ValueError(f"{path} is a folder, which `pip install datasets` is needed to read") from error
-    try:
-        rows = load_from_disk(str(path))
-    except FileNotFoundError as error:
-        raise ValueError(f"{path} is a folder, but none that datasets' save_to_disk wrote") from error
-    for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
 
 
 def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -277,3 +180,8 @@ def _rendered(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizer
 
 def _text(ids: Sequence[int], learn: Sequence[bool]) -> Text:
     return Text(torch.tensor(list(ids)), torch.tensor(list(learn)))
+
+
+def context_of(config: PretrainedConfig) -> int:
+    """Tokens that a target can read; no bound where its config names none."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize

@@ -1,11 +1,14 @@
-"""The demo's three prompts, each of another kind: what a draft guesses well differs between them."""
+"""Three prompts of our own, each of another kind: what a draft guesses well differs between them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from specdec.data.conversations import encode_prompt
 
 LIGHTHOUSE = """\
 The lighthouse at Gull Point was built in 1871 and had one keeper for every day of its working life. The keeper who \
@@ -24,14 +27,10 @@ class Prompt:
     name: str
     text: str
 
-    def encode(self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> BatchEncoding:
+    def encode(self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Inputs of `generate()`: in the tokenizer's chat template, or as it is where a model has none."""
-        if not tokenizer.chat_template:
-            return tokenizer(self.text, return_tensors="pt").to(device)
-        messages = [{"role": "user", "content": self.text}]
-        return tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(device)
+        ids = torch.tensor([encode_prompt([{"role": "user", "content": self.text}], tokenizer)], device=device)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 PROMPTS = (

@@ -1,4 +1,4 @@
-"""`transferred`: a head for one target out of a head for another, usually smaller one with the same tokens.
+"""`transfer_head`: a head for one target out of a head for another, usually smaller one with the same tokens.
 
 What the head has learnt about drafting is kept, what it reads is translated: a linear map takes the target's states to
 what the head made of its donor's, another one the embeddings. The head becomes as wide as the target; the added part of
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.data.texts import Text
 from specdec.eagle3.config import default_taps
-from specdec.eagle3.fresh import embedding_of
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.states import states_of
-from specdec.eagle3.texts import Text
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.taps import decoder_layers
+from specdec.training.states import states_of
+from specdec.training.teacher import embedding_of
 
 RIDGE = 1e-2  # of the inputs' variance
 ADDED = 0.25  # entries of the states' added part, relative to the size of the head's own
@@ -30,7 +30,9 @@ NORMS = ("layers.0.hidden_norm.weight", "layers.0.post_attention_layernorm.weigh
 
 
 @torch.no_grad()
-def transferred(head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedModel, texts: Sequence[Text]) -> Eagle3Head:
+def transfer_head(
+    head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedModel, texts: Sequence[Text]
+) -> Eagle3Head:
     """A head for `target`, float32, out of one for `donor`.
 
     Args:
@@ -52,11 +54,11 @@ def transferred(head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedMode
     old = embedding_of(donor) if head.embed_tokens is None else head.embed_tokens.weight
     new = embedding_of(target)
     seen = torch.cat([text.ids for text in texts]).bincount(minlength=len(new))
-    return translated(head, head.fuse(own.float()), read.float(), old.cpu(), new.cpu(), seen, taps)
+    return translate(head, head.fuse(own.float()), read.float(), old.cpu(), new.cpu(), seen, taps)
 
 
 @torch.no_grad()
-def translated(
+def translate(
     head: Eagle3Head,
     features: Tensor,
     read: Tensor,
@@ -65,7 +67,7 @@ def translated(
     seen: Tensor,
     taps: tuple[int, ...],
 ) -> Eagle3Head:
-    """`transferred`, given what the models say of the texts, N tokens.
+    """`transfer_head`, given what the models say of the texts, N tokens.
 
     Args:
         features: (N, H) what the head makes of its donor's states. read: (N, taps * wide) the target's states.

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.data.conversations import context_of
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.texts import context_of
-from specdec.eagle3.unroll import unroll
+from specdec.generator import SpeculativeGenerator
+from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
+from specdec.training.unroll import unroll
 from specdec.tree import DynamicTree
 
 TREE = DynamicTree(depth=6, top_k=8, size=24)
@@ -68,9 +70,6 @@ def evaluate(
 
     Of a prompt that leaves no room for `max_new_tokens` in what the target reads, the end is taken.
     """
-    from specdec.generator import SpeculativeGenerator
-    from specdec.proposers.eagle3 import Eagle3Proposer
-
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
     prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]

@@ -6,15 +6,14 @@ towards the target's, p, restricted to that vocabulary and renormalised.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.readout import Readout
-from specdec.eagle3.unroll import unroll
+from specdec.training.teacher import TargetLogits
+from specdec.training.unroll import unroll
 
 ROWS_AT_ONCE = 1024  # whose logits are in memory together
 
@@ -41,7 +40,7 @@ class Objective(nn.Module):
     """The head, and what of the target its loss needs.
 
     Args:
-        embedding: (V, H) of the target, frozen. readout: its logits of the draft vocabulary.
+        embedding: (V, H) of the target, frozen. target_logits: its logits of the draft vocabulary.
         steps: drafted tokens to train. decay: weight of a step's loss relative to the one before.
         loss: of `LOSSES`. flex: use flex attention, see `unroll`.
 
@@ -54,7 +53,7 @@ class Objective(nn.Module):
         self,
         head: Eagle3Head,
         embedding: Tensor,
-        readout: Readout,
+        target_logits: TargetLogits,
         *,
         steps: int = 5,
         decay: float = 0.8,
@@ -67,7 +66,8 @@ class Objective(nn.Module):
         self.loss = loss
         self.head, self.steps, self.decay, self.flex = head, steps, decay, flex
         self.state_weight = 0.0
-        self._embedding, self._readout = (embedding.detach(),), readout  # in a tuple: not saved, not moved, not trained
+        self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
+        self._target_logits = target_logits
 
     def forward(self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor) -> dict[str, Any]:
         """Loss of a batch, as `StateDataset` and `collate` make it.
@@ -80,8 +80,8 @@ class Objective(nn.Module):
             accuracy: (steps,) share of learnt tokens where the head's first choice is the target's.
         """
         head, T = self.head, ids.shape[1]
-        embedding, readout = self._embedding[0].to(ids.device), self._readout.to(ids.device)
-        H = readout.weight.shape[-1]
+        embedding, target_logits = self._embedding[0].to(ids.device), self._target_logits.to(ids.device)
+        H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         embeds = nn.functional.embedding(ids, embedding) if head.embed_tokens is None else head.embed_tokens(ids)
         learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
@@ -102,7 +102,7 @@ class Objective(nn.Module):
         before = final.roll(1, 1)[learnt]  # the target chose a token from its state at the one before
         assert head.lm_head is not None
         out = head.read_out(torch.stack(drafted))
-        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, before, readout, scale, LOSSES[self.loss])
+        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, before, target_logits, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         return {"loss": loss, "accuracy": hits / rows.sum(-1).clamp(min=1)}
@@ -115,7 +115,13 @@ class _LossOfRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, drafted: Tensor, weight: Tensor, final: Tensor, readout: Readout, scale: Tensor, loss_of: Any
+        ctx: Any,
+        drafted: Tensor,
+        weight: Tensor,
+        final: Tensor,
+        target_logits: TargetLogits,
+        scale: Tensor,
+        loss_of: Any,
     ) -> tuple[Tensor, Tensor]:
         """drafted (steps, N, H), weight (K, H), final (N, target H), scale (steps, N), loss_of: of `LOSSES`.
 
@@ -130,7 +136,7 @@ class _LossOfRows(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            p = readout(final[part]).softmax(-1)
+            p = target_logits(final[part]).softmax(-1)
             choice = p.argmax(-1)
             for step, (h, each) in enumerate(zip(drafted[:, part], scale[:, part], strict=True)):
                 logits = (h @ half.T).float()
@@ -164,20 +170,3 @@ def _over_processes(counts: Tensor) -> Tensor:
     counts = counts.float()
     torch.distributed.all_reduce(counts)
     return counts / torch.distributed.get_world_size()
-
-
-def token_counts(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """(V,) int64, how often the target wrote each token.
-
-    Args:
-        texts: ids and learn flags, (T,) each.
-    """
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, learn in texts:
-        counts += torch.bincount(ids[learn.bool()], minlength=vocab_size)
-    return counts
-
-
-def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The draft vocabulary, (K,) int64 ascending: the `size` tokens, or all, with the highest counts (V,)."""
-    return counts.topk(min(size, len(counts))).indices.sort().values

@@ -1,0 +1,1 @@
+"""Conversations and texts from files, and `regenerate`, which has a target write them. Knows nothing of heads."""

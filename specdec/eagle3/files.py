@@ -1,0 +1,80 @@
+"""The files of a head's checkpoint as they lie in a folder: config.json, and tensors by the names they were given.
+
+Knows nothing of what they mean. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from specdec.paths import require_folder_or_id
+
+
+def folder_of(path: str | Path) -> Path:
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    require_folder_or_id(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except (HFValidationError, OSError) as error:
+        raise ValueError(f"{path} is neither a folder nor a hub repository that can be reached: {error}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        trained = folder / "head"
+        where = f": it is a training's, whose head is {trained}" if (trained / "config.json").exists() else ""
+        raise ValueError(f"{folder} has no config.json{where}") from error
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{folder}/config.json holds {type(config).__name__}, not an object")
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*model*.bin"))
+    if not files:
+        raise ValueError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in _read_file(file).items():
+            if name in tensors:
+                raise ValueError(f"{folder}: {name} is in more than one file")
+            tensors[name] = tensor
+    for index in folder.glob("*.index.json"):
+        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
+        if named - tensors.keys():
+            raise ValueError(f"{folder}: {index.name} names {sorted(named - tensors.keys())[0]}, which no file holds")
+    return tensors
+
+
+def _read_file(file: Path) -> dict[str, Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged or cut short: {error}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise ValueError(
+            f"{file} does not hold weights alone, or is damaged; nothing in it was executed: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+    if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
+        raise ValueError(f"{file} does not hold a dictionary of tensors")
+    return loaded

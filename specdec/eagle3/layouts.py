@@ -1,0 +1,157 @@
+"""`save`: writes a head in the two common layouts, or in specdec's own of half the size.
+
+Owns the names and the config that each layout has.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.files import read_config
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.int8 import as_int8
+
+LAYOUTS = ("sglang", "speculators", "int8")
+
+
+def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: str = "") -> None:
+    """Write a head: config.json and model.safetensors.
+
+    Args:
+        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`; their code knows no biases in attention and
+            leaves them out), "speculators" (vLLM's: `layers.0.*`), or "int8", which specdec alone reads: half the
+            size, matrices of int8 with a float32 scale per row.
+        target: name or path of the target, which vLLM's layout wants to know.
+
+    Raises:
+        ValueError: unknown layout, not an EAGLE-3 head, or a folder that holds another model's weights.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    c = head.config
+    if c.version != 3:
+        raise ValueError("only EAGLE-3 heads can be exported: EAGLE-1 and 2 checkpoints have one layout already")
+    folder = Path(folder)
+    _refuse_others(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
+    if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
+        del weights["d2t"]
+    else:
+        weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
+        weights["t2d"][head.draft_to_target.cpu()] = True
+    if layout != "speculators":
+        weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
+    if layout == "int8":
+        weights = as_int8(weights)
+    if layout == "speculators" and c.attention_bias and not c.output_bias:
+        # There `attention_bias` is of all four projections.
+        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
+    described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
+    dtype = str(head.dtype).removeprefix("torch.")
+    if layout == "int8":
+        dtype, described = "bfloat16", described | {"quantization_config": {"quant_method": "specdec-int8"}}
+    # The weights last: a folder without them is not taken for a finished one.
+    (folder / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}, indent=2) + "\n")
+    partial = folder / "model.safetensors.part"
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
+    partial.rename(folder / "model.safetensors")
+
+
+def _refuse_others(folder: Path) -> None:
+    """Heads are written over heads, not over a target."""
+    try:
+        config = read_config(folder)
+    except ValueError:  # none, or not written to its end
+        config = {}
+    if "draft_vocab_size" not in config and any(folder.glob("*.safetensors")):
+        raise ValueError(f"{folder} holds the weights of another model, which would be lost: choose another folder")
+
+
+def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
+    said, taps = _taps(c, "output")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer_config(c),
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden_size,
+        **_flags(c),
+        **said,
+        "eagle_config": {"use_aux_hidden_state": True}
+        | ({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
+    }
+
+
+def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
+    said, taps = _taps(c, "entering")
+    return {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+        "transformer_layer_config": _layer_config(c),
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden_size,
+        **_flags(c),
+        **said,
+        **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
+    }
+
+
+def _layer_config(c: Eagle3Config) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.rms_norm_eps,
+        "hidden_act": c.hidden_act,
+        "attention_bias": c.attention_bias,
+        "mlp_bias": c.mlp_bias,
+        "rope_parameters": dict(c.rope),
+        "rope_theta": c.rope["rope_theta"],  # engines older than rope_parameters read these two
+        "max_position_embeddings": c.max_position_embeddings,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
+    if scaling != {"rope_type": "default"}:
+        described["rope_scaling"] = scaling
+    if c.sliding_window is not None:
+        described |= {"sliding_window": c.sliding_window, "use_sliding_window": True}
+    return described
+
+
+def _flags(c: Eagle3Config) -> dict[str, Any]:
+    return {
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+    }
+
+
+def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:
+    """Our field about counting layers, and the ids; those whose convention is not known stay as they are."""
+    if c.tap_ids is None:
+        return {}, None
+    if not c.tap_convention_known:
+        return {"tap_convention_assumed": c.tap_convention}, list(c.tap_ids)
+    shift = {("entering", "output"): -1, ("output", "entering"): 1}.get((c.tap_convention, convention), 0)
+    return {"tap_convention": convention}, [tap + shift for tap in c.tap_ids]

@@ -1,0 +1,202 @@
+"""`ConfigReader`: what a checkpoint says of its head, by its weights, its config, or by neither.
+
+The weights come first (their names and shapes cannot lie), the config second; what neither says is assumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specdec.eagle3.config import Eagle3Config
+
+
+@dataclass(frozen=True)
+class Field:
+    """One fact about a head: its value, and whether the config said so, the weights did, or it was assumed."""
+
+    name: str
+    value: Any
+    source: str  # "config", "weights" or "assumed"
+    note: str = ""
+
+
+class ConfigReader:
+    """Puts an `Eagle3Config` together, noting where each fact comes from."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor], names: list[str]):
+        self.folder, self.weights = folder, weights
+        self.top = config
+        self.layer: dict[str, Any] = config.get("transformer_layer_config") or config
+        self.nested: dict[str, Any] = config.get("eagle_config") or {}
+        self.fields: list[Field] = []
+        self.version = 3 if "layers.0.hidden_norm.weight" in weights else 1
+        self.format = self._format(names)
+
+    def config(self) -> Eagle3Config:
+        weights = self.weights
+        H, wide = weights["fc.weight"].shape
+        q = self._weight("layers.0.self_attn.q_proj.weight").shape[0]
+        kv = self._weight("layers.0.self_attn.k_proj.weight").shape[0]
+        qk_norm = "layers.0.self_attn.q_norm.weight" in weights
+        heads = self.layer.get("num_attention_heads")
+        if qk_norm:
+            head_dim = self._seen("head_dim", len(weights["layers.0.self_attn.q_norm.weight"]))
+        else:
+            head_dim = self.layer.get("head_dim") or (q // heads if heads else None)
+            if head_dim is None:
+                raise ValueError(f"{self.folder}/config.json names neither num_attention_heads nor head_dim")
+            self._note("head_dim", head_dim, "config" if self.layer.get("head_dim") else "weights")
+        if q % head_dim or kv % head_dim:
+            raise ValueError(f"{self.folder}: head_dim {head_dim} does not divide the projections' {q} and {kv} rows")
+        taps, convention, known = self._taps()
+        num_taps = len(taps) if taps else 3
+        target_hidden = self._seen("target_hidden_size", H if self.version == 1 else wide // num_taps)
+        if self.version == 3 and target_hidden * num_taps != wide:
+            raise ValueError(f"{self.folder}: fc.weight takes {wide} values, which are not {num_taps} equal states")
+        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        said_layers = self.layer.get("num_hidden_layers")
+        note = f"the config says {said_layers}" if said_layers not in (None, layers) else ""
+        return Eagle3Config(
+            hidden_size=self._seen("hidden_size", H),
+            vocab_size=self._vocab_size(),
+            draft_vocab_size=self._draft_vocab_size(),
+            intermediate_size=self._seen("intermediate_size", self._weight("layers.0.mlp.gate_proj.weight").shape[0]),
+            num_attention_heads=self._seen("num_attention_heads", q // head_dim),
+            num_key_value_heads=self._seen("num_key_value_heads", kv // head_dim),
+            head_dim=head_dim,
+            target_hidden_size=target_hidden,
+            num_layers=self._seen("num_layers", layers, note),
+            rms_norm_eps=self._said_or("rms_norm_eps", self.layer, 1e-6),
+            hidden_act=self._said_or("hidden_act", self.layer, "silu"),
+            attention_bias=self._seen("attention_bias", "layers.0.self_attn.q_proj.bias" in weights),
+            output_bias=self._seen("output_bias", "layers.0.self_attn.o_proj.bias" in weights),
+            mlp_bias=self._seen("mlp_bias", "layers.0.mlp.gate_proj.bias" in weights),
+            qk_norm=self._seen("qk_norm", qk_norm),
+            rope=self._rope(),
+            max_position_embeddings=self._said_or("max_position_embeddings", self.layer, 4096),
+            sliding_window=self._window(),
+            tap_ids=taps,
+            tap_convention=convention,
+            tap_convention_known=known,
+            version=self._seen("version", self.version),
+            norm_before_fc=self._seen("norm_before_fc", "input_norm.weight" in weights),
+            fc_norm=self._seen("fc_norm", "fc_norm.0.weight" in weights),
+            norm_before_residual=self._norm_before_residual(),
+            norm_output=self._norm_output(),
+            fc_bias=self._seen("fc_bias", "fc.bias" in weights),
+            own_embedding=self._seen("own_embedding", "embed_tokens.weight" in weights),
+        )
+
+    def _format(self, names: list[str]) -> str:
+        if "speculators_model_type" in self.top:
+            return "vLLM speculators"
+        if self.version == 1:
+            return "SafeAILab EAGLE-1 or 2"
+        if any(name.startswith("layers.0.") for name in names):
+            return "ModelOpt"
+        if self.nested:
+            return "SpecForge, SGLang or ModelOpt"
+        return "SafeAILab EAGLE-3"
+
+    def _taps(self) -> tuple[tuple[int, ...] | None, str, bool]:
+        if self.version == 1:
+            self._note("taps", "the target's final state", "weights")
+            return None, "entering", True
+        names = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids")
+        ids = next((d[name] for d in (self.top, self.nested) for name in names if d.get(name)), None)
+        if ids is None:
+            self._note("taps", "low, middle and high", "assumed", "states entering layers 2, n // 2 and n - 3 of n")
+            return None, "entering", True
+        self._note("taps", list(ids), "config")
+        said = self.top.get("tap_convention")
+        usual = "entering" if self.format == "vLLM speculators" else "output"
+        convention = said or self.top.get("tap_convention_assumed") or usual
+        how = "config" if said else "assumed"
+        note = "" if said else "settled with the target if one way of counting gives the paper's layers"
+        self._note("tap_convention", convention, how, note)
+        return tuple(int(i) for i in ids), convention, bool(said)
+
+    def _vocab_size(self) -> int:
+        if "embed_tokens.weight" in self.weights:
+            return int(self._seen("vocab_size", self.weights["embed_tokens.weight"].shape[0]))
+        size = self.layer.get("vocab_size") or self.top.get("vocab_size")
+        if not size:
+            raise ValueError(f"{self.folder}/config.json has no vocab_size")
+        return int(size)
+
+    def _draft_vocab_size(self) -> int:
+        if "lm_head.weight" in self.weights:
+            return int(self._seen("draft_vocab_size", self.weights["lm_head.weight"].shape[0]))
+        if self.version == 1:
+            self._note("draft_vocab_size", "the target's", "weights", "drafts through the target's LM head")
+            return self._vocab_size()
+        raise ValueError(f"{self.folder} holds no lm_head.weight")
+
+    def _rope(self) -> dict[str, Any]:
+        """Never the target's: the head's own config, base 10000 where it is silent."""
+        given = dict(self.layer.get("rope_parameters") or {})
+        scaling = self.layer.get("rope_scaling") or {}
+        scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
+        rope = {"rope_type": "default", **scaling, **given}
+        source = "config"
+        if "rope_theta" not in rope:
+            theta = self.layer.get("rope_theta")
+            source = "config" if theta is not None else "assumed"
+            rope["rope_theta"] = float(theta) if theta is not None else 10000.0
+        if "partial_rotary_factor" not in rope and self.layer.get("partial_rotary_factor") is not None:
+            rope["partial_rotary_factor"] = self.layer["partial_rotary_factor"]
+        self._note("rope", rope, source)
+        return rope
+
+    def _window(self) -> int | None:
+        window = self.layer.get("sliding_window")
+        if window is None or self.layer.get("use_sliding_window") is False:
+            return None
+        types = self.layer.get("layer_types")
+        if types and "sliding_attention" not in types:
+            return None
+        return int(self._note("sliding_window", window, "config"))
+
+    def _norm_before_residual(self) -> bool:
+        said = self._flag("norm_before_residual")
+        if said is not None:
+            return said
+        speculators = self.format == "vLLM speculators"
+        return bool(
+            self._note("norm_before_residual", speculators, "assumed", "as vLLM does" if speculators else "the paper's")
+        )
+
+    def _norm_output(self) -> bool:
+        said = self._flag("norm_output")
+        if said is not None:
+            return said
+        newer = "fc_norm.0.weight" in self.weights
+        return bool(self._note("norm_output", newer, "assumed", "EAGLE-3.1, as it has fc_norm" if newer else "EAGLE-3"))
+
+    def _flag(self, name: str) -> bool | None:
+        for place in (self.top, self.nested):
+            if place.get(name) is not None:
+                return bool(self._note(name, bool(place[name]), "config"))
+        return None
+
+    def _weight(self, name: str) -> Tensor:
+        if name not in self.weights:
+            raise ValueError(f"{self.folder} lacks {name}")
+        return self.weights[name]
+
+    def _said_or(self, name: str, place: Mapping[str, Any], default: Any) -> Any:
+        value = place.get(name)
+        return self._note(name, default if value is None else value, "assumed" if value is None else "config")
+
+    def _seen(self, name: str, value: Any, note: str = "") -> Any:
+        return self._note(name, value, "weights", note)
+
+    def _note(self, name: str, value: Any, source: str, note: str = "") -> Any:
+        if all(known.name != name for known in self.fields):
+            self.fields.append(Field(name, value, source, note))
+        return value

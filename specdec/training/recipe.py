@@ -1,0 +1,116 @@
+"""`Recipe`: what to train, on what, and how; and what of it makes two runs the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from accelerate import PartialState
+
+from specdec.paths import named, require_folder_or_id
+from specdec.training.objective import LOSSES
+
+DRAFT_VOCAB = 8192
+# Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
+SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
+# What may differ between two runs of one recipe.
+FREE = ("data", "held_out_data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What to train, on what, and how.
+
+    Args:
+        target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
+        start_from: a head to go on from, a folder or hub id. None: a fresh one.
+        start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
+        draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
+            8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
+        attention_bias: a fresh head's attention has biases if the target's has.
+        steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (`objective.LOSSES`).
+        length: tokens per packed row.
+        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
+            of one update count alike, however many tokens are learnt in each.
+        cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
+        flex: use flex attention, see `unroll`.
+        max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
+        held_out_data: texts only evaluated on, in a file of their own, in place of those.
+        save_every, evaluate_every: updates between checkpoints, and between evaluations by the decoder.
+        max_minutes: stop after them, at the next update that is logged; the same call goes on.
+        device: None: an accelerator if there is one.
+    """
+
+    target: str
+    data: Path
+    out: Path
+    start_from: str | None = None
+    start_from_target: str | None = None
+    draft_vocab: int | None = None
+    intermediate_size: int | None = None
+    attention_bias: bool = True
+    steps: int = 3
+    loss: str = "ce"
+    length: int = 512
+    epochs: float = 2.0
+    learning_rate: float = 1e-3
+    batch_size: int = 4
+    rows_at_once: int | None = None
+    cache_states: bool = False
+    flex: bool = False
+    max_texts: int | None = None
+    held_out: int = 16
+    held_out_data: Path | None = None
+    save_every: int = 100
+    evaluate_every: int = 500
+    max_minutes: float | None = None
+    seed: int = 0
+    device: str | None = None
+
+    def check(self) -> None:
+        """What can be said before anything is read."""
+        if self.device not in (None, "cpu"):
+            raise ValueError(f'device is "cpu", or left out for an accelerator if there is one; got {self.device!r}')
+        for kind, variable in SHARDING.items():
+            if os.environ.get(variable, "false").lower() == "true":
+                raise ValueError(
+                    f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
+                    "them. Use `accelerate launch --multi_gpu`"
+                )
+        if self.start_from_target is not None and self.start_from is None:
+            raise ValueError("--from-target says what the head of --from is for: give --from too")
+        if self.loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        for name in (self.target, self.start_from_target):
+            if name is not None:
+                require_folder_or_id(name)
+
+    def identity(self, texts: str, weights: str) -> dict[str, str]:
+        """What two runs that share a folder must have in common.
+
+        Args:
+            texts: a checksum of those that were given. weights: one of the target's.
+        """
+        mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
+        mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
+        if self.start_from is None:
+            mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
+        mine |= {"texts": texts, "weights": weights}
+        if self.held_out_data is not None:
+            mine["held_out"] = "a file of its own"
+        return mine
+
+    def defaults(self) -> dict[str, str]:
+        """Of an identity: what holds for a run of before an option was there."""
+        return {field.name: str(field.default) for field in fields(self) if field.name not in FREE}
+
+    def per_pass(self, processes: PartialState) -> int:
+        """Rows of a process in one pass."""
+        at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
+        if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
+            raise ValueError(
+                f"batch_size {self.batch_size} cannot be divided among {processes.num_processes} processes in passes "
+                f"of {at_once or 1} rows: choose a multiple"
+            )
+        return at_once

@@ -1,0 +1,171 @@
+"""`train`: from a recipe to a trained head, in one call that goes on where an earlier one was stopped.
+
+Owns the order of things, and what several processes share of the work.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+
+from accelerate import PartialState
+from rich.progress import Progress
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
+from transformers.utils import is_torch_bf16_gpu_available
+
+from specdec.capability import capability
+from specdec.data.texts import Text, keep
+from specdec.eagle3.head import Eagle3Head
+from specdec.proposers.draft_model import load as load_model
+from specdec.taps import decoder_layers
+from specdec.training.corpus import checksum_of_entries, corpus
+from specdec.training.dataset import PackedTexts, StateDataset
+from specdec.training.deadline import Deadline
+from specdec.training.evaluation import Evaluation
+from specdec.training.evaluation_callback import EvaluationCallback
+from specdec.training.progress import speak
+from specdec.training.recipe import Recipe
+from specdec.training.run_folder import RunFolder
+from specdec.training.starting_head import given_head, starting_head
+from specdec.training.states import bytes_per_token, extract
+from specdec.training.teacher import fingerprint
+from specdec.training.trainer import STATE_WEIGHT, Eagle3Trainer
+
+LOG_EVERY = 10  # updates
+
+
+def train(recipe: Recipe) -> Evaluation | None:
+    """Extract, train, evaluate; everything in `recipe.out`, the best head in its `head`. None if time was up before."""
+    started = time.monotonic()
+    folder = RunFolder(recipe.out)
+    recipe.check()
+    folder.check()
+    processes = PartialState(cpu=recipe.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
+    recipe.per_pass(processes)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
+    with folder.alone() if processes.is_main_process else nullcontext():
+        return _train(recipe, folder, processes, deadline)
+
+
+def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Evaluation | None:
+    given = given_head(recipe)
+    tokenizer = AutoTokenizer.from_pretrained(recipe.target)
+    checksum = checksum_of_entries(recipe)
+    learnt, held_out = corpus(recipe, folder, tokenizer, checksum)
+    target = load_model(recipe.target).to(processes.device)
+    if capability(target).masks is None:
+        raise ValueError(f"{recipe.target} cannot be decoded speculatively: {capability(target).reason}")
+    weights = fingerprint(target)
+    identity = recipe.identity(checksum, weights)
+    folder.refuse_others(identity, recipe.defaults() | {"weights": weights})
+    head = starting_head(recipe, given, target, learnt, folder, processes)
+    if processes.is_main_process:
+        keep(learnt, folder.learnt)
+        keep(held_out, folder.held_out)
+        folder.claim(identity)
+    dataset: Dataset = PackedTexts(learnt, recipe.length)
+    if recipe.cache_states:
+        if processes.is_local_main_process:
+            _extract(target, head, learnt, folder, deadline)
+        processes.wait_for_everyone()
+        if not (folder.states / "states.json").exists():
+            return None
+        dataset = StateDataset(folder.states, recipe.length)
+    trainer = _trainer(recipe, folder, head, target, dataset, processes)
+    prompts = [_prompt(text) for text in held_out]
+    evaluation = EvaluationCallback(
+        trainer, prompts, folder, every=recipe.evaluate_every, at_start=recipe.start_from is not None
+    )
+    trainer.add_callback(evaluation)
+    if deadline is not None:
+        trainer.add_callback(Deadline(deadline))
+    with folder.clear_failures("use fewer --rows-at-once"):
+        trainer.train(resume_from_checkpoint=folder.last_checkpoint())
+    if trainer.state.global_step < trainer.state.max_steps:
+        return None
+    trainer.accelerator.wait_for_everyone()  # one process evaluates
+    return evaluation.best()
+
+
+def _extract(
+    target: PreTrainedModel, head: Eagle3Head, texts: Sequence[Text], folder: RunFolder, deadline: float | None
+) -> None:
+    taps = head.config.taps(len(decoder_layers(target)))
+    tokens = sum(len(text.ids) for text in texts)
+    done = sum(path.stat().st_size for path in folder.states.glob("states-*.safetensors"))
+    size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(folder.path).free
+    print(f"{len(texts)} texts, {tokens} tokens; their states take {_bytes(size)} in {folder.states}")
+    if size - done > 0.95 * free:
+        raise ValueError(f"{_bytes(size)} of states do not fit on the disk, {_bytes(free)} are free")
+    with Progress() as bar, folder.clear_failures("use a shorter --length"):
+        task = bar.add_task("states", total=tokens)
+        extract(
+            target,
+            texts,
+            taps,
+            folder.states,
+            progress=lambda done: bar.advance(task, done),
+            go_on=lambda: deadline is None or time.monotonic() < deadline,
+        )
+
+
+def _trainer(
+    recipe: Recipe,
+    folder: RunFolder,
+    head: Eagle3Head,
+    target: PreTrainedModel,
+    dataset: Dataset,
+    processes: PartialState,
+) -> Eagle3Trainer:
+    per_pass = recipe.per_pass(processes)
+    on_cpu = processes.device.type == "cpu"
+    args = TrainingArguments(
+        output_dir=str(folder.checkpoints),
+        per_device_train_batch_size=per_pass,
+        gradient_accumulation_steps=recipe.batch_size // (per_pass * processes.num_processes),
+        num_train_epochs=recipe.epochs,
+        learning_rate=recipe.learning_rate,
+        adam_beta2=0.95,
+        max_grad_norm=0.5,
+        warmup_steps=20,
+        lr_scheduler_type="cosine",
+        bf16=on_cpu or is_torch_bf16_gpu_available(),
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
+        logging_steps=math.gcd(LOG_EVERY, recipe.save_every),  # a resumed run logs the same means
+        save_steps=recipe.save_every,
+        save_total_limit=2,
+        seed=recipe.seed,
+        report_to=[],
+        remove_unused_columns=False,
+        dataloader_pin_memory=not on_cpu,
+    )
+    trainer = Eagle3Trainer(
+        head,
+        target,
+        args,
+        steps=recipe.steps,
+        loss=recipe.loss,
+        state_weight=STATE_WEIGHT if recipe.start_from is None else 0.0,
+        flex=recipe.flex,
+        train_dataset=dataset,
+    )
+    speak(trainer)
+    return trainer
+
+
+def _prompt(text: Text) -> Tensor:
+    """What stands before the first token that the target wrote; of a plain text its first quarter."""
+    start = int(text.learn.long().argmax())
+    return text.ids[: start or max(1, len(text.ids) // 4)]
+
+
+def _bytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

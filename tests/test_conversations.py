@@ -1,0 +1,131 @@
+"""Conversations and texts, from files to tokens."""
+
+import copy
+
+import pytest
+
+from specdec.data.conversations import encode_prompt, read_prompts, read_texts
+from tests.training import (
+    words,
+    written,
+)
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
+def test_every_format_is_read(tokenizer, name, tmp_path):
+    path = written(
+        tmp_path / name,
+        {"prompt": "a b", "response": "c d"},
+        {"prompt": "a b", "response": "c d", "finish": "length"},
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b c"},
+                {"role": "user", "content": "d"},
+                {"role": "assistant", "content": "e"},
+                {"role": "user", "content": "f"},
+            ]
+        },
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}]},
+        "",
+        {"text": "a b c d"},
+    )
+    texts = list(read_texts(path, tokenizer, 100))
+    shown = [(words(tokenizer, text.ids), words(tokenizer, text.ids[text.learn])) for text in texts]
+    assert shown == [
+        ("<user> a b <end> <assistant> c d <end>", "c d <end>"),
+        ("<user> a b <end> <assistant> c d", "c d"),
+        (
+            "<system> s <end> <user> a <end> <assistant> b c <end> <user> d <end> <assistant> e <end>",
+            "b c <end> e <end>",
+        ),
+        ("<user> a <end> <assistant> b c <end>", "b c <end>"),
+        ("a b c d", "a b c d"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "is empty: one JSON object per line"),
+        ([{"text": "a b c"}, "{broken"], "line 2 is not JSON"),
+        (['{"text": "a"', {"text": "b"}], "line 1 is not JSON: .* at column 13"),
+        (["[1]"], "line 1: expected"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: the conversation has no answer"),
+        ([{"messages": [{"role": "robot", "content": "a"}]}], "line 1: a message needs a role"),
+        ([{"prompt": "a", "response": "", "finish": "length"}], "line 1: the response is empty"),
+        ([{"question": "a"}], "line 1: expected"),
+        ([{"text": 5}], "line 1: text must be a string"),
+        ([{"prompt": 5, "response": "a"}], "line 1: prompt must be a string"),
+        ([{"messages": 5}], "line 1: messages must be a list"),
+        ([{"messages": [{"role": ["user"], "content": "a"}]}], "line 1: a message needs a role"),
+        ([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}], "a string as its content"),
+    ],
+)
+def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        list(read_texts(written(tmp_path / "data.jsonl", *lines), tokenizer, 100))
+
+
+def test_a_file_cut_short_is_named(tokenizer, tmp_path):
+    path = written(tmp_path / "data.jsonl.gz", *[{"text": "a b c"}] * 50)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* and whole"):
+        list(read_texts(path, tokenizer, 100))
+
+
+def test_prompts_may_be_lines(tmp_path):
+    (tmp_path / "p.txt").write_text("one\n\ntwo\n")
+    assert [messages for _, messages in read_prompts(tmp_path / "p.txt")] == [
+        [{"role": "user", "content": "one"}],
+        [{"role": "user", "content": "two"}],
+    ]
+    (tmp_path / "p.txt").write_text("\n")
+    with pytest.raises(ValueError, match="one prompt per line"):
+        list(read_prompts(tmp_path / "p.txt"))
+
+
+def test_a_template_that_refuses_a_conversation_is_said_with_its_line(tokenizer, tmp_path):
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{{ raise_exception('no system messages') }}"
+    messages = [{"role": role, "content": "a"} for role in ("system", "user", "assistant")]
+    path = written(tmp_path / "data.jsonl", {"messages": messages})
+    with pytest.raises(ValueError, match="line 1: the conversation does not fit the chat template: no system messages"):
+        list(read_texts(path, strict, 100))
+    with pytest.raises(ValueError, match="does not fit the chat template"):
+        encode_prompt(messages[:2], strict)
+
+
+def test_what_is_lost_of_long_texts_is_said(tokenizer, tmp_path):
+    path = written(
+        tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a", "response": "b c d"}, {"text": "a b c"}
+    )
+    with pytest.warns(UserWarning, match="2 of 3 texts are longer than 5 tokens and were cut: 4 tokens"):
+        assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5, 5, 3]
+
+
+def test_long_texts_are_cut_and_those_without_anything_to_learn_left_out(tokenizer, tmp_path):
+    path = written(tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a b c d e f", "response": "g"})
+    with pytest.warns(UserWarning, match="1 of 2 texts were left out"):
+        assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5]
+
+
+def test_without_a_chat_template_a_conversation_is_a_prompt_and_its_answer(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
+    [text] = read_texts([{"messages": messages, "finish": "length"}], plain, 10)
+    assert (words(plain, text.ids), words(plain, text.ids[text.learn])) == ("a b c d", "c d")
+
+
+def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("a b c d\n\ne f g\n")
+    assert [words(tokenizer, text.ids) for text in read_texts(tmp_path / "a.txt", tokenizer, 10)] == [
+        "a b c d",
+        "e f g",
+    ]
+    rows = [{"text": "a b c"}, {"prompt": "a", "response": "b"}]  # a Dataset yields dictionaries, too
+    assert len(list(read_texts(rows, tokenizer, 10))) == 2
+    with pytest.raises(ValueError, match="entry 1: expected"):
+        list(read_texts([{"text": "a b c"}, {"question": "a"}], tokenizer, 10))

@@ -1,0 +1,76 @@
+"""`specdec regenerate`: a target answers prompts."""
+
+import json
+
+import torch
+from typer.testing import CliRunner
+
+from specdec.cli import app
+from specdec.data.conversations import encode_prompt, read_texts
+from tests import tiny
+from tests.training import written
+
+
+def asked(files, name="prompts.jsonl"):
+    two_turns = [{"role": role, "content": text} for role, text in [("user", "a b"), ("assistant", "x"), ("user", "c")]]
+    return written(files / name, {"prompt": "a b c"}, {"messages": two_turns}, {"prompt": "d"}, {"prompt": "e " * 90})
+
+
+def rewrite(files, out, *options):
+    command = ["regenerate", str(files / "model"), str(files / "prompts.jsonl"), str(out)]
+    limits = ["--max-new-tokens", "6", "--max-prompt-tokens", "60", "--batch-size", "2"]
+    return CliRunner().invoke(app, [*command, *limits, *options])
+
+
+def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
+    asked(files)
+    result = rewrite(files, tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    lines = {line["id"]: line for line in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert set(lines) == {0, 1, 2}  # the last one is too long
+    target = tiny.model("llama", num_hidden_layers=4)
+    for line in lines.values():
+        for i, message in enumerate(line["messages"]):
+            if message["role"] != "assistant":
+                continue
+            prompt = torch.tensor([encode_prompt(line["messages"][:i], tokenizer)])
+            plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+            assert message["content"] == tokenizer.decode(plain)
+            assert message["content"] != "x"
+    texts = list(read_texts(tmp_path / "out.jsonl", tokenizer, 100))
+    assert len(texts) == 3
+    assert all(text.ids[-1] == tokenizer.eos_token_id for text in texts)
+    assert not any(text.learn[-1] for text in texts)  # they were cut off: the end is the template's
+
+
+def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
+    asked(files)
+    out = tmp_path / "out.jsonl"
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
+    whole = out.read_text()
+    first, *_ = whole.splitlines(keepends=True)
+    out.write_text(first + whole[len(first) : len(first) + 20])  # killed in the middle of a line
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1").exit_code == 0
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+    assert out.read_text().startswith(first)
+    assert rewrite(files, out, "--temperature", "0", "--temperature", "1", "--limit", "1").exit_code == 0
+    assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
+    assert "nothing was left to answer" in rewrite(files, out, "--temperature", "0", "--temperature", "1").output
+    for changed in (["--temperature", "0.5"], ["--temperature", "0", "--temperature", "1", "--max-new-tokens", "3"]):
+        result = rewrite(files, out, *changed)
+        assert result.exit_code == 2
+        assert "holds answers with" in result.output
+    sliced = tmp_path / "sliced.jsonl"
+    result = rewrite(files, sliced, "--max-minutes", "0")
+    assert "so far: the same command goes on" in result.output
+    assert not sliced.read_text()
+    for foreign in ("these are my notes\n", '{"mine": 1}'):
+        (tmp_path / "notes.jsonl").write_text(foreign)
+        result = rewrite(files, tmp_path / "notes.jsonl")
+        assert result.exit_code == 2
+        assert "is not a file of answers" in result.output
+        assert (tmp_path / "notes.jsonl").read_text() == foreign
+    written(files / "prompts.jsonl", {"prompt": "z"})
+    result = rewrite(files, out)
+    assert result.exit_code == 2
+    assert "holds answers of another target or to other prompts" in result.output

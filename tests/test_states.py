@@ -1,0 +1,105 @@
+"""The target's states over texts, on disk and on the way, and rows packed of them."""
+
+import pytest
+import torch
+
+from specdec.data.texts import Text
+from specdec.taps import Taps
+from specdec.training import states
+from specdec.training.dataset import PackedTexts, StateDataset, collate
+from specdec.training.states import extract
+from tests import eagle3, tiny
+from tests.training import some_texts
+
+
+def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
+    target, taps = tiny.model("llama"), (0, 1, 2)
+    texts = some_texts(target)
+    monkeypatch.setattr(states, "SHARD_TOKENS", 60)
+    done = []
+    extract(target, texts, taps, tmp_path, batch_tokens=64, progress=done.append)
+    assert sum(done) == sum(len(text.ids) for text in texts)
+    shards = sorted(tmp_path.glob("states-*.safetensors"))
+    assert len(shards) > 2
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    content = shards[1].read_bytes()
+    shards[1].unlink()
+    (tmp_path / "states-00001.part").write_bytes(b"half")
+    extract(target, texts, taps, tmp_path, batch_tokens=64)
+    assert shards[1].read_bytes() == content
+    assert [shard.stat().st_mtime_ns for shard in shards if shard != shards[1]] == before[:1] + before[2:]
+
+    dataset = StateDataset(tmp_path, 64)
+    assert dataset.num_tokens == sum(len(text.ids) for text in texts)
+    wanted = [eagle3.states_of(target, text.ids[None], (*taps, -1))[0].bfloat16() for text in texts]
+    found = []
+    for row in dataset:
+        for document in row["documents"].unique():
+            of_it = row["documents"] == document
+            found.append((row["ids"][of_it].tolist(), row["learn"][of_it].tolist(), row["states"][of_it]))
+    for text, state, (ids, learn, ours) in zip(texts, wanted, found, strict=True):
+        assert ids == text.ids.tolist()
+        assert learn == text.learn.tolist()
+        torch.testing.assert_close(ours, state, rtol=2e-2, atol=2e-2)
+
+
+def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
+    target = tiny.model("llama")
+    texts = some_texts(target)
+    expected = states.states_of(target, (1,), texts)
+    taken, read = [], states._pass
+
+    def small(target, listener, ids):
+        taken.append(len(ids))
+        if len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return read(target, listener, ids)
+
+    monkeypatch.setattr(states, "_pass", small)
+    found = states.states_of(target, (1,), texts)
+    assert taken[0] > 1
+    for one, two in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
+    monkeypatch.setattr(states, "_pass", lambda *args: small(None, None, [0, 0]))
+    with pytest.raises(torch.OutOfMemoryError):
+        states.states_of(target, (1,), texts)
+
+
+def test_states_on_the_way_are_those_of_each_document(monkeypatch):
+    """Whatever shares a pass, and without padding short documents to the longest."""
+    target = tiny.model("llama")
+    texts = [*some_texts(target, 2, 30), *(Text(torch.arange(5), torch.ones(5, dtype=torch.bool)) for _ in range(7))]
+    batch = collate(list(PackedTexts(texts, 40)))
+    computed, read = [], states._pass
+
+    def counted(target, listener, ids):
+        computed.append(len(ids) * max(map(len, ids)))
+        return read(target, listener, ids)
+
+    monkeypatch.setattr(states, "_pass", counted)
+    listener = Taps(target, (1, -1))
+    found = states.states_of_packed(target, listener, batch)
+    assert sum(computed) <= 2 * sum(len(text.ids) for text in texts)
+    documents = [
+        (row[where], states_of_it[where])
+        for row, of, states_of_it in zip(batch["ids"], batch["documents"], found, strict=True)
+        for where in (of == number for number in of.unique() if number >= 0)
+    ]
+    assert len(documents) == len(texts)
+    for ids, ours in documents:
+        torch.testing.assert_close(ours, eagle3.states_of(target, ids[None], (1, -1))[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_packed_and_padded(tmp_path):
+    target = tiny.model("llama")
+    texts = some_texts(target, 5)
+    extract(target, texts, (0, 1, 2), tmp_path)
+    dataset = StateDataset(tmp_path, 50)
+    assert [row["documents"].max().item() for row in dataset] == [1, 0, 0, 0]
+    dataset = StateDataset(tmp_path, 60)
+    assert len(dataset) == 3
+    batch = collate([dataset[0], dataset[2]])
+    assert batch["ids"].shape == batch["documents"].shape == batch["states"].shape[:2]
+    assert (batch["documents"][1] == -1).sum() == batch["ids"].shape[1] - len(dataset[2]["ids"])
+    assert not batch["learn"][1][batch["documents"][1] == -1].any()
+    assert all(len(row["ids"]) <= 10 for row in StateDataset(tmp_path, 10))

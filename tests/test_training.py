@@ -1,0 +1,258 @@
+"""`specdec train`: heads that draft, what is said on the way, and what is refused."""
+
+import json
+import re
+import shutil
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers.utils import logging
+from typer.testing import CliRunner
+
+from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.cli import app
+from specdec.data.texts import kept_texts
+from specdec.eagle3 import load, save
+from specdec.training import Eagle3Trainer, initialize
+from specdec.training.dataset import StateDataset
+from specdec.training.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.recipe import SHARDING
+from specdec.training.run_folder import RunFolder
+from specdec.training.states import extract
+from tests import tiny
+from tests.training import SMALL, WORDS, losses, process, run, some_texts, written
+
+
+@pytest.mark.slow
+def test_training_makes_a_head_that_drafts(tmp_path):
+    """From nothing to a head that beats what the previous token alone tells."""
+    target = tiny.model("llama", num_hidden_layers=4)
+    texts = some_texts(target, 16, 40)
+    extract(target, texts, (1, 2, 3), tmp_path / "states")
+    counts = token_counts([(text.ids, text.learn) for text in texts], tiny.VOCAB)
+    vocab = frequent_tokens(counts, 40)
+    assert counts[vocab].sum() > 0.8 * counts.sum()
+    torch.manual_seed(0)
+    head = initialize(target, vocab, tap_ids=(1, 2, 3))
+    args = TrainingArguments(
+        str(tmp_path / "run"),
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        num_train_epochs=400,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=100,
+    )
+    trainer = Eagle3Trainer(head, target, args, steps=4, train_dataset=StateDataset(tmp_path / "states", 60))
+    trainer.train()
+    trainer.save_head(tmp_path / "head")
+    logged = [entry for entry in trainer.state.log_history if "simulated_length" in entry]
+    assert logged[-1]["simulated_length"] > logged[0]["simulated_length"] + 1
+
+    spec = SpeculativeGenerator(target, Eagle3Proposer(load(tmp_path / "head"), branching=(1,) * 4), draft_length=4)
+    for i in range(8):
+        spec.generate(tiny.prompts(4 + i, seed=i)["input_ids"], do_sample=False, max_new_tokens=40)
+    follows = {}  # the bigram baseline, as generous as can be: fitted to the very texts
+    for text in texts:
+        for one, two in zip(text.ids.tolist(), text.ids.tolist()[1:], strict=False):
+            follows.setdefault(one, []).append(two)
+    total = sum(map(len, follows.values()))
+    bigram = sum(max(map(seen.count, set(seen))) for seen in follows.values()) / total
+    assert spec.report.conditional_acceptance_rate_per_pos[0] > bigram
+    assert spec.report.mean_acceptance_length > 2.5
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_head_that_is_ahead_of_bigrams(tokenizer, tmp_path):
+    """On prompts that neither has seen, in chains of three, by the decoder."""
+    target = tiny.model("llama", num_hidden_layers=4, vocab_size=len(WORDS))
+    target.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    prompts = torch.randint(5, len(WORDS), (208, 10), generator=torch.manual_seed(0))
+    endless = {"max_new_tokens": 40, "eos_token_id": None, "pad_token_id": 0}
+    texts = target.generate(prompts, do_sample=True, top_k=0, **endless)
+    lines = [{"text": " ".join(WORDS[token] for token in text)} for text in texts.tolist()]
+    data = written(tmp_path / "data.jsonl", *lines[8:])
+    held = written(tmp_path / "held.jsonl", *lines[:8])
+    command = ["train", str(tmp_path / "model"), str(data), str(tmp_path / "out"), "--held-out-data", str(held)]
+    options = f"--draft-vocab {len(WORDS)} --steps 3 --length 50 --epochs 30 --learning-rate 5e-3 --batch-size 16"
+    result = CliRunner().invoke(app, [*command, *options.split(), "--cache-states", "--device", "cpu"])
+    assert result.exit_code == 0, result.output
+    spec = SpeculativeGenerator(
+        target, Eagle3Proposer(load(tmp_path / "out" / "head"), branching=(1,) * 3), draft_length=3
+    )
+    follows = [[0] * len(WORDS) for _ in WORDS]
+    for text in texts[8:].tolist():
+        for one, two in pairwise(text):
+            follows[one][two] += 1
+    rounds = accepted = 0
+    for prompt in prompts[:8]:
+        text = spec.generate(prompt[None], do_sample=False, **endless)[0].tolist()
+        at = len(prompt)
+        while at < len(text) - 3:
+            taken, token = 0, text[at]
+            while taken < 3 and (token := follows[token].index(max(follows[token]))) == text[at + 1 + taken]:
+                taken += 1
+            rounds, accepted, at = rounds + 1, accepted + taken, at + 1 + taken
+    assert spec.report.mean_acceptance_length > 1 + accepted / rounds + 0.2
+
+
+@pytest.mark.slow
+def test_states_computed_on_the_way_train_the_same_head(files, tmp_path):
+    """Up to the rounding of cached states to bfloat16."""
+    for name, options in {"cached": ["--cache-states"], "online": []}.items():
+        assert run(files, tmp_path / name, *options).exit_code == 0
+    cached, online = losses(tmp_path / "cached"), losses(tmp_path / "online")
+    assert [step for step, _ in cached] == [step for step, _ in online]
+    assert [loss for _, loss in online] == pytest.approx([loss for _, loss in cached], rel=0.02)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
+    """Also if they are out of time in between, and where one has more to learn from than the other."""
+    lines = (files / "data.jsonl").read_text().splitlines()
+    short = [{"prompt": "a b c d e f g h i j k l", "response": letter} for letter in "mnopqrst"]
+    data = written(tmp_path / "data.jsonl", *(entry for pair in zip(lines, short, strict=False) for entry in pair))
+    longer = ["--epochs", "15", "--length", "20"]
+
+    def train(out):
+        return ["train", str(files / "model"), str(data), str(tmp_path / out), *SMALL.split(), *longer]
+
+    assert CliRunner().invoke(app, train("one")).exit_code == 0
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    for minutes, said in (("0", "time is up at update 2 of "), ("9", "the head is in")):
+        command = [*launch, "-m", "specdec", *train("two"), "--max-minutes", minutes]
+        both = process(command, ACCELERATE_USE_CPU="true")
+        output, _ = both.communicate(timeout=240)
+        assert both.returncode == 0, output
+        assert said in output
+    assert (Path(RunFolder(tmp_path / "two").last_checkpoint()) / "rng_state_1.pth").exists()  # there were two
+    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert len(one) > 5
+    assert [step for step, _ in one] == [step for step, _ in two]
+    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_rows_in_several_passes_train_the_same_head(files, tmp_path):
+    for name, at_once in (("two", "2"), ("one", "1")):
+        assert run(files, tmp_path / name, "--rows-at-once", at_once, "--epochs", "8").exit_code == 0
+    one, two = ([loss for _, loss in losses(tmp_path / name)] for name in ("one", "two"))
+    assert len(one) > 2
+    assert one == pytest.approx(two, rel=0.01)
+
+
+def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch):
+    def broken(self, ids, **kwargs):
+        return {"loss": torch.nan * self.head.fc.weight.sum(), "accuracy": torch.ones(3)}
+
+    monkeypatch.setattr("specdec.training.objective.Objective.forward", broken)
+    result = run(files, tmp_path)
+    assert result.exit_code == 2
+    assert "the loss is nan at update 0: try a lower learning rate" in result.output
+
+
+@pytest.mark.parametrize("verbosity", [logging.WARNING, logging.ERROR], ids=["with a bar", "without"])
+def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
+    request.addfinalizer(partial(logging.set_verbosity, logging.get_verbosity()))
+    logging.set_verbosity(verbosity)  # above warnings there is no bar
+    result = run(files, tmp_path, "--epochs", "2")
+    assert result.exit_code == 0, result.output
+    lines = result.output.replace("\r", "\n").splitlines()
+    assert any(re.search(r"update 10: loss \d+\.\d+, first choices right( \d\.\d\d){3} ", line) for line in lines)
+    assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
+
+
+@pytest.mark.parametrize("kind", SHARDING)
+def test_sharding_the_head_is_refused(files, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv(SHARDING[kind], "true")
+    result = run(files, tmp_path / "out")
+    assert result.exit_code == 2
+    assert f"not with {kind}" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_cannot_be_divided(files, tmp_path):
+    result = run(files, tmp_path / "out", "--batch-size", "5", "--rows-at-once", "2")
+    assert result.exit_code == 2
+    assert "choose a multiple" in result.output
+    assert not (tmp_path / "out").exists()  # a corrected command is not refused
+
+
+def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "specdec.training.run.EvaluationCallback", lambda trainer, prompts, *rest, **more: seen.append(prompts) or 1 / 0
+    )
+    held = written(tmp_path / "held.jsonl", {"text": "a b c d e f g h"}, {"prompt": "z", "response": "y x"})
+    result = run(files, tmp_path / "out", "--held-out-data", str(held), "--held-out", "50")
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert [len(prompt) for prompt in seen[0]] == [2, 4]
+    assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 12  # all
+
+
+def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.training.run.EvaluationCallback", lambda *rest, **more: 1 / 0)
+    options = ["--held-out-data", str(files / "data.jsonl")]
+    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are learnt from, too"):
+        run(files, tmp_path / "out", *options)
+    again = run(files, tmp_path / "out", "--held-out", "1")
+    assert "(held_out was a file of its own, is 1)" in again.output.replace("\n", " ")
+
+
+def test_rows_longer_than_the_target_reads_are_refused(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 39}))
+    command = ["train", str(tmp_path / "model"), str(files / "data.jsonl"), str(tmp_path / "out"), *SMALL.split()]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "reads 39 tokens at most" in result.output.replace("\n", " ")
+
+
+def test_texts_up_to_the_end_of_what_the_target_reads(tokenizer, tmp_path):
+    """Where positions are learnt, one more is an IndexError."""
+    target = tiny.model("gpt2", n_positions=32, n_layer=4)
+    target.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    entries = [{"prompt": "a b " * 14, "response": "c d e"} for _ in range(6)]
+    data = written(tmp_path / "data.jsonl", *entries)
+    command = ["train", str(tmp_path / "model"), str(data), str(tmp_path / "out"), *SMALL.split(), "--length", "32"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    prompts = written(tmp_path / "prompts.jsonl", {"prompt": "a " * 8}, {"prompt": "a " * 22})
+    command = ["regenerate", str(tmp_path / "model"), str(prompts), str(tmp_path / "answers.jsonl")]
+    with pytest.warns(UserWarning, match="1 conversations were left out: their prompts are longer than 16 tokens"):
+        result = CliRunner().invoke(app, [*command, "--max-new-tokens", "16"])
+    assert result.exit_code == 0, result.output
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
+    result = CliRunner().invoke(app, [*command, "--max-new-tokens", "32"])
+    assert result.exit_code == 2
+    assert "leaves no room for a prompt in the 32 tokens" in result.output.replace("\n", " ")
+
+
+def test_too_few_texts(files, tmp_path):
+    result = run(files, tmp_path, "--held-out", "50")
+    assert result.exit_code == 2
+    assert "none is left" in result.output
+
+
+def test_the_probe_says_when_hardly_anything_is_accepted(files, tmp_path):
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_pretrained(files / "model")
+    head = initialize(target, torch.arange(20))
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_()
+    save(head, tmp_path / "head")
+    command = ["inspect", str(tmp_path / "head"), "--target", str(files / "model"), "--probe"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "Hardly a draft is accepted: this head is of another model, or was not trained." in result.output
