@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from specdec import DraftModelProposer, HybridProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
 from specdec.draft_view import Int8Linear, share, with_trimmed_head
 from tests import tiny
 
@@ -76,3 +76,33 @@ def test_end_tokens_stay_in_a_trimmed_vocabulary():
     model.generation_config.eos_token_id = [40, 41]
     proposer = DraftModelProposer(model, vocab=8)
     assert proposer.vocab.tolist() == [*range(8), 40, 41]
+
+
+SHAPES = {"chain": {}, "fixed tree": {"branching": (3, 2, 1)}, "dynamic tree": {"tree": DynamicTree(top_k=3)}}
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 1, 5)], ids=["single", "ragged"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("less", ["token ids", "positions"])
+def test_a_draft_model_that_knows_less_than_the_target(less, shape, lengths):
+    """Text with tokens that the draft model has no embedding for, or longer than it has positions for."""
+    target = tiny.model("llama")
+    draft = (
+        tiny.model("llama", seed=1, num_hidden_layers=1, vocab_size=40)
+        if less == "token ids"
+        else tiny.model("gpt2", n_positions=16)
+    )
+    inputs = tiny.prompts(*lengths)
+    assert int(inputs["input_ids"].max()) >= 40
+    spec = SpeculativeGenerator(target, DraftModelProposer(draft, **SHAPES[shape]), draft_length=4)
+    arguments = {"do_sample": False, "max_new_tokens": 20}
+    assert torch.equal(spec.generate(**inputs, **arguments), target.generate(**inputs, **arguments))
+    assert spec.report.num_draft_tokens > 0
+
+
+def test_a_prompt_longer_than_the_draft_model_has_positions_for(llama):
+    spec = SpeculativeGenerator(llama, tiny.model("gpt2", n_positions=16), draft_length=4)
+    inputs = tiny.prompts(30, 5)
+    arguments = {"do_sample": False, "max_new_tokens": 20}
+    assert torch.equal(spec.generate(**inputs, **arguments), llama.generate(**inputs, **arguments))
+    assert spec.report.num_draft_tokens > 0  # of the shorter row

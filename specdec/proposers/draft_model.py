@@ -1,11 +1,13 @@
 """`DraftModelProposer`: a smaller causal LM with the target's tokenizer drafts, one pass per drafted token.
 
-Owns the draft model's runner, whose cache follows the accepted text: nothing is fed twice.
+Owns the draft model's runner, whose cache follows the accepted text: nothing is fed twice. A draft model may know less
+than the target: token ids it has none for are read as its last one, and behind its last position it drafts nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter
 
 import torch
@@ -78,6 +80,9 @@ class DraftModelProposer(AutoregressiveProposer):
         view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
         return ModelRunner(with_int8_linears(view) if _decide(self._int8, self.model) else view)
 
+    def propose(self, context: Context) -> DraftTree:
+        return super().propose(self._within_positions(context))
+
     def begin(self, context: Context) -> None:
         self.runner.start(context.batch_size)
 
@@ -86,6 +91,20 @@ class DraftModelProposer(AutoregressiveProposer):
         if self.runner.pending:  # the root is committed already
             growth, steps = self._accepted_steps(verdict, accepted)
             self.runner.commit(growth, None if draft.chain else steps)
+
+    def _within_positions(self, context: Context) -> Context:
+        """The context with room for as many tokens as the draft model has positions for."""
+        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if most is None:
+            return context
+        lengths = [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
+        room = [max(0, min(room, most - length)) for room, length in zip(context.room, lengths, strict=True)]
+        active = [alive and most > length for alive, length in zip(context.active, lengths, strict=True)]
+        return replace(context, room=room, active=active)
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        """A fine-tuned target may have tokens that its draft model has not: chat markers, say."""
+        return tokens.clamp(max=self.model.config.get_text_config(decoder=True).vocab_size - 1)
 
     def _missing(self, context: Context) -> list[int]:
         return [
@@ -103,13 +122,14 @@ class DraftModelProposer(AutoregressiveProposer):
         """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
         missing = self._missing(context)
         width, start = max(missing), perf_counter()
-        tokens = context.last_tokens(width)
+        tokens = self._readable(context.last_tokens(width))
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
         self._book_pass(context, logits, perf_counter() - start, tokens.numel() if width > FEW_TOKENS else 1)
         return logits
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        return self.runner.grow(stepped.tokens[:, -n:], stepped.depth, stepped.ancestors[:, -n:], chain=chain).logits
+        tokens = self._readable(stepped.tokens[:, -n:])
+        return self.runner.grow(tokens, stepped.depth, stepped.ancestors[:, -n:], chain=chain).logits
 
     def known_tokens(self) -> Tensor | None:
         return self.vocab
