@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers.generation import EosTokenCriteria
 
 
 @dataclass
@@ -75,7 +76,7 @@ class Transcript:
         self._settled_scores: list[Tensor] = []
         self._end_tokens: set[int] = set()
         for criterion in self.criteria:  # rows stop being drafted for as soon as they hold one of these
-            if self.pad_token is not None and hasattr(criterion, "eos_token_id"):
+            if self.pad_token is not None and _ends_on_tokens_alone(criterion):
                 self._end_tokens |= set(criterion.eos_token_id.flatten().tolist())
 
     @property
@@ -178,6 +179,12 @@ class Transcript:
                 for b, alive in enumerate(unfinished):
                     if not alive:
                         self._close(b)
+        if not self.done and not any(self.active) and not any(self.padding):
+            raise RuntimeError(
+                f"no row can gain a token behind column {self.settled}, and yet the stopping criteria do not end the "
+                f"text: {', '.join(type(criterion).__name__ for criterion in self.criteria)}. One of them has end "
+                "tokens or a maximum length that it does not keep to."
+            )
 
     def _frontier(self) -> int:
         """Column up to which the output is known."""
@@ -237,6 +244,11 @@ class Transcript:
             hidden = (records.prompt_hidden_states, *later)
         scores = tuple(self._settled_scores) if self.records.scores is not None else None
         return {"scores": scores, "logits": logits, "hidden_states": hidden}
+
+
+def _ends_on_tokens_alone(criterion: Any) -> bool:
+    """It ends a row whenever it holds one of its tokens: transformers' own rule, not a criterion with that attribute."""
+    return isinstance(criterion, EosTokenCriteria) and type(criterion).__call__ is EosTokenCriteria.__call__
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:

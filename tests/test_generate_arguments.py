@@ -14,11 +14,12 @@ from transformers import (
     TextIteratorStreamer,
     pipeline,
 )
-from transformers.generation import StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
 from specdec.eagle3 import save
 from specdec.eagle3.layouts import LAYOUTS
+from specdec.transcript import Transcript
 from tests import eagle3, tiny
 from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
 
@@ -150,6 +151,51 @@ ARGUMENTS = {
 @pytest.mark.parametrize("argument", ARGUMENTS)
 def test_argument(spec, inputs, ends, argument):
     same(spec, lambda: {**inputs, **ARGUMENTS[argument](ends)})
+
+
+# Criteria of one's own with an attribute `eos_token_id`: plain decoding pads finished rows then, and asks them all
+
+
+class EndsOn(StoppingCriteria):
+    """Ends a row the second time that it writes the token."""
+
+    def __init__(self, eos_token_id, token, start):
+        self.eos_token_id, self.token, self.start = eos_token_id, token, start
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, self.start :] == self.token).sum(-1) >= 2
+
+
+class EndsLater(EosTokenCriteria):
+    """Overrides when its tokens end a row."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return super().__call__(input_ids, scores, **kwargs) & (input_ids.shape[1] > 20)
+
+
+OWN_CRITERIA = {
+    "an int": lambda end: EndsOn(end, end, 9),
+    "a tensor": lambda end: EndsOn(torch.tensor([end]), end, 9),
+    "a subclass": lambda end: type("Same", (EosTokenCriteria,), {})(end),
+    "a subclass that decides itself": lambda end: EndsLater(end),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CRITERIA)
+def test_criteria_with_an_attribute_eos_token_id(spec, inputs, ends, name):
+    for end in ends:
+        same(spec, lambda end=end: {**inputs, "stopping_criteria": StoppingCriteriaList([OWN_CRITERIA[name](end)])})
+
+
+def test_criteria_that_never_end_what_they_promised_to_end_raise(spec, single):
+    class Unending(MaxLengthCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    text = Transcript(single["input_ids"], [0], StoppingCriteriaList([Unending(11)]), pad_token=0, max_length=11)
+    text.append([[3, 4]], [1])
+    with pytest.raises(RuntimeError, match="no row can gain a token behind column 11.*Unending"):
+        text.settle()
 
 
 # Input in other forms
