@@ -1,15 +1,15 @@
 """`probe`: finds out how a model can be run by `ModelRunner`, by running it.
 
 A tiny ragged batch with a branching draft, a commit that moves nodes and a pass after it, against the model's own
-uncached forward pass. Decided once per model, from its output, not from a list of names.
+uncached forward pass. Decided once per model and mode, from its output, not from a list of names. Nothing that others
+share is touched: what is tried is a view of the model, with its weights and with settings of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,6 +20,8 @@ from specdec.runner import SLIDING, ModelRunner, default_masks, device_of, forwa
 from specdec.tree import DraftTree
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
+SMALL = 65_536  # numbers in a buffer that is state (RoPE's frequencies, which a pass may write) rather than weights
+M = TypeVar("M", bound=PreTrainedModel)
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,10 @@ _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = 
 
 
 def capability(model: PreTrainedModel) -> Capability:
-    """`probe(model)`, once per model, precision and attention implementation."""
+    """`probe(model)`, once per model, precision, attention implementation, and mode (train or eval)."""
     known = _found.setdefault(model, {})
-    key = (model.dtype, device_of(model), model.config.get_text_config(decoder=True)._attn_implementation)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    key = (model.dtype, device_of(model), attention, model.training)
     if key not in known:
         known[key] = probe(model)
     return known[key]
@@ -60,22 +63,26 @@ def probe(model: PreTrainedModel) -> Capability:
         return Capability(None, "its layers carry a recurrent state, which cannot be rolled back yet")
     if "past_key_values" not in forward_parameters(model):
         return Capability(None, "its forward pass takes no past_key_values")
-    with _short_windows(model):
-        reason = ""
-        if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
-            other = {"dict": "tensor", "tensor": "dict"}
-            first = default_masks(model)
-            has_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-            for masks in (first, other[first]) if has_types else (first,):
-                reason = _mismatch(model, _tree_trial, masks)
-                if not reason:
-                    return Capability(masks)
-        else:
-            reason = "its attention implementation takes no tree masks"
-        failure = _mismatch(model, _chain_trial, "own")
-        if not failure:
-            return Capability("own", f"batches and trees are out of reach: {reason}")
-        return Capability(None, _more_than_keys(model) or failure)
+    try:
+        view, reason = _apart(model), ""
+    except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
+        return Capability(None, f"its modules cannot be copied to be tried out: {error}")
+    if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
+        other = {"dict": "tensor", "tensor": "dict"}
+        first = default_masks(model)
+        has_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
+        for masks in (first, other[first]) if has_types else (first,):
+            reason = _mismatch(view, _tree_trial, masks)
+            if not reason:
+                return Capability(masks)
+    else:
+        reason = "its attention implementation takes no tree masks"
+    failure = _mismatch(view, _chain_trial, "own")
+    if not failure:
+        return Capability("own", f"batches and trees are out of reach: {reason}")
+    if model.training:
+        failure = f"it is in train mode, where {failure.removeprefix('its ')}: call model.eval()"
+    return Capability(None, _more_than_keys(model) or failure)
 
 
 def _more_than_keys(model: PreTrainedModel) -> str:
@@ -181,17 +188,16 @@ def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
     return torch.tensor(ids[:count], device=device_of(model))
 
 
-@contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Sliding windows of a few tokens, for the length of the probe: masks are built from the config at each pass."""
-    config = model.config.get_text_config(decoder=True)
-    window = getattr(config, "sliding_window", None)
+def _apart(model: M) -> M:
+    """The model's structure around its very weights, with a config, state and short sliding windows of its own.
+
+    Another thread may be decoding with the model: masks are built from its config at each pass.
+    """
+    shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
+    shared += [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]  # accelerate's: offloaded
+    view = copy.deepcopy(model, {id(kept): kept for kept in shared})
+    config = view.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)
-    if window is None or (types and SLIDING not in types):
-        yield
-        return
-    config.sliding_window = WINDOW
-    try:
-        yield
-    finally:
-        config.sliding_window = window
+    if getattr(config, "sliding_window", None) is not None and (not types or SLIDING in types):
+        config.sliding_window = WINDOW
+    return view

@@ -18,7 +18,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteri
 
 from specdec import acceptance
 from specdec.call import as_dynamic_cache, prefill, transcript
-from specdec.capability import capability
+from specdec.capability import Capability, capability
 from specdec.hook import callers_level, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop, Rule
@@ -73,12 +73,16 @@ class SpeculativeGenerator:
         self.model = model
         self.proposer = as_proposer(proposer, model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.capability = capability(model)
         self.proposer.check(model)
         self._taps = self.proposer.taps(model)
         self.report, self.last_report = Report(), Report()
         self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._warned: set[str] = set()
+
+    @property
+    def capability(self) -> Capability:
+        """How the target can be run, in the mode and precision that it has now."""
+        return capability(self.model)
 
     # Ways in
 

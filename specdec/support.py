@@ -81,7 +81,7 @@ def why_plain(
         return f"the model argument {unknown[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
         return f"input_ids has {input_ids.dim()} dimensions"
-    reason = _padding_problem(input_ids, model_kwargs)
+    reason = _padding_problem(input_ids, model_kwargs) or _rope_problem(model, input_ids, config, model_kwargs)
     if reason:
         return reason
     if not capability.trees and len(input_ids) > 1:
@@ -129,6 +129,53 @@ def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | N
     return None
 
 
+def _rope_problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """RoPE whose frequencies follow the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.23).
+
+    Up to its limit it is like any other. Behind, "longrope" takes other frequencies, the same in every pass that holds
+    a text so long, and "dynamic" others at every length. Where a text crosses the limit, which keys have which
+    frequencies hangs on the order of passes, and some models read the whole text again: that stays plain decoding.
+    """
+    limit, steady = _rope_limit(model.config.get_text_config(decoder=True))
+    if limit is None:
+        return None
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    prompt = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    new = config.max_length - input_ids.shape[1]
+    longest = prompt if mask is None else int(mask.sum(-1).max())
+    if longest + new <= limit:
+        return None
+    if (
+        steady
+        and longest > limit
+        and not config.prefill_chunk_size
+        and not _filled(model_kwargs.get("past_key_values"))
+    ):
+        return None
+    return (
+        f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "
+        f"after {limit}"
+    )
+
+
+def _rope_limit(config: Any) -> tuple[int | None, bool]:
+    """The length behind which RoPE's frequencies change (None: never), and whether they change there alone."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in parameters.values() if isinstance(kind, dict)] or [parameters]  # one per layer type
+    found: list[tuple[int, bool]] = []
+    for kind in kinds:
+        name = kind.get("rope_type") or "default"
+        if name == "longrope":
+            found.append((kind["original_max_position_embeddings"], True))
+        elif "dynamic" in name:
+            found.append((config.max_position_embeddings, False))
+    if not found:
+        return None, True
+    return min(found)[0], len(set(found)) == 1 and found[0][1]
+
+
 def _empty(value: Any) -> bool:
     """Nothing was given; `generate()` hands a multimodal model an empty `mm_encoder_outputs` with every text."""
     return value is None or (isinstance(value, dict) and not value)
@@ -136,6 +183,6 @@ def _empty(value: Any) -> bool:
 
 def _filled(cache: Any) -> bool:
     try:
-        return bool(cache.get_seq_length() > 0)
+        return cache is not None and bool(cache.get_seq_length() > 0)
     except Exception:  # a cache that cannot say how long it is is not one of attention keys
         return True

@@ -247,7 +247,7 @@ class Transcript:
 
 
 def _ends_on_tokens_alone(criterion: Any) -> bool:
-    """It ends a row whenever it holds one of its tokens: transformers' own rule, not a criterion with that attribute."""
+    """It ends a row whenever that holds one of its tokens: transformers' rule, not any with such an attribute."""
     return isinstance(criterion, EosTokenCriteria) and type(criterion).__call__ is EosTokenCriteria.__call__
 
 

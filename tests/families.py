@@ -5,9 +5,11 @@ python -m tests.families llama mamba     # these alone
 """
 
 import contextlib
+import copy
 import sys
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from specdec import NgramProposer, SpeculativeGenerator
 from tests.tiny import Garbage, prompts, randomised
 
 NEW_TOKENS = 24
+LENGTHS = ((9,), (11, 4))  # of the prompts: a single one, a ragged batch
 LARGEST = 8_000_000  # parameters that still count as tiny
 # What a config is shrunk to, wherever it has an attribute of that name.
 SMALL: dict[str, Any] = (
@@ -100,9 +103,38 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
-    """The family's own default configuration with everything that makes it large made small."""
-    return _shrunk(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}))
+def _longrope(limit: int, **more: float) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [3.0, 4.0, 5.0, 6.0]}
+    rope = ROPE | factors | {"rope_type": "longrope", "original_max_position_embeddings": limit} | more
+    return {"rope_parameters": rope, "original_max_position_embeddings": limit}
+
+
+def _dynamic(limit: int) -> dict[str, Any]:
+    return {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": limit}
+
+
+# RoPE whose frequencies change behind a limit: (family, overrides, prompts of a single and of a ragged batch).
+VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...]]] = {
+    f"{name}, {kind}, {where}": (name, make(limit), lengths)
+    for where, limit, lengths in (
+        ("before", 64, LENGTHS),
+        ("across", 20, LENGTHS),
+        ("behind", 20, ((21,), (27, 4))),
+    )
+    for name, kind, make in (
+        ("phi3", "longrope", _longrope),
+        ("phimoe", "longrope", partial(_longrope, short_mscale=1.0, long_mscale=1.0)),
+        ("llama", "longrope", _longrope),
+        ("llama", "dynamic", _dynamic),
+        ("falcon", "dynamic", _dynamic),
+    )
+}
+
+
+def tiny_config(name: str) -> PreTrainedConfig:
+    """The family's own default configuration with everything that makes it large made small, or one of `VARIANTS`."""
+    model_type, overrides, _ = VARIANTS.get(name, (name, {}, LENGTHS))
+    return _shrunk(CONFIG_MAPPING[model_type], OVERRIDES.get(model_type, {}) | overrides)
 
 
 def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -127,6 +159,9 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
     return config_class(**small | overrides)
 
 
+NAMES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
+
+
 @dataclass(frozen=True)
 class Row:
     """What came of one family. `way` and `result` are the words of the table."""
@@ -144,7 +179,8 @@ NOT_RUN = "not run"
 
 def try_family(name: str) -> Row:
     """Build the family tiny, generate plainly and speculatively, compare."""
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
+    model_type, _, prompt_lengths = VARIANTS.get(name, (name, {}, LENGTHS))
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     try:
         model = tiny_model(name)
     except Exception as error:
@@ -152,17 +188,17 @@ def try_family(name: str) -> Row:
     capability = SpeculativeGenerator(model, "ngram").capability
     way = "trees, batches" if capability.trees else "chains of one row" if capability.masks else "plain decoding"
     results, notes = [], [capability.reason] if capability.reason else []
-    for lengths in ((9,), (11, 4)):
+    for lengths in prompt_lengths:
         where = f"batch {len(lengths)}"
         inputs = prompts(*lengths, vocab=_vocabulary(model))
         try:
-            plain = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+            plain = _afresh(model, name).generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
         except Exception as error:
             results.append(f"plain generate() fails at {where}")
             notes.append(_said(error))
             continue
         for proposer in (NgramProposer(), Garbage(), Garbage(answer=plain)):
-            spec = SpeculativeGenerator(model, proposer, draft_length=4)
+            spec = SpeculativeGenerator(_afresh(model, name), proposer, draft_length=4)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 ours = spec.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
@@ -184,6 +220,11 @@ def tiny_model(name: str) -> PreTrainedModel:
     if size > LARGEST:
         raise ValueError(f"{size / 1e6:.0f}M parameters remain")
     return randomised(config)
+
+
+def _afresh(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Dynamic frequencies stay as the last text left them: the next one may meet others."""
+    return copy.deepcopy(model) if name in VARIANTS else model
 
 
 def _vocabulary(model: PreTrainedModel) -> int:
@@ -213,7 +254,8 @@ def table(rows: list[Row]) -> str:
     lines = [
         "# Causal-LM families",
         "",
-        f"Every causal-LM family of transformers {transformers.__version__}, tiny and random, in float32 on the CPU: "
+        f"Every causal-LM family of transformers {transformers.__version__}, and at the end RoPE whose frequencies "
+        "change behind a limit, with texts before, across and behind it; tiny and random, in float32 on the CPU: "
         "T = 0, batch 1 and a left-padded batch of 2, n-gram drafts, random drafts and mostly right drafts (chains and "
         "trees) of up to 4 tokens, against plain `generate()`. Made by `python -m tests.families > docs/families.md`.",
         "",
@@ -232,7 +274,7 @@ def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):  # models that print in their forward pass must not end up in the table
-        rows = [try_family(name) for name in names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+        rows = [try_family(name) for name in names or NAMES]
     sys.stdout.write(table(rows))
 
 

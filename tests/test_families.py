@@ -1,7 +1,6 @@
 """Every causal-LM family of the installed transformers; `python -m tests.families` makes the table of it."""
 
 import pytest
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests import families
 
@@ -10,7 +9,7 @@ OWN_BATCHES_DIFFER = {"git"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+@pytest.mark.parametrize("name", families.NAMES)
 def test_family_writes_what_plain_decoding_writes(name):
     row = families.try_family(name)
     if row.result == families.NOT_RUN:
@@ -23,7 +22,7 @@ def test_family_writes_what_plain_decoding_writes(name):
         assert row.result == families.SAME
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "roberta", "bloom", "mamba", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "roberta", "bloom", "mamba", "deepseek_v3", *families.VARIANTS])
 def test_some_families(name):
     """A family of each kind, quickly."""
     test_family_writes_what_plain_decoding_writes(name)

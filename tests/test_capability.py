@@ -1,0 +1,95 @@
+"""`probe`: it finds out what a model can do, and touches nothing that others share."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from specdec import SpeculativeGenerator
+from specdec.capability import WINDOW, probe
+from tests import tiny
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+def test_the_probe_leaves_the_windows_of_a_model_alone(name):
+    """Another thread may be decoding: every pass of the probe runs on settings of its own."""
+    model = copy.deepcopy(tiny.model(name))
+    seen = []
+    watched = type(model.config)
+    before = watched.__setattr__
+
+    def noting(config, key, value):
+        if config is model.config.get_text_config(decoder=True) and key == "sliding_window":
+            seen.append(value)
+        before(config, key, value)
+
+    watched.__setattr__ = noting
+    try:
+        assert probe(model).trees
+    finally:
+        del watched.__setattr__
+    assert seen == []
+    assert model.config.get_text_config(decoder=True).sliding_window == tiny.WINDOW != WINDOW
+
+
+def test_plain_decoding_beside_a_probe_in_another_thread():
+    model = copy.deepcopy(tiny.model("mistral"))
+    inputs = tiny.prompts(9)
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=60).tolist()
+    written, probing = [], threading.Event()
+
+    def decode():
+        while not probing.is_set() or len(written) < 2:
+            written.append(model.generate(**inputs, do_sample=False, max_new_tokens=60).tolist())
+
+    thread = threading.Thread(target=decode)
+    thread.start()
+    for _ in range(12):
+        assert probe(model).trees
+    probing.set()
+    thread.join()
+    assert all(text == expected for text in written)
+
+
+def test_the_probe_writes_no_buffer():
+    """RoPE that depends on length keeps its frequencies in one, and a pass may write them."""
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **tiny.BASE | {"max_position_embeddings": 40, "rope_parameters": scaling})
+    ).eval()
+    model(torch.randint(64, (1, 60)))  # longer than the limit: the frequencies have changed
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    assert probe(model).trees
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_model_in_train_mode_is_judged_in_each_mode(dropout):
+    model = copy.deepcopy(tiny.model("llama", attention_dropout=dropout)).train()
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+    assert spec.capability.trees == (dropout == 0)
+    if dropout:
+        with tiny.specdec_warnings() as messages:
+            spec.generate(**tiny.prompts(9), max_new_tokens=4)
+        assert len(messages) == 1
+        assert "train mode" in messages[0]
+        assert "model.eval()" in messages[0]
+    model.eval()
+    assert spec.capability.trees
+    model.train()
+    assert spec.capability.trees == (dropout == 0)
+
+
+def test_gradient_checkpointing_runs_as_plain_decoding():
+    """In train mode it takes the cache away."""
+    model = copy.deepcopy(tiny.model("llama")).train()
+    model.gradient_checkpointing_enable()
+    assert "train mode" in SpeculativeGenerator(model, "ngram").capability.reason
+
+
+def test_a_model_that_cannot_be_copied_is_not_tried_out():
+    model = copy.deepcopy(tiny.model("llama"))
+    model.guard = threading.Lock()
+    assert "cannot be copied" in probe(model).reason
