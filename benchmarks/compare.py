@@ -226,7 +226,7 @@ def _pass_costs(bench: Bench) -> tuple[dict[str, Any], str]:
     models = {"target": target_runner(bench.target)}
     if bench.options.draft is not None:
         models["draft"] = target_runner(bench.draft)
-        models["draft, as specdec runs it"] = DraftModelProposer(bench.draft).runner
+        models["draft, as specdec runs it"] = DraftModelProposer(bench.draft).new_runner()
     costs = {name: pass_costs(runner, batch_size=bench.options.batch_size) for name, runner in models.items()}
     base = costs["target"][1]
     lines = [

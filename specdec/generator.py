@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ class SpeculativeGenerator:
         self.report, self.last_report = Report(), Report()
         self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._warned: set[str] = set()
+        self._lock = Lock()  # of the reports: calls may run in several threads
 
     @property
     def capability(self) -> Capability:
@@ -96,8 +98,7 @@ class SpeculativeGenerator:
         outside = decided_before(generation_config, kwargs)
         if outside:
             self._fall_back(outside)
-            self.last_report = Report(num_calls=1, num_plain_calls=1)
-            self.report.add(self.last_report)
+            self._book(Report(num_calls=1, num_plain_calls=1))
             return plain_generate(self.model, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
@@ -143,7 +144,7 @@ class SpeculativeGenerator:
         synced_gpus: bool | None = None,
         **model_kwargs: Any,
     ):
-        report = self.last_report = Report(num_calls=1, num_rows=len(input_ids))
+        report = Report(num_calls=1, num_rows=len(input_ids))
         watch = Stopwatch(report, device_of(model))
         reason = why_plain(
             model, self.capability, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs
@@ -171,7 +172,7 @@ class SpeculativeGenerator:
                     input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, watch
                 )
         report.total_seconds = watch.elapsed()
-        self.report.add(report)
+        self._book(report)
         return output
 
     def _speculate(
@@ -189,7 +190,7 @@ class SpeculativeGenerator:
         target.start(text.batch_size)
         loop = Loop(
             target=target,
-            proposer=self.proposer,
+            proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
             rule=self._rule(config),
             processors=NodeProcessors(logits_processor),
             text=text,
@@ -220,6 +221,11 @@ class SpeculativeGenerator:
             return (drawn_chain[self.rule] if draft.chain else acceptance.recursive_rejection)(draft, probs)
 
         return rule
+
+    def _book(self, report: Report) -> None:
+        with self._lock:
+            self.last_report = report
+            self.report.add(report)
 
     def _pacer(self, batch_size: int, sampling: bool) -> Pacer:
         """A call's own; costs and acceptance carry over from call to call of one kind."""

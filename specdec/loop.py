@@ -119,6 +119,7 @@ class Loop:
             vocab_size=self._vocab_size,
             processors=self.processors,
             pacer=self.pacer,
+            target=self.target.model,
             fresh=self._fresh,
             features=self._features,
         )

@@ -167,9 +167,9 @@ class ModelRunner(CachedRows):
         if self.taps is None:
             output, features = self.model(**inputs), None
         else:
-            with self.taps.listening():
+            with self.taps.listening() as taken:
                 output = self.model(**inputs)
-            features = self.taps.features()
+            features = self.taps.features(taken)
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 
 

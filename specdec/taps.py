@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+# Who is running a pass in this thread, and what it took so far: another thread's pass is none of its business.
+_listener: ContextVar[tuple[object, dict[int, Tensor]] | None] = ContextVar("listener", default=None)
 FINAL = -1  # tap of the state that enters the LM head, after the final norm (EAGLE-1 and 2)
 
 
 class Taps:
     """Costs the captured layers' tensors and nothing else: no `output_hidden_states`.
+
+    The hooks stay on the model's layers for as long as this object lives, and do nothing outside of `listening`.
 
     Args:
         model: a decoder-only causal LM. at: taps, in the order in which their states are concatenated.
@@ -30,38 +36,51 @@ class Taps:
         wrong = [tap for tap in at if not (tap == FINAL or 0 <= tap <= len(layers))]
         if wrong:
             raise ValueError(f"{type(model).__name__} has {len(layers)} layers: there is no tap {wrong[0]}")
-        self.model, self.at, self.device = model, tuple(at), device
-        self._layers = layers
-        self._taken: dict[int, Tensor] = {}
+        self.at, self.device = tuple(at), device
+        self._key = object()
+        handles = [_hook(model, layers, tap, self._key) for tap in sorted(set(self.at))]
+        finalize(self, _remove, handles)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the states of a forward pass run within this context."""
-        self._taken = {}
-        handles = [self._hook(tap) for tap in set(self.at)]
+    def listening(self) -> Iterator[dict[int, Tensor]]:
+        """Take the states of a forward pass that this thread runs within the context: (B, W, H) by tap."""
+        taken: dict[int, Tensor] = {}
+        before = _listener.set((self._key, taken))
         try:
-            yield
+            yield taken
         finally:
-            for handle in handles:
-                handle.remove()
+            _listener.reset(before)
 
-    def features(self) -> Tensor:
-        """(B, W, C) of the last pass: the taps' states side by side."""
-        device = self.device or self._taken[self.at[0]].device
-        return torch.cat([self._taken[tap].to(device) for tap in self.at], -1)
+    def features(self, taken: dict[int, Tensor]) -> Tensor:
+        """(B, W, C): the taps' states side by side. taken: what `listening` gave."""
+        device = self.device or taken[self.at[0]].device
+        return torch.cat([taken[tap].to(device) for tap in self.at], -1)
 
-    def _hook(self, tap: int) -> Any:
-        def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._taken[tap] = args[0] if args else kwargs["hidden_states"]
 
-        def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self._taken[tap] = output if isinstance(output, Tensor) else output[0]
+def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: object) -> Any:
+    """Knows the taps by their key alone, so that they can go when nobody holds them."""
 
-        if tap == FINAL:
-            return self.model.get_decoder().register_forward_hook(keep_output)
-        if tap == len(self._layers):
-            return self._layers[-1].register_forward_hook(keep_output)
-        return self._layers[tap].register_forward_pre_hook(keep_input, with_kwargs=True)
+    def keep(state: Tensor) -> None:
+        listener = _listener.get()
+        if listener is not None and listener[0] is key:
+            listener[1][tap] = state
+
+    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        keep(args[0] if args else kwargs["hidden_states"])
+
+    def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        keep(output if isinstance(output, Tensor) else output[0])
+
+    if tap == FINAL:
+        return model.get_decoder().register_forward_hook(keep_output)
+    if tap == len(layers):
+        return layers[-1].register_forward_hook(keep_output)
+    return layers[tap].register_forward_pre_hook(keep_input, with_kwargs=True)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:

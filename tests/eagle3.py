@@ -56,9 +56,9 @@ def head(name: str = "plain", seed: int = 0, **changes) -> Eagle3Head:
 def states_of(target, ids: torch.Tensor, taps) -> torch.Tensor:
     """(B, T, C), by transformers' own `output_hidden_states`, which is right for all taps but the last layer's."""
     listener = Taps(target, taps)
-    with listener.listening():
+    with listener.listening() as taken:
         target(input_ids=ids)
-    return listener.features()
+    return listener.features(taken)
 
 
 @functools.cache

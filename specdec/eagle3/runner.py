@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.head import Eagle3Head
 from specdec.rows import CachedRows
 
@@ -20,12 +19,17 @@ PROMPT = 16  # known tokens at once, from which on it pays to compute of all but
 
 
 class HeadRunner(CachedRows):
-    """Args: head: on any device, in any precision. target: lends its embedding, to EAGLE-1 heads its LM head too."""
+    """Runs one head.
 
-    def __init__(self, head: Eagle3Head, target: PreTrainedModel):
+    Args:
+        head: on any device, in any precision. target: lends its embedding, to EAGLE-1 heads its LM head too.
+        fast: a view of the head that drafts in its place.
+    """
+
+    def __init__(self, head: Eagle3Head, target: PreTrainedModel, fast: Eagle3Head | None = None):
         super().__init__()
         self.head = head
-        self._fast = with_int8_linears(head) if int8_pays(head) else head
+        self._fast = head if fast is None else fast
         self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
         self.lm_head: nn.Module | None = target.get_output_embeddings() if head.lm_head is None else None
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes

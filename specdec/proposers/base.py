@@ -39,6 +39,7 @@ class Context:
             its root, which is still to come.
         features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
             a proposer without taps.
+        target: the model that verifies; a head borrows its embedding.
     """
 
     tokens: Tensor
@@ -53,6 +54,7 @@ class Context:
     pacer: Pacer
     fresh: Sequence[int] = ()
     features: Tensor | None = None
+    target: PreTrainedModel | None = None
 
     @property
     def batch_size(self) -> int:
@@ -95,6 +97,10 @@ class Proposer(ABC):
 
     A draft must say how it was made: chosen deterministically (`DraftTree.probs` None), or drawn from q, which then
     must be the very distribution drawn from. Whether a token is drafted may depend on q, never on the token sampled.
+
+    Calls share a proposer's weights, settings and learnt costs, and nothing else: each `generate()` drafts with a
+    shallow copy of the proposer, which goes when the call ends. What `begin` and later methods set on `self` is that
+    call's own; what `__init__` made is shared, by calls in other threads too.
     """
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
@@ -105,7 +111,7 @@ class Proposer(ABC):
         """Raise ValueError if this proposer cannot draft for `target`. Called once, at construction."""
 
     def begin(self, context: Context) -> None:
-        """A `generate()` call starts: forget the last one. `context` holds the prompts."""
+        """A `generate()` call starts, and this copy of the proposer is its own. `context` holds the prompts."""
 
     @property
     def drafted_by(self) -> str:

@@ -52,7 +52,7 @@ class DraftModelProposer(AutoregressiveProposer):
         self.model = load(model) if isinstance(model, str) else model
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
-        self.runner = self._new_runner()
+        self._view = self._cheap_view()
 
     def check(self, target: PreTrainedModel) -> None:
         ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
@@ -69,21 +69,26 @@ class DraftModelProposer(AutoregressiveProposer):
             )
         if self._loaded and device_of(target) != self.model.device:
             self.model.to(device_of(target))
-            self.runner = self._new_runner()
+            self._view = self._cheap_view()
         if device_of(target).type != device_of(self.model).type:
             raise ValueError(
                 f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "
                 f"draft.to('{device_of(target)}')"
             )
 
-    def _new_runner(self) -> ModelRunner:
+    def _cheap_view(self) -> PreTrainedModel:
         view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
-        return ModelRunner(with_int8_linears(view) if _decide(self._int8, self.model) else view)
+        return with_int8_linears(view) if _decide(self._int8, self.model) else view
+
+    def new_runner(self) -> ModelRunner:
+        """Of the draft model as it drafts, with a cache of its own."""
+        return ModelRunner(self._view)
 
     def propose(self, context: Context) -> DraftTree:
         return super().propose(self._within_positions(context))
 
     def begin(self, context: Context) -> None:
+        self.runner = self.new_runner()
         self.runner.start(context.batch_size)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
+from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
@@ -49,8 +50,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._loaded = not isinstance(head, Eagle3Head)  # then it goes where the target is
         self.head = head if isinstance(head, Eagle3Head) else load(head)
-        self.runner: HeadRunner | None = None
-        self._waiting: list[list[Tensor]] = []  # per row, the target's states that the head has not seen, (n, C) each
+        self._fast = self.head  # as it drafts
 
     def check(self, target: PreTrainedModel) -> None:
         head, text = self.head.config, target.config.get_text_config(decoder=True)
@@ -76,7 +76,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         if self._automatic and device_of(target).type == "cpu":
             self.tree = DynamicTree(top_k=FEW_INT8_TOKENS)
         self.taps(target)  # raises if the target has no such layers
-        self.runner = HeadRunner(self.head, target)
+        self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
 
     def shaped(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Eagle3Proposer:
         other = super().shaped(branching=branching, tree=tree)
@@ -87,9 +87,11 @@ class Eagle3Proposer(AutoregressiveProposer):
         return Taps(target, self.head.config.taps(len(decoder_layers(target))), self.head.device)
 
     def begin(self, context: Context) -> None:
-        assert self.runner is not None
+        assert context.target is not None
+        self.runner = HeadRunner(self.head, context.target, self._fast)
         self.runner.start(context.batch_size)
-        self._waiting = [[] for _ in range(context.batch_size)]
+        # per row, the target's states that the head has not seen, (n, C) each
+        self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
 
     def propose(self, context: Context) -> DraftTree:
         self.follow(context)
@@ -103,15 +105,13 @@ class Eagle3Proposer(AutoregressiveProposer):
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         super().observe(draft, verdict, accepted)
-        if self.runner is not None:
-            self.runner.drop_draft()
+        self.runner.drop_draft()
 
     def _backlog(self, context: Context) -> int:
         width = max(sum(map(len, parts)) for parts in self._waiting)
         return width * context.batch_size if width > FEW_TOKENS else 0
 
     def _catch_up(self, context: Context) -> Tensor:
-        runner = self._runner
         start, B = perf_counter(), context.batch_size
         assert context.features is not None
         states = []
@@ -123,12 +123,12 @@ class Eagle3Proposer(AutoregressiveProposer):
         missing = [len(part) for part in states]
         width = max(missing)
         padded = torch.stack([torch.nn.functional.pad(part, (0, 0, width - len(part), 0)) for part in states])
-        logits = runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
+        logits = self.runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
         self._book_pass(context, logits, perf_counter() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self._runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.ancestors[:, -n:], chain)
+        logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.ancestors[:, -n:], chain)
         return logits.to(stepped.tokens.device)
 
     def known_tokens(self) -> Tensor | None:
@@ -151,8 +151,3 @@ class Eagle3Proposer(AutoregressiveProposer):
 
     def _targets(self, device: torch.device) -> Tensor:
         return self.head.draft_to_target.to(device)
-
-    @property
-    def _runner(self) -> HeadRunner:
-        assert self.runner is not None
-        return self.runner

@@ -7,6 +7,7 @@ the n-grams' score; here it is made by expected tokens per second.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from time import perf_counter
 from weakref import WeakKeyDictionary
@@ -66,12 +67,7 @@ class HybridProposer(Proposer):
             raise TypeError(f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got {other!r}")
         self.other, self.ngram = other, NgramProposer() if ngram is None else ngram
         self._rounds: WeakKeyDictionary[Learnt, Rounds] = WeakKeyDictionary()  # by what calls of a kind learnt
-        self._pacer: Pacer | None = None  # of the other, in this call
-        self._context: Context | None = None  # this round's
         self._looking_up = False  # in this round
-        self._seconds = 0.0  # that its draft took
-        self._reads_prompt = True  # in its next draft
-        self._in_a_row = 0  # rounds that it sat out
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
         return self.other.taps(target)
@@ -81,10 +77,14 @@ class HybridProposer(Proposer):
         self.ngram.check(target)
 
     def begin(self, context: Context) -> None:
+        self.other, self.ngram = copy(self.other), copy(self.ngram)
         self.other.begin(context)
         self.ngram.begin(context)
-        self._reads_prompt, self._in_a_row = True, IN_A_ROW
-        self._pacer = None
+        self._pacer: Pacer | None = None  # of the other
+        self._context: Context | None = None  # this round's
+        self._seconds = 0.0  # that its draft took
+        self._reads_prompt = True  # in its next draft
+        self._in_a_row = IN_A_ROW  # rounds that the other sat out
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._rounds_of(context.pacer)

@@ -32,15 +32,13 @@ class NgramProposer(Proposer):
         if continuations < 1:
             raise ValueError(f"continuations must be at least 1, got {continuations}")
         self.max_ngram, self.min_ngram, self.continuations = max_ngram, min_ngram, continuations
-        self._texts: list[list[int]] = []
-        self._index: list[dict[tuple[int, ...], list[int]]] = []  # n-gram -> where it ended, in order
-        self._found: list[list[_Guess]] = []  # this round's
-        self._guesses: list[_Guess | None] = []  # the last round's first ones, drafted or not
 
     def begin(self, context: Context) -> None:
-        self._texts = [[] for _ in range(context.batch_size)]
-        self._index = [{} for _ in range(context.batch_size)]
-        self._guesses = [None] * context.batch_size
+        rows = range(context.batch_size)
+        self._texts: list[list[int]] = [[] for _ in rows]
+        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
+        self._found: list[list[_Guess]] = []  # this round's
+        self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
 
     def propose(self, context: Context) -> DraftTree:
         return self.draft(context, self.expect(context))

@@ -115,12 +115,12 @@ def accepted_lengths(head: Eagle3Head, target: PreTrainedModel, text: Tensor, st
     """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right."""
     layers = len(decoder_layers(target))
     listener = Taps(target, head.config.taps(layers), head.device)
-    with listener.listening():
+    with listener.listening() as taken:
         target.get_decoder()(input_ids=text[None], use_cache=False)
     embedding = head.embed_tokens or target.get_input_embeddings()
     embeds = embedding(text[None]).to(head.device, head.dtype)
     right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
-    for step, h in enumerate(unroll(head, embeds, listener.features().to(head.dtype), steps)):
+    for step, h in enumerate(unroll(head, embeds, listener.features(taken).to(head.dtype), steps)):
         rows = len(text) - 2 - step
         if rows < 1:
             break

@@ -125,6 +125,6 @@ def _states(
 def _pass(target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor]) -> list[Tensor]:
     """States (T, C) of texts (T,) in one pass of the target, padded on the right, which causal attention ignores."""
     ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    with listener.listening():
+    with listener.listening() as taken:
         target.get_decoder()(input_ids=ids.to(target.device), use_cache=False)
-    return [row[: len(text)] for row, text in zip(listener.features(), texts, strict=True)]
+    return [row[: len(text)] for row, text in zip(listener.features(taken), texts, strict=True)]

@@ -1,0 +1,165 @@
+"""A call's state lives in the call: threads, calls within calls, shared proposers, nothing kept afterwards."""
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.cache import SpeculativeCache
+from tests import eagle3, tiny
+
+PROPOSERS = {
+    "ngram": lambda: NgramProposer(),
+    "draft": lambda: DraftModelProposer(tiny.model("llama", seed=1)),
+    "draft tree": lambda: DraftModelProposer(tiny.model("llama", seed=1), tree=DynamicTree(depth=3, top_k=2)),
+    "head": lambda: Eagle3Proposer(eagle3.head(tap_ids=(0, 1, 2))),
+    "ngram+head": lambda: HybridProposer(Eagle3Proposer(eagle3.head(tap_ids=(0, 1, 2)))),
+}
+
+
+def prompts(count: int) -> list[dict[str, torch.Tensor]]:
+    return [tiny.prompts(5 + i % 4, seed=i) for i in range(count)]
+
+
+def plain(model, inputs, **kwargs):
+    return model.generate(**inputs, do_sample=False, max_new_tokens=12, **kwargs)
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_four_threads_on_one_generator(name):
+    model, asked = tiny.model("llama"), prompts(16)
+    spec = SpeculativeGenerator(model, PROPOSERS[name](), draft_length=3, on_unsupported="error")
+    wanted = [plain(model, inputs) for inputs in asked]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda inputs: spec.generate(**inputs, do_sample=False, max_new_tokens=12), asked))
+    for text, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(text, right)
+    assert spec.report.num_calls == 16
+
+
+def test_two_generators_with_heads_beside_plain_decoding_of_another_thread():
+    """A head sees the states of its own call's passes alone."""
+    model, asked = tiny.model("llama"), prompts(12)
+    specs = [
+        SpeculativeGenerator(model, Eagle3Proposer(eagle3.head(tap_ids=taps)), draft_length=3, on_unsupported="error")
+        for taps in ((0, 1, 2), (0, 2))
+    ]
+    wanted = [plain(model, inputs) for inputs in asked]
+
+    def answer(job):
+        which, inputs = job
+        generate = model.generate if which == 2 else specs[which].generate
+        return generate(**inputs, do_sample=False, max_new_tokens=12)
+
+    jobs = [(which, inputs) for inputs in asked for which in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        got = list(pool.map(answer, jobs))
+    for text, right in zip(got, [text for text in wanted for _ in range(3)], strict=True):
+        torch.testing.assert_close(text, right)
+
+
+def test_drafts_do_not_depend_on_other_threads():
+    """As many tokens accepted as alone: a state taken from another pass would cost drafts, not texts."""
+    head, model, asked = *eagle3.trained()[:2], eagle3.trained()[2][:8]
+
+    def accepted(workers: int) -> int:
+        spec = SpeculativeGenerator(model, Eagle3Proposer(head), draft_length=3, on_unsupported="error")
+        with ThreadPoolExecutor(workers) as pool:
+            list(pool.map(lambda row: spec.generate(row[None], do_sample=False, max_new_tokens=24), asked))
+        return spec.report.num_accepted_tokens
+
+    assert accepted(4) == accepted(1) > 50
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_a_call_within_a_call(name):
+    """A streamer that generates with the very generator that feeds it."""
+    model = tiny.model("llama")
+    outer, inner = tiny.prompts(7, seed=3), tiny.prompts(5, seed=4)
+    spec = SpeculativeGenerator(model, PROPOSERS[name](), draft_length=3, on_unsupported="error")
+    inside = []
+
+    class Nested:
+        def put(self, tokens):
+            if len(inside) < 3:
+                inside.append(None)
+                inside[-1] = spec.generate(**inner, do_sample=False, max_new_tokens=9)
+
+        def end(self):
+            pass
+
+    got = spec.generate(**outer, do_sample=False, max_new_tokens=16, streamer=Nested())
+    torch.testing.assert_close(got, model.generate(**outer, do_sample=False, max_new_tokens=16))
+    for text in inside:
+        torch.testing.assert_close(text, model.generate(**inner, do_sample=False, max_new_tokens=9))
+
+
+def test_one_proposer_in_two_generators():
+    """Each call's head reads the embedding of its own target."""
+    head = eagle3.head(tap_ids=(0, 1, 2))
+    one, other = tiny.model("llama"), tiny.model("llama", seed=5)
+    proposer, inputs = Eagle3Proposer(head), tiny.prompts(8)
+
+    def accepted(model, proposer):
+        spec = SpeculativeGenerator(model, proposer, draft_length=3, on_unsupported="error")
+        return spec, lambda: [spec.generate(**inputs, do_sample=False, max_new_tokens=30), spec.last_report][1]
+
+    alone = accepted(one, Eagle3Proposer(head))[1]()
+    _, first = accepted(one, proposer)
+    _, second = accepted(other, proposer)
+    second()
+    report = first()
+    assert report.num_draft_tokens == alone.num_draft_tokens
+    assert report.num_accepted_tokens_per_pos == alone.num_accepted_tokens_per_pos
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_nothing_of_a_call_stays(name, fails):
+    model = tiny.model("llama")
+    spec = SpeculativeGenerator(model, PROPOSERS[name](), draft_length=3, on_unsupported="error")
+
+    class Failing:
+        columns = 0
+
+        def put(self, tokens):
+            self.columns += 1
+            if fails and self.columns > 6:
+                raise RuntimeError("enough")
+
+        def end(self):
+            pass
+
+    def call():
+        try:
+            spec.generate(**tiny.prompts(9), do_sample=False, max_new_tokens=12, streamer=Failing())
+        except RuntimeError as error:
+            assert fails and "enough" in str(error)
+
+    def alive():
+        gc.collect()
+        return [thing for thing in gc.get_objects() if isinstance(thing, (torch.Tensor, SpeculativeCache))]
+
+    call()
+    before = {id(thing) for thing in alive()}
+    call()
+    kept = [thing for thing in alive() if id(thing) not in before]
+    assert not any(isinstance(thing, SpeculativeCache) for thing in kept)
+    assert sum(thing.numel() for thing in kept if isinstance(thing, torch.Tensor)) == 0
+
+
+def test_hooks_go_with_the_generator():
+    model = tiny.model("llama", seed=9)
+    layers = model.get_decoder().layers
+
+    def hooks():
+        return sum(len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in layers)
+
+    before = hooks()
+    spec = SpeculativeGenerator(model, Eagle3Proposer(eagle3.head(tap_ids=(0, 1, 2))))
+    assert hooks() == before + 3
+    del spec
+    gc.collect()
+    assert hooks() == before
