@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Lock
 from typing import Any
 
@@ -22,7 +22,8 @@ from specdec.call import as_dynamic_cache, prefill, transcript
 from specdec.capability import Capability, capability
 from specdec.hook import callers_level, generate_frame, plain
 from specdec.logits import NodeProcessors
-from specdec.loop import Loop, Rule
+from specdec.loop import Loop
+from specdec.noise import noise_of_call
 from specdec.pacing import Learnt, Pacer
 from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
@@ -30,6 +31,10 @@ from specdec.report import Report, Stopwatch
 from specdec.runner import ModelRunner, device_of
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
+from specdec.verification import AllNodes, Rule, Walk
+
+COUPLED = "coupled"
+RULES = (COUPLED, "block", "token", "typical")
 
 
 class SpeculativeGenerator:
@@ -45,9 +50,10 @@ class SpeculativeGenerator:
             (the head that `eagle3.registry` knows for this model), one of the latter three behind "ngram+" (see
             `HybridProposer`), or "auto" ("ngram+eagle3" where a head is known, else "ngram").
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
-        rule: how drawn chains are verified at T > 0: "block" (Sun et al. 2403.10444), "token" (Leviathan et al.
-            2211.17192), or "typical" (Medusa 2401.10774), which is LOSSY: the output no longer has the target's
-            distribution.
+        rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
+            text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.
+            2403.10444) and "token" (Leviathan et al. 2211.17192) verify chains drawn from the draft's distribution.
+            "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution.
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
 
     Attributes:
@@ -60,15 +66,15 @@ class SpeculativeGenerator:
         proposer: Proposer | PreTrainedModel | str,
         *,
         draft_length: int | None = None,
-        rule: str = "block",
+        rule: str = COUPLED,
         on_unsupported: str = "plain",
     ):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
-        if rule not in ("block", "token", "typical"):
-            raise ValueError(f'rule must be "block", "token" or "typical", got {rule!r}')
+        if rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {rule!r}")
         if on_unsupported not in ("plain", "error"):
             raise ValueError(f'on_unsupported must be "plain" or "error", got {on_unsupported!r}')
         self.model = model
@@ -147,7 +153,14 @@ class SpeculativeGenerator:
         report = Report(num_calls=1, num_rows=len(input_ids))
         watch = Stopwatch(report, device_of(model))
         reason = why_plain(
-            model, self.capability, input_ids, logits_processor, generation_config, synced_gpus, model_kwargs
+            model,
+            self.capability,
+            input_ids,
+            logits_processor,
+            generation_config,
+            synced_gpus,
+            model_kwargs,
+            walks=self._walks(generation_config),
         )
         if reason:
             self._fall_back(reason)
@@ -188,28 +201,36 @@ class SpeculativeGenerator:
         text = transcript(input_ids, stopping_criteria, config, streamer, model_kwargs)
         target = ModelRunner(self.model, self.capability.masks, self._taps)
         target.start(text.batch_size)
-        loop = Loop(
-            target=target,
-            proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
-            rule=self._rule(config),
-            processors=NodeProcessors(logits_processor),
-            text=text,
-            pacer=self._pacer(text.batch_size, bool(config.do_sample)),
-            watch=watch,
-            sampling=bool(config.do_sample),
-            trees=self.capability.trees,
-        )
-        loop.run(prefill(target, input_ids, text, config, model_kwargs))
+        processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
+        prompts_read = prefill(target, input_ids, text, config, model_kwargs)
+        coupled = sampling and self.rule == COUPLED
+        size = (text.batch_size, prompts_read.logits.shape[-1])
+        with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
+            loop = Loop(
+                target=target,
+                proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
+                verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
+                processors=processors.without_unknown(),
+                noise=noise,
+                text=text,
+                pacer=self._pacer(text.batch_size, sampling),
+                watch=watch,
+                sampling=sampling,
+                trees=self.capability.trees,
+            )
+            loop.run(prompts_read)
         watch.report.num_output_tokens = text.num_output_tokens
         if not config.return_dict_in_generate:
             return text.sequences
         cache = as_dynamic_cache(target, text, loop.cache_base)
         return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=cache, **text.recorded())
 
-    def _rule(self, config: GenerationConfig) -> Rule:
-        """The verification rule of a call: processed scores (B, N, V) in, verdict out."""
-        if not config.do_sample:
-            return acceptance.greedy
+    def _walks(self, config: GenerationConfig) -> bool:
+        """The call follows the target's own choices, instead of a rule over all nodes."""
+        return not config.do_sample or self.rule == COUPLED
+
+    def _drawn_rule(self) -> Rule:
+        """The chosen verification rule at T > 0: processed scores (B, N, V) in, verdict out."""
         drawn_chain = {"block": acceptance.block_verification, "token": acceptance.speculative_sampling}
 
         def rule(draft: DraftTree, scores: Tensor) -> Verdict:

@@ -6,14 +6,11 @@ acceptance.
 
 from __future__ import annotations
 
-import copy
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 # Read in transformers 5.23, generation/logits_process.py: their __call__ uses the scores alone,
@@ -30,6 +27,7 @@ CONTEXT_FREE = (
     hf.LogitNormalization,
     *([hf.TopHLogitsWarper] if hasattr(hf, "TopHLogitsWarper") else []),
 )
+ANY_VOCABULARY = tuple(kind for kind in CONTEXT_FREE if kind is not hf.SuppressTokensLogitsProcessor)
 # or the scores and the prefix, with nothing remembered from call to call that changes the result;
 PURE = (
     hf.MinLengthLogitsProcessor,
@@ -47,15 +45,9 @@ PURE = (
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
 )
+ROUNDING = 1e-4  # of sums of probabilities, in any order: a thousand times what was seen in float32
 OF_THE_END = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)  # of these, on end tokens alone
-# or a state that follows the text: these must only ever see committed prefixes.
-STATEFUL = (
-    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor,
-    hf.ClassifierFreeGuidanceLogitsProcessor,
-    hf.SynthIDTextWatermarkLogitsProcessor,
-    hf.WhisperTimeStampLogitsProcessor,
-    hf.WhisperNoSpeechDetection,
-)
+# All others may keep a state that follows the text: they must be called as plain decoding calls them.
 
 
 class NodeProcessors:
@@ -65,13 +57,35 @@ class NodeProcessors:
     at a time, as in plain decoding, so that processors which use the row's index stay right.
     """
 
-    def __init__(self, processors: LogitsProcessorList):
+    def __init__(self, processors: Iterable[Any]):
         self.processors = list(processors)
 
     @property
-    def order_needs_no_text(self) -> bool:
-        """No processor looks at the text, but to see whether it may end here."""
-        return all(_reads_scores_alone(processor) or type(processor) in OF_THE_END for processor in self.processors)
+    def unknown(self) -> list[str]:
+        """Names of those that may follow the text with a state, and must be called as plain decoding calls them."""
+        return [_name(processor) for processor in self.processors if follows_the_text(processor)]
+
+    @property
+    def known(self) -> bool:
+        """All of them may be asked about drafted text."""
+        return not self.unknown
+
+    def without_unknown(self) -> NodeProcessors:
+        """Those that a draft may go by."""
+        return NodeProcessors(processor for processor in self.processors if not follows_the_text(processor))
+
+    @property
+    def fit_any_vocabulary(self) -> bool:
+        """None of them looks at the text (but to see whether it may end here) or names tokens."""
+        return all(type(processor) in ANY_VOCABULARY + OF_THE_END for processor in self.processors)
+
+    def in_any_vocabulary(self, scores: Tensor) -> Tensor:
+        """Processed scores (..., K) over some of the tokens; those of the end have no say."""
+        flat = scores.flatten(0, -2)
+        for processor in self.processors:
+            if type(processor) in ANY_VOCABULARY:
+                flat = _scores_alone(processor, flat)
+        return flat.view_as(scores)
 
     def __call__(
         self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]], ruled_out: Tensor | None = None
@@ -93,10 +107,7 @@ class NodeProcessors:
         texts: list[list[Tensor]] | None = None
         for processor in self.processors:
             if _reads_scores_alone(processor):
-                flat = scores.flatten(0, 1)
-                fast = _FAST.get(type(processor))
-                done = fast(processor, flat) if fast else processor(flat.new_empty(0, 0, dtype=torch.long), flat)
-                scores = done.view_as(scores)
+                scores = _scores_alone(processor, scores.flatten(0, 1)).view_as(scores)
             else:
                 texts = prefixes() if texts is None else texts
                 scores = _by_prefix(processor, texts, scores, ruled_out)
@@ -105,6 +116,16 @@ class NodeProcessors:
 
 def _reads_scores_alone(processor: Any) -> bool:
     return type(processor) in CONTEXT_FREE  # a subclass may read the text as well
+
+
+def _scores_alone(processor: Any, scores: Tensor) -> Tensor:
+    """A processor of CONTEXT_FREE on scores (M, K)."""
+    fast = _FAST.get(type(processor))
+    return fast(processor, scores) if fast else processor(scores.new_empty(0, 0, dtype=torch.long), scores)
+
+
+def _name(processor: Any) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
 
 
 def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor, dead: Tensor | None = None) -> Tensor:
@@ -153,64 +174,41 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
 
 
 def _top_p(processor: Any, scores: Tensor) -> Tensor:
-    """`TopPLogitsWarper` without sorting the whole vocabulary (8 x 152k: 37 ms sorted on two CPU cores).
+    """`TopPLogitsWarper` without sorting the whole vocabulary (8 x 152k: 37 ms sorted on two CPU cores), bit for bit.
 
     A token stays iff the mass before it, in descending order, is below top_p; once the leading tokens hold that much,
-    the others need no order.
+    the others need no order. Where the border is so close that the order of summation decides, or the order of equal
+    scores, transformers' own answer is asked for.
     """
     lead = min(1024, scores.shape[-1])
-    if processor.top_p >= 1.0 or processor.min_tokens_to_keep > lead:
+    if processor.top_p >= 1.0 or processor.min_tokens_to_keep >= lead:
         return processor(None, scores)
-    probs = scores.softmax(-1)
-    top, index = probs.topk(lead, dim=-1)
-    cumulative = top.cumsum(-1)
-    if lead < scores.shape[-1] and bool((cumulative[:, -1] < processor.top_p).any()):
-        return processor(None, scores)
-    keep = (cumulative - top) < processor.top_p
+    top, index = scores.topk(lead, dim=-1)
+    probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
+    cumulative = probs.cumsum(-1)
+    before = cumulative - probs  # the mass in front of each
+    close = ((before - processor.top_p).abs() < ROUNDING).any(-1)
+    short = cumulative[:, -1] < processor.top_p + ROUNDING if lead < scores.shape[-1] else close
+    keep = before < processor.top_p
     keep[:, : processor.min_tokens_to_keep] = True
-    kept = scores.gather(1, index).masked_fill(~keep, processor.filter_value)
+    last = (keep.sum(-1, keepdim=True) - 1).clamp(max=lead - 2)
+    equal = top.gather(1, last) == top.gather(1, last + 1)
+    if bool((close | short | equal[:, 0] | probs.isnan().any(-1)).any()):
+        return processor(None, scores)
+    kept = top.masked_fill(~keep, processor.filter_value)
     return torch.full_like(scores, processor.filter_value).scatter_(1, index, kept)
 
 
 _FAST: dict[type, Callable[[Any, Tensor], Tensor]] = {hf.TopPLogitsWarper: _top_p}
 
 
-def stateful(processors: LogitsProcessorList, input_ids: Tensor, vocab_size: int) -> str | None:
-    """The class name of the first processor that must not see drafted text, or None.
+def follows_the_text(processor: Any) -> bool:
+    """Whether it may have a state that follows the text, so that a call about drafted text could change its answers.
 
-    Processors we don't know are tried out on a copy: one whose attributes change in a call follows the text. A
-    processor can settle the question itself with a boolean attribute `stateless`.
+    Transformers' own are known. Of any other, a function included, it is assumed, unless a boolean attribute
+    `stateless` says that its answers depend on its arguments alone.
     """
-    for processor in processors:
-        if isinstance(processor, CONTEXT_FREE + PURE) and type(processor).__module__ == hf.__name__:
-            continue
-        if isinstance(processor, STATEFUL) or not _stateless(processor, input_ids, vocab_size):
-            return type(processor).__name__
-    return None
-
-
-def _stateless(processor: Any, input_ids: Tensor, vocab_size: int) -> bool:
     declared = getattr(processor, "stateless", None)
     if declared is not None:
-        return bool(declared)
-    if isinstance(processor, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        return True  # a plain function is taken at its word
-    try:
-        trial = copy.deepcopy(processor)
-        before = _fingerprint(vars(trial))
-        trial(input_ids, torch.zeros(len(input_ids), vocab_size, device=input_ids.device))
-        return before == _fingerprint(vars(trial))
-    except Exception:  # cannot be copied, or fails on a text it did not choose: assume the worse
-        return False
-
-
-def _fingerprint(value: Any, depth: int = 4) -> Any:
-    if isinstance(value, Tensor):
-        return (tuple(value.shape), value.detach().cpu().flatten().tolist())
-    if isinstance(value, dict):
-        return {str(key): _fingerprint(item, depth) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_fingerprint(item, depth) for item in value]
-    if isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)):
-        return value
-    return (id(value), _fingerprint(vars(value), depth - 1) if depth and hasattr(value, "__dict__") else None)
+        return not declared
+    return type(processor) not in CONTEXT_FREE + PURE

@@ -6,20 +6,22 @@ Owns the order of things in a round. Knows nothing of how any of them is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from specdec.logits import NodeProcessors
+from specdec.noise import Noise
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.report import Stopwatch
 from specdec.runner import ModelRunner, Output
 from specdec.transcript import Transcript
-from specdec.tree import DraftTree, Verdict
+from specdec.tree import DraftTree
+from specdec.verification import Verified
 
-Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N, V)) -> verdict
+Verification = Callable[[DraftTree, Output, Transcript], Verified]  # writes what is accepted into the text
 
 
 @dataclass
@@ -27,15 +29,17 @@ class Loop:
     """One `generate()` call over B rows.
 
     Args:
-        target: its runner, prefilled by `run`. proposer: drafts. rule: verifies. processors: the call's own.
+        target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
+        processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
         text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
         sampling: T > 0. trees: the target can verify trees.
     """
 
     target: ModelRunner
     proposer: Proposer
-    rule: Rule
+    verify: Verification
     processors: NodeProcessors
+    noise: Noise | None
     text: Transcript
     pacer: Pacer
     watch: Stopwatch
@@ -75,19 +79,16 @@ class Loop:
         )
         verify_seconds = self.watch.mark("verify")
 
-        scores = self.processors(output.logits, lambda: _node_texts(text, draft))
-        verdict = self._accept_padding(draft, self.rule(draft, scores))
-        accepted, tokens = _to_host(draft, verdict)
+        active = text.active
+        verified = self.verify(draft, output, text)
+        verdict, kept = verified.verdict, verified.kept
+        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(verified.accepted, kept, active, strict=True)]
         self.watch.mark("accept")
 
-        active = text.active
-        text.record(verdict.path, accepted, output.logits, scores, output.hidden_states)
-        kept = text.append(tokens, accepted)
-        accepted = [min(n, taken) if alive else 0 for n, taken, alive in zip(accepted, kept, active, strict=True)]
         self.target.commit(kept, None if draft.chain else verdict.path)
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
         self.proposer.observe(proposed, verdict, accepted)
-        text.settle()
+        self._settle()
         self.target.truncate([base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)])
         self._book(proposed, active, accepted, verify_seconds, start)
 
@@ -96,15 +97,16 @@ class Loop:
         text, logits = self.text, prefill.logits
         self.pacer.observe_prefill(len(logits) * max(self.target.lengths), self.watch.mark("prefill"))
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
-        scores = self.processors(logits, lambda: [[row] for row in text.tokens])
-        verdict = self.rule(draft, scores)
-        accepted, tokens = _to_host(draft, verdict)
-        text.record(verdict.path, accepted, logits, scores, None)
         text.records.prompt_hidden_states = prefill.hidden_states
-        text.append(tokens, accepted)
-        text.settle()
+        self.verify(draft, replace(prefill, hidden_states=None), text)
+        self._settle()
         self.watch.mark("accept")
         self.watch.report.times_to_first_token.append(self.watch.elapsed())
+
+    def _settle(self) -> None:
+        self.text.settle()
+        if self.noise is not None:
+            self.noise.settle(self.text.settled - self.text.start)
 
     def _context(self) -> Context:
         text = self.text
@@ -118,6 +120,8 @@ class Loop:
             chains_only=not self.trees,
             vocab_size=self._vocab_size,
             processors=self.processors,
+            noise=self.noise,
+            start=self.text.start,
             pacer=self.pacer,
             target=self.target.model,
             fresh=self._fresh,
@@ -150,22 +154,6 @@ class Loop:
             parents[b] = torch.where(chain < self.text.room[b], chain, -1)
         return DraftTree(tokens, parents, draft.probs, draft.chain)
 
-    def _accept_padding(self, draft: DraftTree, verdict: Verdict) -> Verdict:
-        """The pads of `_pad_finished` need no verdict: all are accepted, and a pad follows."""
-        rows = [b for b, padding in enumerate(self.text.padding) if padding]
-        if not rows:
-            return verdict
-        N = draft.size
-        width = max(N, verdict.path.shape[1])
-        path = torch.arange(width, device=verdict.path.device).repeat(len(verdict.path), 1)
-        path[:, : verdict.path.shape[1]] = verdict.path
-        accepted, next_token = verdict.accepted.clone(), verdict.next_token.clone()
-        for b in rows:
-            path[b] = torch.arange(width)
-            accepted[b] = min(N - 1, self.text.room[b])
-            next_token[b] = self.text.filler
-        return Verdict(path[:, :N], accepted, next_token)
-
     def _book(
         self, draft: DraftTree, active: Sequence[bool], accepted: Sequence[int], verify_seconds: float, start: float
     ) -> None:
@@ -190,13 +178,6 @@ class Loop:
         )
 
 
-def _to_host(draft: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]]]:
-    """Accepted counts and each row's new tokens: the round's one transfer from the device."""
-    packed = torch.cat([verdict.accepted[:, None], verdict.new_tokens(draft)], 1).tolist()
-    accepted = [row[0] for row in packed]
-    return accepted, [row[1 : 2 + n] for row, n in zip(packed, accepted, strict=True)]
-
-
 def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> Tensor | None:
     """(B, W, C) of each row's first `kept` nodes on its path (B, D), padded on the left; features: (B, N, C)."""
     if features is None:
@@ -206,16 +187,3 @@ def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> T
     shift = torch.tensor([width - count for count in kept], device=path.device)[:, None]
     nodes = path.gather(1, (column - shift).clamp(min=0))
     return features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]).to(features.device))
-
-
-def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:
-    """[b][n]: row b's text up to and including node n, in `generate()`'s layout."""
-    ancestors = draft.ancestors.tolist()
-    out: list[list[Tensor]] = []
-    for b, end in enumerate(text.ends):
-        row = []
-        for seen in ancestors[b]:
-            path = [n for n, on_path in enumerate(seen) if on_path and n > 0]
-            row.append(torch.cat([text.tokens[b, :end], draft.tokens[b, path]]))
-        out.append(row)
-    return out

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from specdec.capability import Capability
-from specdec.logits import stateful
+from specdec.logits import NodeProcessors
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
 # a way we cannot know to be right for trees: plain decoding.
@@ -58,8 +58,12 @@ def why_plain(
     config: GenerationConfig,
     synced_gpus: bool | None,
     model_kwargs: dict[str, Any],
+    walks: bool,
 ) -> str | None:
-    """Why this call must run as plain decoding, or None. Raises for input that is wrong either way."""
+    """Why this call must run as plain decoding, or None. Raises for input that is wrong either way.
+
+    walks: it asks processors about reached nodes alone (`verification.Walk`).
+    """
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION):
         return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"
@@ -76,9 +80,9 @@ def why_plain(
     cache = model_kwargs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
         return "past_key_values was passed in"
-    unknown = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
-    if unknown:
-        return f"the model argument {unknown[0]} has no meaning for drafted tokens here"
+    strange = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
+    if strange:
+        return f"the model argument {strange[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
         return f"input_ids has {input_ids.dim()} dimensions"
     reason = _padding_problem(input_ids, model_kwargs) or _rope_problem(model, input_ids, config, model_kwargs)
@@ -86,9 +90,13 @@ def why_plain(
         return reason
     if not capability.trees and len(input_ids) > 1:
         return f"{type(model).__name__} in a batch: {capability.reason}"
-    blocker = stateful(processors, input_ids, model.config.get_text_config(decoder=True).vocab_size)
-    if blocker:
-        return f"{blocker} follows the text with a state of its own and must not see drafted tokens"
+    unknown = NodeProcessors(processors).unknown
+    if unknown and not (walks and len(input_ids) == 1):
+        why = "in a batch, whose rows run ahead of each other" if walks else "under a rule that needs all nodes' scores"
+        return (
+            f"{unknown[0]} may follow the text with a state of its own and cannot be asked about drafts {why}: set its "
+            "attribute `stateless` to True if its answers depend on its arguments alone"
+        )
     return None
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria
 
+from specdec.runner import Output
+
 
 @dataclass
 class Records:
@@ -130,31 +132,24 @@ class Transcript:
             self.ends[b] += len(new)
         return kept
 
-    def record(
-        self,
-        path: Tensor,
-        accepted: Sequence[int],
-        logits: Tensor,
-        scores: Tensor,
-        hidden_states: tuple[Tensor, ...] | None,
-    ) -> None:
+    def record(self, path: Tensor, accepted: Sequence[int], output: Output, scores: Sequence[Tensor]) -> None:
         """Keep, for each token that `append` is about to get, what it was chosen from.
 
         Args:
-            path: (B, D) int64, nodes from the root; token i of row b was chosen after node path[b, i].
-            logits, scores: (B, N, V). hidden_states: per layer (B, N, H), None at the prefill.
+            path: (B, D) int64; token i of row b was chosen after node path[b, i], i from 0 to accepted[b].
+            output: of the target's pass. scores: processed (B, V), one per token.
         """
         records = self.records
         if not records.wanted:
             return
         for b, (wanted, padding) in enumerate(zip(self.active, self.padding, strict=True)):
-            for node in path[b, : accepted[b] + 1].tolist() if wanted or padding else ():
+            for i, node in enumerate(path[b, : accepted[b] + 1].tolist() if wanted or padding else ()):
                 if records.scores is not None:
-                    records.scores[b].append(scores[b, node].clone())
+                    records.scores[b].append(scores[i][b].clone())
                 if records.logits is not None:
-                    records.logits[b].append(logits[b, node].float())
-                if records.hidden_states is not None and hidden_states is not None:
-                    records.hidden_states[b].append(tuple(states[b, node].clone() for states in hidden_states))
+                    records.logits[b].append(output.logits[b, node].float())
+                if records.hidden_states is not None and output.hidden_states is not None:
+                    records.hidden_states[b].append(tuple(states[b, node].clone() for states in output.hidden_states))
 
     def settle(self) -> None:
         """Settle every column that all unfinished rows have reached; sets `done` once plain decoding would stop."""

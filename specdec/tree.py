@@ -110,6 +110,16 @@ class DraftTree:
         """(B, N) int64, distance from the root; 0 for padding."""
         return self.ancestors.sum(-1) - 1
 
+    @cached_property
+    def height(self) -> int:
+        """Depth of the deepest node."""
+        return self.size - 1 if self.chain else int(self.depth.max())
+
+    def child(self, node: Tensor, token: Tensor) -> Tensor:
+        """(B,) int64, the child of each row's node (B,) that carries its token (B,); -1 where there is none."""
+        hit = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (B, N)
+        return torch.where(hit.any(-1), hit.long().argmax(-1), -1)
+
     def children(self) -> Tensor:
         """(B, N, C) int64, each node's children in index order, -1 where there are fewer than C."""
         B, N = self.tokens.shape

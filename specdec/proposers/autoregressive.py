@@ -34,12 +34,14 @@ class Stepped:
         tokens: (B, M) int64. ancestors: (B, M, M) bool, which of them each sees, itself included.
         dead: (B, M) bool, nodes that the call's processors ruled out: never reached, whatever comes of them.
         deepest: (B, 1) int64, each row's largest depth; deeper nodes are not going to be drafted.
+        levels: depths that they fill.
     """
 
     tokens: Tensor
     ancestors: Tensor
     dead: Tensor
     deepest: Tensor
+    levels: int = 0
 
     @property
     def depth(self) -> Tensor:
@@ -71,21 +73,21 @@ class Stepped:
         ancestors = torch.cat([torch.cat([self.ancestors, below], 2), torch.cat([above, itself], 2)], 1)
         dead = torch.zeros_like(tokens, dtype=torch.bool) if dead is None else dead
         tokens, dead = torch.cat([self.tokens, tokens], 1), torch.cat([self.dead, dead], 1)
-        return Stepped(tokens, ancestors, dead, self.deepest)
+        return Stepped(tokens, ancestors, dead, self.deepest, self.levels + 1)
 
 
 class AutoregressiveProposer(Proposer):
     """Drafts by running a model step by step.
 
-    At T > 0 chains and fixed trees are drawn from the draft's own processed distribution q (temperature, top-k,
-    penalties applied) if `draw`, else they are its top tokens; at T = 0 always the latter. Dynamic trees are made of
-    top tokens at any temperature: which nodes are kept depends on their probability, which with drawn tokens would be
-    peeking. Drafting ends where the next pass is not worth its cost (see `Pacer`).
+    Drafts are made of top tokens: at T = 0 of the draft's own distribution q (temperature, top-k, penalties applied),
+    at T > 0 of the race that q and the target share the noise of (`Context.raced`). Under the rules "block" and "token"
+    chains and fixed trees are drawn from q instead, if `draw`. Drafting ends where the next pass is not worth its cost
+    (see `Pacer`).
 
     Args:
         branching: children per node at each depth, (3, 2, 1) say, for a tree of that shape.
         tree: for a dynamic one. Without either: chains.
-        draw: at T > 0, draw the draft from q.
+        draw: at T > 0 under the rules "block" and "token", draw the draft from q.
     """
 
     def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
@@ -183,9 +185,13 @@ class AutoregressiveProposer(Proposer):
         within = place < torch.tensor(growth, device=path.device)[:, None]
         return growth, torch.where(within, steps, place)[:, : max(growth, default=0)]
 
+    def _draws(self, context: Context) -> bool:
+        """Tokens are drawn from q; where the text follows shared noise, the race's best is the better bet."""
+        return context.sampling and self.draw and context.noise is None
+
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer, B = context.pacer, context.batch_size
-        draw = context.sampling and self.draw
+        draw = self._draws(context)
         stepped = Stepped.none(context.root, context.room)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
@@ -231,7 +237,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
         B, device = context.batch_size, context.tokens.device
-        draw = context.sampling and self.draw
+        draw = self._draws(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
         stepped = Stepped.none(context.root, context.room)
         q_rows: list[Tensor] = []
@@ -366,7 +372,7 @@ class AutoregressiveProposer(Proposer):
         scores = context.processors(self._full(logits, context.vocab_size), texts, dead)
         # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
         nothing = (scores == float("-inf")).all(-1, keepdim=True)
-        return scores.masked_fill(nothing, 0.0)
+        return context.raced(scores.masked_fill(nothing, 0.0), stepped.levels)
 
 
 def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.logits import NodeProcessors
+from specdec.noise import Noise
 from specdec.pacing import Pacer
 from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
 
+SPREAD = 0.5  # how far log p of a target scatters around the draft's log q, as a Gumbel's scale
 LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
 
 
@@ -40,6 +42,7 @@ class Context:
         features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
             a proposer without taps.
         target: the model that verifies; a head borrows its embedding.
+        noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
     """
 
     tokens: Tensor
@@ -55,6 +58,27 @@ class Context:
     fresh: Sequence[int] = ()
     features: Tensor | None = None
     target: PreTrainedModel | None = None
+    noise: Noise | None = None
+    start: int = 0
+
+    def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
+        """Scores whose order is that of the race which will choose the token: of q / E in place of q.
+
+        The target's token is the winner of p / E with the column's noise E. Were its log p the draft's log q with
+        Gumbel noise of scale s added, token x would be the winner with a chance of softmax((log q - log E) / s).
+
+        Args:
+            scores: (B, n, K) float32, log q up to a constant. depth: tokens drafted before these.
+            ids: (K,) int64, what the scores are of; None: all tokens.
+
+        Returns:
+            (B, n, K) float32: scores of those chances. At T = 0, and under rules that draw drafts, they stay.
+        """
+        if self.noise is None:
+            return scores
+        noise = self.noise.at([end - self.start + depth for end in self.ends])  # (B, V)
+        noise = noise if ids is None else noise[:, ids.to(noise.device)]
+        return (scores - noise[:, None].to(scores.device).clamp(min=1e-30).log()) / SPREAD
 
     @property
     def batch_size(self) -> int:

@@ -135,14 +135,16 @@ class Eagle3Proposer(AutoregressiveProposer):
         return self.head.draft_to_target
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """In the draft's own vocabulary, where no processor wants to see the text: the others hardly move the order.
+        """In the draft's own vocabulary, where no processor wants to see the text or names tokens.
 
         An end token that is drafted too early is rejected.
         """
-        if not context.processors.order_needs_no_text:
+        if not context.processors.fit_any_vocabulary:
             return super()._children(context, logits, stepped, n, k)
-        tokens, log_probs = top_children(logits.float(), k)
-        return self._targets(logits.device)[tokens], log_probs
+        ids = self._targets(logits.device)
+        scores = context.raced(context.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
+        tokens, log_probs = top_children(scores, k)
+        return ids[tokens], log_probs
 
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
         ids = self._targets(logits.device)
