@@ -1,7 +1,7 @@
 """`Noise`: the random numbers of a call's sampling, one per output column, row and token, as plain decoding draws them.
 
-Plain `generate()` samples with `torch.multinomial(p, 1)`, which is `argmax(p / E)` with fresh exponential noise E of
-p's shape (torch 2.13, aten/native/Distributions.cpp): a race that token x wins with probability p(x). Here E belongs to the
+Plain `generate()` samples with `torch.multinomial(p, 1)`, which is `argmax(p / E)` with fresh exponential noise E
+(torch 2.13, aten/native/Distributions.cpp): a race that token x wins with probability p(x). Here E belongs to the
 column instead of the pass: whatever was drafted, the token at a column is the winner of that column's race. So the text
 is a function of the seed alone, and it is plain decoding's. The law is the target's, since p never depends on the E of
 a column that is still to come; a draft may look at E and bet on the winner (Gumbel coupling, arXiv 2408.07978).

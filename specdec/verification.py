@@ -89,10 +89,10 @@ class _Step:
         """(B,) int64, the token after each row's node path[:, -1]. path: (B, d + 1) nodes from the root."""
         text, depth = self.text, path.shape[1] - 1
         logits = self.output.logits[self.rows, path[:, -1]]  # (B, V)
-        going = alive.tolist() if alive.device.type == "cpu" else [True] * len(path)
-        scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~alive[:, None])[:, 0]
+        scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
         self.scores.append(scores)
-        columns = [end - text.start + (depth if on else 0) for end, on in zip(self.ends, going, strict=True)]
+        taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # a device is not waited for
+        columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
         token = self.walker.winner(scores, columns, alive & ~self.padding)
         return torch.where(self.padding, text.filler, token)  # finished rows go on with pads
 
@@ -107,7 +107,10 @@ class _Step:
     def _texts(self, path: Tensor) -> list[list[Tensor]]:
         """[b][0]: row b's text down to its node, in `generate()`'s layout."""
         drafted = self.draft.tokens.gather(1, path)[:, 1:]
-        return [[torch.cat([self.text.tokens[b, :end], drafted[b]])] for b, end in enumerate(self.ends)]
+        return [
+            [torch.cat([self.text.tokens[b, :end], drafted[b, :depth]])]
+            for b, (end, depth) in enumerate(zip(self.ends, _depths(path), strict=True))
+        ]
 
 
 class AllNodes:
@@ -127,6 +130,11 @@ class AllNodes:
         rows = torch.arange(len(scores), device=scores.device)
         text.record(verdict.path, accepted, output, [scores[rows, node] for node in verdict.path.unbind(1)])
         return Verified(verdict, accepted, text.append(tokens, accepted))
+
+
+def _depths(path: Tensor) -> list[int]:
+    """Of the node that each row is at: behind it, its path (B, d + 1) repeats it."""
+    return (path[:, 1:] != path[:, :-1]).sum(1).tolist()
 
 
 def _to_host(draft: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]]]:

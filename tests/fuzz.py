@@ -75,6 +75,8 @@ class AllTogether(StoppingCriteria):
 class NoTokenTwice(LogitsProcessor):
     """Pure, and reads the text and the row's index."""
 
+    stateless = True
+
     def __call__(self, input_ids, scores):
         last = input_ids[:, -1:]
         row = torch.arange(len(scores))[:, None] % scores.shape[-1]

@@ -108,6 +108,16 @@ def test_sample_over_a_large_vocabulary():
     assert naive.departure(counts, expected) < EXACT
 
 
+def greedy(tree: DraftTree, scores: torch.Tensor) -> Verdict:
+    """`walk` along the best tokens of scores (B, N, V)."""
+    rows = torch.arange(len(scores))
+
+    def choose(path, alive):
+        return scores[rows, path[:, -1]].max(-1).indices
+
+    return acceptance.walk(tree, choose, torch.ones(len(scores), dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     ("target", "drafted", "accepted", "next_token"),
     [
@@ -120,7 +130,7 @@ def test_sample_over_a_large_vocabulary():
 )
 def test_greedy_by_hand(target, drafted, accepted, next_token):
     tree = chain(drafted) if drafted else DraftTree.root_only(torch.tensor([0]))
-    verdict = acceptance.greedy(tree, torch.tensor([target], dtype=torch.bfloat16))
+    verdict = greedy(tree, torch.tensor([target], dtype=torch.bfloat16))
     assert decided(verdict) == (list(range(1, 1 + len(accepted))), next_token)
     assert verdict.new_tokens(tree)[0, : len(accepted) + 1].tolist() == [*accepted, next_token]
 
@@ -427,7 +437,7 @@ def test_greedy_decides_as_the_reference(drawn, chains):
                 if tree.children(tree.parents[node])[0] == node:
                     tree.tokens[node] = p[tree.parents[node]].index(max(p[tree.parents[node]]))
     tree, scores = batched(cases, 1, chains)
-    verdict = acceptance.greedy(tree, scores)
+    verdict = greedy(tree, scores)
     for b, (reference, p) in enumerate(cases):
         path, token = naive.greedy(reference, p)
         assert verdict.path[b, : len(path)].tolist() == list(path)

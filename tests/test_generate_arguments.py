@@ -21,7 +21,7 @@ from specdec.eagle3 import save
 from specdec.eagle3.layouts import LAYOUTS
 from specdec.transcript import Transcript
 from tests import eagle3, tiny
-from tests.fuzz import AllTogether, Counting, EndsAfter, NoTokenTwice, Recorder, difference
+from tests.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
 
 NEW = 20
 LETTERS = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # token 0 pads
@@ -379,12 +379,7 @@ def filled_cache(model, inputs):
 
 PLAIN = {
     "num_beams": (lambda model, inputs: {"num_beams": 2}, "beam search"),
-    "guidance_scale": (lambda model, inputs: {"guidance_scale": 1.5}, "ClassifierFreeGuidance"),
     "use_cache": (lambda model, inputs: {"use_cache": False}, "use_cache=False"),
-    "stateful processor": (
-        lambda model, inputs: {"logits_processor": LogitsProcessorList([Counting()])},
-        "Counting follows the text",
-    ),
     "holes": (lambda model, inputs: holes(inputs), "holes"),
     "position_ids": (lambda model, inputs: {"position_ids": torch.arange(9)[None] + 3}, "position_ids"),
     "past_key_values": (filled_cache, "past_key_values"),

@@ -1,4 +1,4 @@
-"""`NodeProcessors` against the plain processors, called for one node after another; and who counts as stateful."""
+"""`NodeProcessors` against the plain processors, called for one node after another; and which may keep a state."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from specdec.logits import NodeProcessors, stateful
+from specdec.logits import NodeProcessors, follows_the_text
 
 V, EOS, PAD = 24, 5, 0
 PROMPTS = {1: [6], 3: [4, 7, 5]}  # batch size -> tokens of each row's text before the draft
@@ -131,17 +131,17 @@ def test_the_processors_change_something(name):
 
 @pytest.mark.parametrize("name", CONTEXT_FREE)
 def test_context_free_processors_need_no_texts(name):
-    processors = NodeProcessors(LogitsProcessorList([CONTEXT_FREE[name](1, 1)]))
-    assert processors.order_needs_no_text
+    processors = NodeProcessors([CONTEXT_FREE[name](1, 1)])
+    assert processors.fit_any_vocabulary == (name != "suppress")
     processors(torch.randn(2, 3, V), lambda: pytest.fail("asked for texts"))
 
 
 def test_one_text_reader_is_enough_to_need_texts():
     both = LogitsProcessorList([CONTEXT_FREE["top-k"](1, 1), READING["bad words"](1, 1)])
-    assert not NodeProcessors(both).order_needs_no_text
-    assert NodeProcessors(LogitsProcessorList()).order_needs_no_text
+    assert not NodeProcessors(both).fit_any_vocabulary
+    assert NodeProcessors(LogitsProcessorList()).fit_any_vocabulary
     ending = hf.MinNewTokensLengthLogitsProcessor(1, 4, [2], device="cpu")
-    assert NodeProcessors(LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), ending])).order_needs_no_text
+    assert NodeProcessors(LogitsProcessorList([hf.TemperatureLogitsWarper(0.7), ending])).fit_any_vocabulary
 
 
 def test_without_processors_scores_are_float32_logits():
@@ -278,7 +278,7 @@ def test_a_subclass_may_read_the_text():
 
     texts, logits = nodes(3, "tree")
     processors = NodeProcessors(LogitsProcessorList([Cooling(1.0)]))
-    assert not processors.order_needs_no_text
+    assert not processors.fit_any_vocabulary
     scores = processors(logits, lambda: texts)
     for b, row in enumerate(texts):
         for n, text in enumerate(row):
@@ -299,55 +299,12 @@ class Counter(LogitsProcessor):
         return scores
 
 
-class Remembering(LogitsProcessor):
-    """Keeps its memory one level down."""
-
-    def __init__(self):
-        self.memory = {"texts": [torch.zeros(1)]}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.memory["texts"].append(input_ids)
-        return scores
-
-
-class Holder:
-    def __init__(self):
-        self.position = 0
-
-
-class Delegating(LogitsProcessor):
-    """Keeps its memory in another object."""
-
-    def __init__(self):
-        self.holder = Holder()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.holder.position += 1
-        return scores
-
-
-class InPlace(LogitsProcessor):
-    """Keeps its memory in a tensor."""
-
-    def __init__(self):
-        self.state = torch.zeros(3)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.state += 1
-        return scores
-
-
 class DeclaredStateless(Counter):
     stateless = True
 
 
 class DeclaredStateful(Shift):
     stateless = False
-
-
-class Failing(Shift):
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        raise RuntimeError("not this text")
 
 
 class Grammar(hf.TopKLogitsWarper):
@@ -358,49 +315,29 @@ class Grammar(hf.TopKLogitsWarper):
         return super().__call__(input_ids, scores)
 
 
-def plain_function(input_ids: Tensor, scores: Tensor) -> Tensor:
-    return scores
-
-
 @pytest.mark.parametrize("name", [*CONTEXT_FREE, *READING])
 def test_transformers_own_may_see_drafts(name):
-    processor = (CONTEXT_FREE | READING)[name](2, 6)
-    assert stateful(LogitsProcessorList([processor]), torch.ones(2, 6, dtype=torch.long), V) is None
+    assert not follows_the_text((CONTEXT_FREE | READING)[name](2, 6))
 
 
 @pytest.mark.parametrize(
-    ("processor", "blocks"),
+    ("processor", "follows"),
     [
         pytest.param(lambda: hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(1.5, None), True, id="guidance"),
         pytest.param(lambda: hf.ClassifierFreeGuidanceLogitsProcessor(1.5), True, id="batched guidance"),
         pytest.param(
-            lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [1, 2], 8, 0, 4, "cpu"),
-            True,
-            id="SynthID watermark",
+            lambda: hf.SynthIDTextWatermarkLogitsProcessor(3, [1, 2], 8, 0, 4, "cpu"), True, id="SynthID watermark"
         ),
-        pytest.param(Counter, True, id="counts its calls"),
-        pytest.param(Remembering, True, id="remembers texts in a list"),
-        pytest.param(Delegating, True, id="remembers in another object"),
-        pytest.param(InPlace, True, id="remembers in a tensor"),
-        pytest.param(lambda: Grammar(5), True, id="subclass of a known one, with a memory"),
-        pytest.param(Failing, True, id="cannot be tried out"),
+        pytest.param(Shift, True, id="a class nobody knows"),
+        pytest.param(lambda: Grammar(5), True, id="subclass of a known one"),
         pytest.param(DeclaredStateful, True, id="declared stateful, though pure"),
         pytest.param(DeclaredStateless, False, id="declared stateless, though counting"),
-        pytest.param(Shift, False, id="pure class"),
-        pytest.param(lambda: plain_function, False, id="plain function"),
-        pytest.param(lambda: lambda input_ids, scores: scores, False, id="lambda"),
+        pytest.param(lambda: lambda input_ids, scores: scores, True, id="a function, which may be a closure"),
     ],
 )
-def test_stateful_processors_are_found(processor, blocks):
+def test_which_processors_may_follow_the_text(processor, follows):
     made = processor()
-    known = hf.TopKLogitsWarper(5)
-    name = stateful(LogitsProcessorList([known, made]), torch.ones(2, 6, dtype=torch.long), V)
-    assert name == (type(made).__name__ if blocks else None)
-
-
-def test_trying_a_processor_out_leaves_it_as_it_was():
-    counter, remembering = Counter(), Remembering()
-    for processor in (counter, remembering):
-        stateful(LogitsProcessorList([processor]), torch.ones(1, 3, dtype=torch.long), V)
-    assert counter.calls == 0
-    assert len(remembering.memory["texts"]) == 1
+    assert follows_the_text(made) == follows
+    processors = NodeProcessors([hf.TopKLogitsWarper(5), made])
+    assert processors.known == (not follows)
+    assert len(processors.without_unknown().processors) == 2 - follows

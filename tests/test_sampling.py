@@ -1,0 +1,170 @@
+"""The same seed gives plain `generate()`'s text, whatever is drafted, and leaves the generator where that does."""
+
+import pytest
+import torch
+
+from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.noise import Noise, noise_of_call
+from tests import eagle3, tiny
+
+NEW = 12
+FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral"]
+WARPED = {
+    "plain": {"top_k": 0},
+    "warped": {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "penalty": {"repetition_penalty": 1.3, "top_k": 0},
+}
+
+
+def head(model):
+    size = model.config.hidden_size
+    return eagle3.head(hidden_size=size, target_hidden_size=size, tap_ids=(0, 1, 2))
+
+
+PROPOSERS = {
+    "ngram": lambda model, name: NgramProposer(),
+    "ngram tree": lambda model, name: NgramProposer(continuations=2),
+    "draft": lambda model, name: DraftModelProposer(tiny.model(name, seed=1)),
+    "itself": lambda model, name: DraftModelProposer(model),
+    "draft tree": lambda model, name: DraftModelProposer(tiny.model(name, seed=1), tree=DynamicTree(depth=3, top_k=2)),
+    "fixed tree": lambda model, name: DraftModelProposer(model, branching=(2, 1)),
+    "head": lambda model, name: Eagle3Proposer(head(model)),
+    "ngram+head": lambda model, name: HybridProposer(Eagle3Proposer(head(model))),
+    "garbage": lambda model, name: tiny.Garbage(),
+}
+
+
+def with_seed(seed, generate, **kwargs):
+    """What it wrote, and where it left the generator."""
+    torch.manual_seed(seed)
+    return generate(do_sample=True, max_new_tokens=NEW, **kwargs).tolist(), torch.get_rng_state()
+
+
+def differences(spec, seeds, inputs, **kwargs) -> list[int]:
+    """Seeds at which texts or the generator's state differ from plain decoding's."""
+    out = []
+    for seed in seeds:
+        text, state = with_seed(seed, spec.generate, **inputs, **kwargs)
+        plain, left = with_seed(seed, spec.model.generate, **inputs, **kwargs)
+        if text != plain or not torch.equal(state, left):
+            out.append(seed)
+    return out
+
+
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9, 5)], ids=["one row", "ragged"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_same_seed_same_text(proposer, lengths):
+    model = tiny.model("llama")
+    for draft_length in (3, None):
+        spec = SpeculativeGenerator(
+            model, PROPOSERS[proposer](model, "llama"), draft_length=draft_length, on_unsupported="error"
+        )
+        for warped in WARPED.values():
+            assert differences(spec, range(3), tiny.prompts(*lengths), **warped) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9, 5)], ids=["one row", "ragged"])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_three_hundred_seeds(proposer, family, lengths):
+    """300 per family: a third under each way of processing, half of them in batches."""
+    model = tiny.model(family)
+    spec = SpeculativeGenerator(model, PROPOSERS[proposer](model, family), draft_length=3, on_unsupported="error")
+    for place, warped in enumerate(WARPED.values()):
+        assert differences(spec, range(50 * place, 50 * place + 50), tiny.prompts(*lengths), **warped) == []
+
+
+def test_rows_that_end_early():
+    """Plain decoding goes on drawing for finished rows."""
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4, 9, 5)
+    plain, _ = with_seed(0, model.generate, **inputs)
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4, on_unsupported="error")
+    ends = [row[9 + place] for place, row in enumerate(plain)]
+    assert differences(spec, range(10), inputs, eos_token_id=ends) == []
+
+
+def test_recorded_scores_of_a_sampled_batch():
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4, 9)
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4, on_unsupported="error")
+    arguments = {"do_sample": True, "max_new_tokens": NEW, "return_dict_in_generate": True, "output_scores": True}
+    torch.manual_seed(3)
+    ours = spec.generate(**inputs, **arguments, eos_token_id=5, top_k=9)
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **arguments, eos_token_id=5, top_k=9)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    for a, b in zip(ours.scores, plain.scores, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_several_sequences_of_one_prompt():
+    model = tiny.model("llama")
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3, on_unsupported="error")
+    assert differences(spec, range(5), tiny.prompts(8), num_return_sequences=4) == []
+
+
+def test_bets_on_the_race_are_won_where_the_draft_is_the_target():
+    model, inputs = tiny.model("llama"), tiny.prompts(8)
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4)
+    with_seed(0, spec.generate, **inputs)
+    assert spec.report.draft_acceptance_rate == 1
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_scores_that_cannot_be_sampled_raise_as_in_plain_decoding(value):
+    class Broken:
+        stateless = True
+
+        def __call__(self, ids, scores):
+            return scores.index_fill(1, torch.tensor([3]), value) if ids.shape[1] > 12 else scores
+
+    model = tiny.model("llama")
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3, on_unsupported="error")
+    said = []
+    for generate in (model.generate, spec.generate):
+        with pytest.raises(RuntimeError) as error:
+            with_seed(0, generate, **tiny.prompts(8), logits_processor=[Broken()])
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+# The noise itself
+
+
+def test_noise_is_what_multinomial_draws():
+    probs = torch.rand(3, 50).softmax(-1)
+    torch.manual_seed(1)
+    plain = [torch.multinomial(probs, 1)[:, 0].tolist() for _ in range(5)]
+    torch.manual_seed(1)
+    with noise_of_call(3, 50, torch.device("cpu")) as noise:
+        ahead = [noise.column(column) for column in (4, 0, 2, 1, 3)]
+    assert [(probs / ahead[place]).argmax(-1).tolist() for place in (1, 3, 2, 4, 0)] == plain
+
+
+def test_columns_that_are_not_kept_are_drawn_again(monkeypatch):
+    monkeypatch.setattr("specdec.noise.KEPT_BYTES", 3 * 50 * 4 * 2)  # two columns
+    torch.manual_seed(1)
+    noise = Noise(3, 50, torch.device("cpu"))
+    first = [noise.column(column).clone() for column in range(6)]
+    assert len(noise._drawn) == 2
+    for column in (0, 5, 3):
+        assert torch.equal(noise.column(column), first[column])
+
+
+def test_rows_at_different_columns():
+    noise = Noise(3, 50, torch.device("cpu"))
+    mixed = noise.at([2, 0, 2])
+    for row, column in enumerate([2, 0, 2]):
+        assert torch.equal(mixed[row], noise.column(column)[row])
+
+
+def test_calls_in_other_threads_do_not_share_noise():
+    """The same prompt four times at once: four texts, as from four calls in a row."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    model, inputs = tiny.model("llama"), tiny.prompts(8)
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3, on_unsupported="error")
+    torch.manual_seed(0)
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda _: spec.generate(**inputs, do_sample=True, max_new_tokens=NEW), range(16)))
+    assert len({tuple(text[0].tolist()) for text in texts}) > 12
