@@ -17,9 +17,7 @@ PROPOSERS = {
     "itself": lambda target: DraftModelProposer(target),
     "tree of itself": lambda target: DraftModelProposer(target, tree=DynamicTree(depth=3, top_k=3)),
     "head": lambda target: Eagle3Proposer(eagle3.head(tap_ids=(0, 1, 2))),
-    "answer": lambda target: tiny.Garbage(
-        answer=target.generate(**tiny.prompts(9), do_sample=False, max_new_tokens=NEW)
-    ),
+    "answer": lambda target: tiny.Garbage(answer=target.generate(**tiny.prompts(9), max_new_tokens=NEW)),
 }
 
 
