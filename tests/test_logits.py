@@ -315,7 +315,7 @@ class Grammar(hf.TopKLogitsWarper):
         return super().__call__(input_ids, scores)
 
 
-@pytest.mark.parametrize("name", [*CONTEXT_FREE, *READING])
+@pytest.mark.parametrize("name", [name for name in (*CONTEXT_FREE, *READING) if name != "a class of our own"])
 def test_transformers_own_may_see_drafts(name):
     assert not follows_the_text((CONTEXT_FREE | READING)[name](2, 6))
 
