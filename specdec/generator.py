@@ -57,7 +57,7 @@ class SpeculativeGenerator:
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
 
     Attributes:
-        report: counts over all calls. last_report: those of the last one.
+        report: counts over all calls. last_report: those of the call that finished last.
     """
 
     def __init__(
@@ -87,6 +87,13 @@ class SpeculativeGenerator:
         self._warned: set[str] = set()
         self._lock = Lock()  # of the reports: calls may run in several threads
 
+    def __repr__(self) -> str:
+        settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
+        return (
+            f"SpeculativeGenerator({type(self.model).__name__}, {type(self.proposer).__name__}, {settings})\n"
+            f"{self.report!r}"
+        )
+
     @property
     def capability(self) -> Capability:
         """How the target can be run, in the mode and precision that it has now."""
@@ -96,6 +103,12 @@ class SpeculativeGenerator:
 
     def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
         """Everything `model.generate()` takes; returns what it returns."""
+        with self._counted() as report:
+            return self._generate(report, inputs, generation_config, kwargs)
+
+    def _generate(
+        self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ):
         streamer, synced_gpus = kwargs.get("streamer"), kwargs.get("synced_gpus")
         if kwargs.pop("assistant_model", None) is not None:
             self._warn("assistant_model is ignored: the proposer drafts. Pass it as SpeculativeGenerator's proposer.")
@@ -103,12 +116,11 @@ class SpeculativeGenerator:
         plain_generate = type(self.model).generate
         outside = decided_before(generation_config, kwargs)
         if outside:
-            self._fall_back(outside)
-            self._book(Report(num_calls=1, num_plain_calls=1))
+            self._fall_back(outside, report)
             return plain_generate(self.model, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
-            return self._decode(model, input_ids, streamer=streamer, synced_gpus=synced_gpus, **hook_kwargs)
+            return self._decode(report, model, input_ids, streamer=streamer, synced_gpus=synced_gpus, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
         kwargs.pop("tokenizer", None)
@@ -119,9 +131,23 @@ class SpeculativeGenerator:
         if model is not self.model:
             raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
         caller = generate_frame()
-        return self._decode(
-            model, input_ids, streamer=caller.get("streamer"), synced_gpus=caller.get("synced_gpus"), **kwargs
-        )
+        given = {"streamer": caller.get("streamer"), "synced_gpus": caller.get("synced_gpus")}
+        with self._counted() as report:
+            return self._decode(report, model, input_ids, **given, **kwargs)
+
+    @contextmanager
+    def _counted(self) -> Iterator[Report]:
+        """A call's report, which counts once the call is over, however it ends."""
+        report = Report(num_calls=1)
+        try:
+            yield report
+        except BaseException:
+            report.num_failed_calls = 1
+            raise
+        finally:
+            with self._lock:
+                self.last_report = report
+                self.report.add(report)
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
@@ -140,6 +166,7 @@ class SpeculativeGenerator:
 
     def _decode(
         self,
+        report: Report,
         model: PreTrainedModel,
         input_ids: Tensor,
         *,
@@ -150,7 +177,7 @@ class SpeculativeGenerator:
         synced_gpus: bool | None = None,
         **model_kwargs: Any,
     ):
-        report = Report(num_calls=1, num_rows=len(input_ids))
+        report.num_rows = len(input_ids)
         watch = Stopwatch(report, device_of(model))
         reason = why_plain(
             model,
@@ -163,7 +190,7 @@ class SpeculativeGenerator:
             walks=self._walks(generation_config),
         )
         if reason:
-            self._fall_back(reason)
+            self._fall_back(reason, report)
             output = plain(
                 model,
                 input_ids,
@@ -174,7 +201,6 @@ class SpeculativeGenerator:
                 synced_gpus,
                 model_kwargs,
             )
-            report.num_plain_calls = 1
             sequences = output if isinstance(output, Tensor) else output.sequences
             report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
         else:
@@ -185,7 +211,6 @@ class SpeculativeGenerator:
                     input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, watch
                 )
         report.total_seconds = watch.elapsed()
-        self._book(report)
         return output
 
     def _speculate(
@@ -243,18 +268,14 @@ class SpeculativeGenerator:
 
         return rule
 
-    def _book(self, report: Report) -> None:
-        with self._lock:
-            self.last_report = report
-            self.report.add(report)
-
     def _pacer(self, batch_size: int, sampling: bool) -> Pacer:
         """A call's own; costs and acceptance carry over from call to call of one kind."""
         return Pacer(self.draft_length, self._learnt.setdefault((batch_size, sampling), Learnt()))
 
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, reason: str, report: Report) -> None:
         if self.on_unsupported == "error":
             raise Unsupported(f'cannot speculate: {reason}. Pass on_unsupported="plain" to run it as plain generate().')
+        report.record_plain(reason)
         self._warn(f"running as plain generate(): {reason}")
 
     def _warn(self, message: str) -> None:

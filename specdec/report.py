@@ -9,21 +9,23 @@ import json
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from html import escape
 from time import perf_counter
 from typing import Any
 
 import torch
 
-LATENCIES = 100_000  # kept for the percentiles
+LATENCIES = 100_000  # kept for means and percentiles: 3 MB
 PHASES = ("prefill", "draft", "verify", "accept", "other")
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """Counters of one or more `generate()` calls. Rates are pooled over all steps of all rows, not averaged.
 
     Attributes:
-        num_calls: `generate()` calls. num_plain_calls: those that ran as plain decoding.
+        num_calls: `generate()` calls. num_failed_calls: those that raised; of them only rounds are counted.
+        num_plain_calls: calls that ran as plain decoding. plain_reasons: why, and how many of them.
         num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
         num_rounds: target passes after the prefill.
         num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
@@ -35,11 +37,13 @@ class Report:
         num_draft_passes, draft_pass_seconds: forward passes of a draft model or head, and the part of the draft phase
             they took; the rest of it went into making drafts of their output.
         latencies: seconds per round divided by the tokens the round gave a row, one entry per token; the last 100,000.
-        times_to_first_token: seconds, one entry per call.
+        times_to_first_token: seconds, one entry per call; the last 100,000.
     """
 
     num_calls: int = 0
+    num_failed_calls: int = 0
     num_plain_calls: int = 0
+    plain_reasons: dict[str, int] = field(default_factory=dict)
     num_rows: int = 0
     num_output_tokens: int = 0
     num_rounds: int = 0
@@ -56,7 +60,12 @@ class Report:
     draft_pass_seconds: float = 0.0
     total_seconds: float = 0.0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
-    times_to_first_token: list[float] = field(default_factory=list)
+    times_to_first_token: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+
+    def record_plain(self, reason: str) -> None:
+        """Count a call that runs as plain decoding, and why."""
+        self.num_plain_calls += 1
+        _add(self.plain_reasons, {reason: 1})
 
     def record_round(
         self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float, drafted_by: str = ""
@@ -158,12 +167,12 @@ class Report:
     def add(self, other: Report) -> None:
         """Take in another report's counts."""
         for name in (
-            "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds num_drafts "
-            "num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
+            "num_calls num_failed_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds "
+            "num_drafts num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
         ).split():
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        _add(self.num_drafts_by, other.num_drafts_by)
-        _add(self.num_accepted_tokens_by, other.num_accepted_tokens_by)
+        for name in ("plain_reasons", "num_drafts_by", "num_accepted_tokens_by"):
+            _add(getattr(self, name), getattr(other, name))
         for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
             mine, theirs = getattr(self, name), getattr(other, name)
             mine += [0] * (len(theirs) - len(mine))
@@ -180,8 +189,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON-ready numbers (seconds, tokens, rates); undefined ones are None."""
         names = (
-            "num_calls num_plain_calls num_rows num_output_tokens num_rounds num_drafts num_draft_tokens "
-            "num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
+            "num_calls num_failed_calls num_plain_calls plain_reasons num_rows num_output_tokens num_rounds num_drafts "
+            "num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
             "draft_acceptance_rate mean_acceptance_length tokens_per_round acceptance_rate_per_pos "
             "conditional_acceptance_rate_per_pos time_to_first_token time_per_output_token "
             "time_per_output_token_p50 time_per_output_token_p99 tokens_per_second num_draft_passes "
@@ -192,7 +201,8 @@ class Report:
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
 
-    def __str__(self) -> str:
+    def table(self) -> list[tuple[str, str]]:
+        """What people read of it: names and values; "-" for what is not defined yet."""
         known = [rate for rate in self.conditional_acceptance_rate_per_pos[:10] if rate == rate]
         per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
         rounds = self.round_seconds
@@ -204,6 +214,8 @@ class Report:
         )
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
+            *(("plain decoding, because", f"{why} ({count})") for why, count in self.plain_reasons.items()),
+            *([("calls that raised", f"{self.num_failed_calls}")] if self.num_failed_calls else []),
             ("output tokens", f"{self.num_output_tokens}"),
             ("drafts", f"{self.num_drafts} in {self.num_row_rounds} rounds"),
             ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
@@ -229,9 +241,30 @@ class Report:
                 f"{100 * self.building_share:.0f}%, a draft's passes aside" if rounds else "-",
             ),
         ]
-        rows = [(name, "-" if value.startswith("nan") else value) for name, value in rows]
+        return [(name, "-" if value.startswith("nan") else value) for name, value in rows]
+
+    def __str__(self) -> str:
+        rows = self.table()
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def __repr__(self) -> str:
+        odd = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
+        of_them = ", ".join(f"{count} {what}" for what, count in odd.items() if count)
+        said = [f"{self.num_calls} calls" + (f" ({of_them})" if of_them else ""), f"{self.num_output_tokens} tokens"]
+        if self.total_seconds:
+            said.append(f"{self.tokens_per_second:.1f} tokens/s")
+        if self.num_drafts:
+            said.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
+        return f"<Report: {', '.join(said)}>"
+
+    def _repr_html_(self) -> str:
+        """The table, as notebooks show it."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self.table()
+        )
+        return f"<table>{rows}</table>"
 
 
 class Stopwatch:

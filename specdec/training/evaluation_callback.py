@@ -39,7 +39,6 @@ class EvaluationCallback(TrainerCallback):
     ):
         self.trainer, self.prompts, self.folder = trainer, prompts, folder
         self.every, self.at_start = every, at_start
-        self.path = folder.path / "evaluation.json"
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -55,9 +54,9 @@ class EvaluationCallback(TrainerCallback):
         """The evaluation of the head in the folder; None in processes other than the first."""
         if not self.trainer.is_world_process_zero():
             return None
-        if not self.path.exists():
+        if not self.folder.evaluation.exists():
             self._evaluate(self.trainer.state)
-        return _evaluation(json.loads(self.path.read_text())["best"])
+        return _evaluation(json.loads(self.folder.evaluation.read_text())["best"])
 
     def _evaluate(self, state: TrainerState) -> None:
         if not state.is_world_process_zero:
@@ -75,17 +74,17 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
         if found.warning:
             print(f"warning: {found.warning}")
-        before = read_json(self.path)
+        before = read_json(self.folder.evaluation)
         content: dict[str, Any] = before or {}
         if before is None or found.tree_length >= before["best"]["tree_length"]:
             self.trainer.save_head(self.folder.head)
             rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
             content |= {"best": asdict(found) | {"acceptance_rate_per_pos": rates}, "best_update": state.global_step}
         content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
-        partial = self.path.with_suffix(".part")
+        partial = self.folder.evaluation.with_suffix(".part")
         partial.write_text(json.dumps(content, indent=1) + "\n")
-        partial.rename(self.path)
-        draw(content, self.folder.path / "curve.png")
+        partial.rename(self.folder.evaluation)
+        draw(content, self.folder.curve)
 
     def _tokens(self) -> int:
         dataset = self.trainer.train_dataset

@@ -27,7 +27,7 @@ class RunFolder:
 
     Attributes:
         head: the best one. transferred: another target's, made into one to begin with. states: the target's, in shards.
-        checkpoints: of the training. learnt, held_out: texts.
+        checkpoints: of the training. learnt, held_out: texts. evaluation, curve: of heads while they are trained.
     """
 
     def __init__(self, path: Path):
@@ -35,6 +35,7 @@ class RunFolder:
         self.head, self.transferred = path / "head", path / "transferred"
         self.states, self.checkpoints = path / "states", path / "run"
         self.learnt, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
+        self.evaluation, self.curve = path / "evaluation.json", path / "curve.png"
         self._recipe = path / "recipe.json"
 
     def check(self) -> None:
