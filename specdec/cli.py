@@ -168,12 +168,14 @@ def regenerate(
 
     from specdec.data.conversations import read_prompts
     from specdec.data.regenerate import regenerate as answer
+    from specdec.machine import computed_in
 
     with _bad_input_ends():
         check_name(proposer)
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
+        model = model.to(computed_in(model.dtype, model.device))
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task, started = bar.add_task("answers", total=None, speed=""), perf_counter()

@@ -1,12 +1,15 @@
 """`specdec regenerate`: a target answers prompts."""
 
+import copy
 import json
 
+import pytest
 import torch
 from typer.testing import CliRunner
 
 from specdec.cli import app
 from specdec.data.conversations import encode_prompt, read_texts
+from specdec.data.regenerate import regenerate
 from tests import tiny
 from tests.training import written
 
@@ -74,3 +77,21 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     result = rewrite(files, out)
     assert result.exit_code == 2
     assert "holds answers of another target or to other prompts" in result.output
+
+
+@pytest.mark.parametrize(("hardware", "computed"), [(False, torch.float32), (True, torch.bfloat16)])
+def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, monkeypatch, hardware, computed):
+    asked(tmp_path)
+    for part in (copy.deepcopy(tiny.model("llama")).to(torch.bfloat16), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("specdec.machine.cpu_has_bfloat16", lambda: hardware)
+    monkeypatch.setattr("specdec.machine.best_device", lambda: torch.device("cpu"))
+    seen = []
+
+    def answer(target, *arguments, **options):
+        seen.append(target.dtype)
+        return regenerate(target, *arguments, **options)
+
+    monkeypatch.setattr("specdec.data.regenerate.regenerate", answer)
+    assert rewrite(tmp_path, tmp_path / "out.jsonl", "--limit", "1").exit_code == 0
+    assert seen == [computed]
