@@ -1,62 +1,84 @@
 """`SpeculativeCache`: the keys and values of a batch whose rows have different lengths and may be rolled back.
 
-Owns the slots: row b's token at position p lives in slot p, so each row has its own length, a draft is written behind
-it, and rolling back is not growing. Knows nothing of trees: `commit` moves slots it is told to move.
+Owns the slots: row b's token at position p lives in slot p, where windows slide in slot p modulo their number. A draft
+is written behind the row, and rolling back is not growing. Knows nothing of trees: `commit` moves what it is told to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-BLOCK = 256  # slots by which the buffers grow
+SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
+NEVER = 2**62  # position of what lies in a slot that holds nothing
+
+
+@dataclass(frozen=True)
+class Span:
+    """How far back a kind of layers looks.
+
+    Attributes:
+        window: tokens seen, the token itself included; None: all before it. chunked: not the last `window` ones but
+            those in the same stretch of `window` positions.
+    """
+
+    window: int | None = None
+    chunked: bool = False
 
 
 class SpeculativeCache(Cache):
-    """Preallocated per-layer buffers (B, heads, slots, dim), a committed length per row.
+    """Preallocated buffers (B, heads, slots, dim) per layer, a committed length per row.
 
-    Before a forward pass, `place` says which slots its tokens go to; each layer's `update` then writes there and
-    returns what attention may see, `[:end]` of the buffer. Written slots count only once `commit` has grown the row.
+    Before a forward pass, `place` says where its tokens go; each layer's `update` then writes there and returns what
+    attention may see, whose positions `held` tells. What is written counts only once `commit` has grown the row.
+
+    Args:
+        batch_size: B. spans: how far back each layer looks; where there are more layers, the last one's holds for them.
+        keeps_all: keep also what no layer will look at again.
 
     Attributes:
-        lengths: committed tokens of each row, on the host. end: slots that attention sees in the present pass.
+        lengths: committed tokens of each row, on the host. floors: what a row may still be rolled back to; None: to
+            where it stands. end: slots that the tokens of the present pass reach to where no window slides.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False):
         super().__init__(layers=[])
         self.lengths = [0] * batch_size
-        self._keys: list[Tensor | None] = []
-        self._values: list[Tensor | None] = []
-        self._start = 0  # of the tokens being written, where all rows agree
+        self.floors: list[int] | None = None
         self.end = 0
-        self._slots: Tensor | None = None  # (B, n) where the rows do not
+        self._start = 0  # of the tokens being written, where all rows agree
+        self._spans = spans
+        self._kinds = {span: Slots(None if keeps_all else span.window) for span in spans}
 
-    def place(self, offset: int, count: int, slots: Tensor | None = None) -> None:
-        """Say where the next pass writes its `count` tokens per row.
+    def place(self, pending: int, order: Tensor | None, pads: Sequence[int], count: int, draft: bool) -> None:
+        """Say where the next pass writes its `count` tokens per row: behind each row and `pending` tokens more.
 
         Args:
-            offset: they start `offset` slots behind each row's length.
-            slots: (B, count) int64, the very slots; None when all rows have one length and they are consecutive.
+            order: (B, count) int64, the position each is written to; None: all rows have one length, no padding.
+            pads: (B,) how many of them are padding, on the left, whose `order` is behind the row.
+            draft: they may be rolled back.
         """
-        self._start = self.lengths[0] + offset
-        self.end = max(self.lengths) + offset + count
-        self._slots = slots
+        self._start = self.lengths[0] + pending
+        self.end = max(self.lengths) + pending + count
+        floors = self.lengths if self.floors is None else self.floors
+        ahead = max(length - floor for length, floor in zip(self.lengths, floors, strict=True))
+        for kind in self._kinds.values():
+            kind.place(self.lengths, ahead, pending, order, pads, count, draft)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, heads, n, dim) into the placed slots; return the layer's (B, heads, end, dim) keys and values."""
-        while len(self._keys) <= layer_idx:
-            self._keys.append(None)
-            self._values.append(None)
-        keys = self._keys[layer_idx] = _write(self._keys[layer_idx], key_states, self._start, self.end, self._slots)
-        values = self._values[layer_idx] = _write(
-            self._values[layer_idx], value_states, self._start, self.end, self._slots
-        )
-        return keys[:, :, : self.end], values[:, :, : self.end]
+        """Write (B, heads, n, dim) into the placed slots; return the layer's (B, heads, S, dim) keys and values."""
+        return self._kind_of(layer_idx).write(layer_idx, key_states, value_states)
+
+    def held(self, span: Span, device: torch.device) -> Tensor:
+        """(B, S) int64, in the present pass: the position of what lies in each slot that attention sees, drafts counted
+        in the order they were written; `NEVER` where that is nothing. (1, S) where all rows agree."""
+        return self._kinds[span].held(device)
 
     def commit(self, growth: Sequence[int], source: Tensor | None = None) -> None:
         """Grow each row by `growth[b]` tokens, those in the slots right behind it.
@@ -68,29 +90,44 @@ class SpeculativeCache(Cache):
         if source is not None:
             base = torch.tensor(self.lengths, device=source.device)[:, None]
             target = base + torch.arange(source.shape[1], device=source.device)
-            self._move(base + source, target)
+            for kind in self._kinds.values():
+                kind.move(base + source, target)
         self.lengths = [length + grown for length, grown in zip(self.lengths, growth, strict=True)]
 
-    def _move(self, source: Tensor, target: Tensor) -> None:
-        for buffers in (self._keys, self._values):
-            for buffer in buffers:
-                if buffer is None:
-                    continue
-                at = target.to(buffer.device)[:, None, :, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
-                taken = buffer.gather(2, source.to(buffer.device)[:, None, :, None].expand_as(at))
-                buffer.scatter_(2, at, taken)
+    # Known keys and values, in and out
 
-    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """The layer's whole buffers (B, heads, slots, dim); slots beyond a row's length hold leftovers."""
-        keys, values = self._keys[layer_idx], self._values[layer_idx]
-        if keys is None or values is None:
-            raise IndexError(f"layer {layer_idx} has no cache: it reads another layer's keys and values")
-        return keys, values
+    def put(self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor) -> None:
+        """Fill a layer with what was computed elsewhere; `lengths` say how much that is.
+
+        Args:
+            keys, values: (B, heads, T, dim). columns: (B, max(lengths)) int64, where the token at each position is
+                among the T; negative where it is not.
+        """
+        self._kind_of(layer_idx).put(layer_idx, keys, values, columns, self.lengths)
+
+    def take(self, layer_idx: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values (B, heads, T, dim) of `positions` (B, T) int64; they are gone here then."""
+        return self._kind_of(layer_idx).take(layer_idx, positions)
+
+    @property
+    def filled(self) -> list[int]:
+        """Layers that hold keys and values; one without reads another one's."""
+        return sorted(layer for kind in self._kinds.values() for layer in kind.buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        pairs = [pair for kind in self._kinds.values() for pair in kind.buffers.values()]
+        return sum(buffer.nbytes for pair in pairs for buffer in pair)
+
+    def _kind_of(self, layer_idx: int) -> Slots:
+        return self._kinds[self._spans[min(layer_idx, len(self._spans) - 1)]]
 
     # What transformers' models and mask builders ask of a cache (5.17 to 5.23, cache_utils.py and masking_utils.py).
+    # They build masks of their own only for a first pass without padding, or where nothing slides.
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return max(self.filled, default=-1) + 1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start
@@ -105,17 +142,145 @@ class SpeculativeCache(Cache):
         return -1
 
 
-def _write(buffer: Tensor | None, states: Tensor, start: int, end: int, slots: Tensor | None) -> Tensor:
-    B, heads, n, dim = states.shape
-    if buffer is None or buffer.shape[2] < end:
-        # Zeros, not garbage: a masked slot still enters attention as 0 * value, and 0 * NaN is NaN.
-        grown = states.new_zeros(B, heads, -(-end // BLOCK) * BLOCK, dim)
-        if buffer is not None:
-            grown[:, :, : buffer.shape[2]] = buffer
-        buffer = grown
-    if slots is None:
-        buffer[:, :, start : start + n] = states
-    else:
-        rows = torch.arange(B, device=states.device)[:, None]
-        buffer[rows, :, slots.to(states.device)] = states.transpose(1, 2)
-    return buffer
+class Slots:
+    """The buffers of all layers of one kind, and where the tokens of the present pass go in them.
+
+    Position p lies in slot p modulo `count`. Where a window slides, `count` is the window and room for what may be
+    rolled back: what a draft overwrites is out of sight for whatever comes after the row.
+
+    Args:
+        window: how many tokens back anything is seen, the token itself included; None: all.
+    """
+
+    def __init__(self, window: int | None):
+        self.window = window
+        self.count = 0
+        self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
+        self._spare = SPARE if window is None else min(SPARE, max(8, window // 16))
+
+    def place(
+        self,
+        lengths: Sequence[int],
+        ahead: int,
+        pending: int,
+        order: Tensor | None,
+        pads: Sequence[int],
+        count: int,
+        draft: bool,
+    ) -> None:
+        """See `SpeculativeCache.place`. ahead: tokens by which a row may be rolled back."""
+        self._lengths, self._pending, self._order, self._pads, self._n = lengths, pending, order, pads, count
+        end = max(lengths) + pending + count
+        # Many known tokens need not all be kept: they see one another beside the buffer, which takes the last ones.
+        self._passing = not draft and self.window is not None and count > self._spare
+        needed = end
+        if self.window is not None:
+            loose = self._spare if self._passing else max(self._spare, ahead + pending + count)
+            needed = min(end, self.window - 1 + loose)
+        if needed > self.count:
+            roomy = needed + max(SPARE, needed // 16)
+            most = roomy if self.window is None else max(needed, self.window - 1 + self._spare)
+            self._resize(min(roomy, most))
+        self._end = min(end, self.count)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.buffers:
+            # Zeros, not garbage: a masked slot still enters attention as 0 * value, and 0 * NaN is NaN.
+            self.buffers[layer] = [s.new_zeros(*s.shape[:2], self.count, s.shape[3]) for s in (keys, values)]
+        put = self._pass_by if self._passing else self._store
+        kept_keys, kept_values = self.buffers[layer]
+        return put(kept_keys, keys), put(kept_values, values)
+
+    def _store(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """What attention sees: the buffer, with `states` in their slots."""
+        first = (self._lengths[0] + self._pending) % self.count
+        if self._order is not None:
+            rows = torch.arange(len(states), device=states.device)[:, None]
+            buffer[rows, :, self._order.to(states.device) % self.count] = states.transpose(1, 2)
+        elif first + self._n <= self.count:
+            buffer[:, :, first : first + self._n] = states
+        else:
+            buffer[:, :, torch.arange(first, first + self._n, device=states.device) % self.count] = states
+        return buffer[:, :, : self._end]
+
+    def _pass_by(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """What attention sees: the buffer as it was, and `states` behind it, the last of which then go into it."""
+        before = min(max(self._lengths), self.count)
+        seen = torch.cat([buffer[:, :, :before], states], 2) if before else states
+        base, pads = _column(self._lengths, states.device), _column(self._pads, states.device)
+        position = self._positions(base + self._n - pads)  # (B, count)
+        column = (position - base + pads).clamp(min=0)
+        fresh = (position >= base)[:, None, :, None]
+        buffer.copy_(torch.where(fresh, _gathered(states, column), buffer))
+        return seen
+
+    def held(self, device: torch.device) -> Tensor:
+        aligned = self._order is None
+        base = _column(self._lengths[:1] if aligned else self._lengths, device)
+        if not self._passing:
+            return _valid(self._positions(base + self._pending + self._n)[:, : self._end])
+        before = _valid(self._positions(base)[:, : min(max(self._lengths), self.count)])
+        new = base + torch.arange(self._n, device=device) if self._order is None else self._order
+        return torch.cat([before, new], 1)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy what lies at the positions `source` to `target`, both (B, D)."""
+        for pair in self.buffers.values():
+            for buffer in pair:
+                at = _index(target % self.count, buffer)
+                buffer.scatter_(2, at, _gathered(buffer, source % self.count))
+
+    def put(self, layer: int, keys: Tensor, values: Tensor, columns: Tensor, lengths: Sequence[int]) -> None:
+        self._lengths, self._pending = lengths, 0
+        if not self.buffers:
+            most = max(lengths) + SPARE
+            self.count = most if self.window is None else min(most, self.window - 1 + self._spare)
+        position = self._positions(_column(lengths, columns.device))
+        column = columns.gather(1, position.clamp(0, columns.shape[1] - 1)).clamp(min=0)
+        self.buffers[layer] = [_gathered(keys, column), _gathered(values, column)]
+
+    def take(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.buffers.pop(layer)
+        slots = positions.clamp(min=0) % self.count
+        taken = _gathered(keys, slots)
+        del keys
+        return taken, _gathered(values, slots)
+
+    def _resize(self, count: int) -> None:
+        """Go on with `count` slots, more than before; one buffer at a time is held twice."""
+        old, self.count = self.count, count
+        wraps = max(self._lengths) + self._pending > old
+        for pair in self.buffers.values():
+            for i in range(len(pair)):
+                pair[i] = self._resized(pair[i], old, wraps)
+
+    def _resized(self, buffer: Tensor, old: int, wraps: bool) -> Tensor:
+        if wraps:
+            written = _column(self._lengths, buffer.device) + self._pending
+            return _gathered(buffer, self._positions(written).clamp(min=0) % old)
+        grown = buffer.new_zeros(*buffer.shape[:2], self.count, buffer.shape[3])
+        grown[:, :, :old] = buffer
+        return grown
+
+    def _positions(self, written: Tensor) -> Tensor:
+        """(B, count): what each slot holds once `written` (B, 1) positions are, negative for nothing."""
+        last = written - 1
+        return last - (last - torch.arange(self.count, device=written.device)) % self.count
+
+
+def _valid(positions: Tensor) -> Tensor:
+    return positions.masked_fill(positions < 0, NEVER)
+
+
+def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(numbers), device=device)[:, None]
+
+
+def _index(slots: Tensor, buffer: Tensor) -> Tensor:
+    """(B, T) slots as an index into a buffer (B, heads, S, dim), without memory of its own."""
+    return slots.to(buffer.device)[:, None, :, None].expand(len(buffer), buffer.shape[1], -1, buffer.shape[3])
+
+
+def _gathered(buffer: Tensor, slots: Tensor) -> Tensor:
+    """(B, heads, T, dim) of slots (B, T)."""
+    return buffer.gather(2, _index(slots, buffer))

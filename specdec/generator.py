@@ -18,8 +18,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
 
 from specdec import acceptance
-from specdec.call import as_dynamic_cache, prefill, transcript
+from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
+from specdec.conversation import conversation
 from specdec.hook import callers_level, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
@@ -223,32 +224,33 @@ class SpeculativeGenerator:
         model_kwargs: dict[str, Any],
         watch: Stopwatch,
     ):
-        text = transcript(input_ids, stopping_criteria, config, streamer, model_kwargs)
+        talk = conversation(self.model, input_ids, config, model_kwargs)
+        text = transcript(input_ids, stopping_criteria, config, streamer, talk)
         target = ModelRunner(self.model, self.capability.masks, self._taps)
-        target.start(text.batch_size)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
-        prompts_read = prefill(target, input_ids, text, config, model_kwargs)
-        coupled = sampling and self.rule == COUPLED
-        size = (text.batch_size, prompts_read.logits.shape[-1])
-        with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
-            loop = Loop(
-                target=target,
-                proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
-                verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
-                processors=processors.without_unknown(),
-                noise=noise,
-                text=text,
-                pacer=self._pacer(text.batch_size, sampling),
-                watch=watch,
-                sampling=sampling,
-                trees=self.capability.trees,
-            )
-            loop.run(prompts_read)
+        with talk.in_rows(target) as columns:
+            read = prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
+            coupled = sampling and self.rule == COUPLED
+            size = (text.batch_size, read.logits.shape[-1])
+            with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
+                loop = Loop(
+                    target=target,
+                    proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
+                    verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
+                    processors=processors.without_unknown(),
+                    noise=noise,
+                    text=text,
+                    pacer=self._pacer(text.batch_size, sampling),
+                    watch=watch,
+                    sampling=sampling,
+                    trees=self.capability.trees,
+                )
+                loop.run(read, talk.fresh)
+            columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
         watch.report.num_output_tokens = text.num_output_tokens
         if not config.return_dict_in_generate:
             return text.sequences
-        cache = as_dynamic_cache(target, text, loop.cache_base)
-        return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=cache, **text.recorded())
+        return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=talk.cache, **text.recorded())
 
     def _walks(self, config: GenerationConfig) -> bool:
         """The call follows the target's own choices, instead of a rule over all nodes."""

@@ -46,11 +46,16 @@ class Loop:
     sampling: bool
     trees: bool
 
-    def run(self, prefill: Output) -> None:
-        """Decode until the text is done. `prefill`: logits (B, 1, V) after the prompts, by now in the cache."""
+    def run(self, prefill: Output, fresh: Sequence[int]) -> None:
+        """Decode until the text is done.
+
+        Args:
+            prefill: logits (B, 1, V) after the prompts, by now in the cache, and features of what was read of them.
+            fresh: how many tokens of each row that was.
+        """
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
-        self._fresh, self._features = list(self.target.lengths), prefill.features
+        self._fresh, self._features = list(fresh), prefill.features
         self._first_token(prefill)
         if not self.text.done:
             self.proposer.begin(self._context())
@@ -89,13 +94,15 @@ class Loop:
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
         self.proposer.observe(proposed, verdict, accepted)
         self._settle()
-        self.target.truncate([base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)])
+        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
+        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
+        self.target.truncate(ends, floors)
         self._book(proposed, active, accepted, verify_seconds, start)
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
         text, logits = self.text, prefill.logits
-        self.pacer.observe_prefill(len(logits) * max(self.target.lengths), self.watch.mark("prefill"))
+        self.pacer.observe_prefill(len(logits) * max(self._fresh), self.watch.mark("prefill"))
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
         text.records.prompt_hidden_states = prefill.hidden_states
         self.verify(draft, replace(prefill, hidden_states=None), text)
@@ -111,7 +118,7 @@ class Loop:
     def _context(self) -> Context:
         text = self.text
         return Context(
-            tokens=text.tokens,
+            tokens=text.padded_left,
             pads=text.pads,
             ends=text.ends,
             active=text.active,

@@ -1,29 +1,75 @@
-"""`CachedRows`: a batch of ragged rows in one cache, and where a pass over them reads and writes.
+"""`CachedRows`: a batch of ragged rows in one cache, where a pass over them writes and what it sees.
 
-Owns slots, positions and what each new token sees. Knows nothing of models: `ModelRunner` and the EAGLE-3 head's runner
-both stand on it.
+Owns positions and what each new token sees. Knows nothing of models: `ModelRunner` and the EAGLE-3 head's runner both
+stand on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from specdec.cache import SpeculativeCache
+from specdec.cache import Span, SpeculativeCache
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the n tokens of a pass see of the cache and of one another.
+
+    Attributes:
+        cache: in which they are placed. positions: (B, n) int64. base: (B, 1) int64, or (1, 1), the rows' lengths.
+        depth, ancestors: of draft nodes, see `CachedRows.place_draft`; None for known tokens, which see all before
+            them. alone: plain causal attention over these tokens is the same, windows aside.
+    """
+
+    cache: SpeculativeCache
+    positions: Tensor
+    base: Tensor
+    depth: Tensor | None = None
+    ancestors: Tensor | None = None
+    alone: bool = False
+
+    def visible(self, span: Span) -> Tensor:
+        """(B, n, S) bool over the slots that a layer of this kind looks at. No larger intermediate than that."""
+        held = self.cache.held(span, self.positions.device)  # (B or 1, S)
+        here = self.positions[..., None]
+        if self.depth is None or self.ancestors is None:
+            keys, seen = held, held[:, None] <= here
+        else:
+            keys, seen = self._of_draft(held, self.depth, self.ancestors)
+        keys = keys[:, None]
+        if span.window is None:
+            return seen
+        if span.chunked:
+            return seen & (keys // span.window == here // span.window)
+        return seen & (keys > here - span.window)
+
+    def _of_draft(self, held: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
+        """The position of each slot's token (B, S), and which slots hold a committed token or an ancestor (B, n, S)."""
+        n, M = ancestors.shape[1:]
+        node = held - self.base  # the draft node in each slot, negative where committed
+        in_draft = (node >= 0) & (node < M)
+        index = node.clamp(0, M - 1).expand(len(ancestors), -1)
+        drafted = ancestors.gather(2, index[:, None].expand(-1, n, -1)) & in_draft[:, None]
+        return torch.where(in_draft, self.base + depth.gather(1, index), held), drafted | (node < 0)[:, None]
 
 
 class CachedRows:
     """Rows that grow by known tokens, or by a draft of which a part is kept.
 
+    Args:
+        spans: how far back each layer looks (see `SpeculativeCache`).
+
     Attributes:
         cache: the keys and values. pending: draft nodes written behind the rows and not committed.
     """
 
-    def __init__(self) -> None:
-        self.cache = SpeculativeCache(0)
-        self.pending = 0
+    def __init__(self, spans: Sequence[Span] = (Span(),)) -> None:
+        self.spans = spans
+        self.start(0)
 
     @property
     def lengths(self) -> list[int]:
@@ -34,65 +80,42 @@ class CachedRows:
         """All rows have one length."""
         return len(set(self.lengths)) == 1
 
-    def start(self, batch_size: int) -> None:
-        """Forget everything; the next rows are `batch_size` empty ones."""
-        self.cache = SpeculativeCache(batch_size)
+    def start(self, batch_size: int, keeps_all: bool = False) -> None:
+        """Forget everything; the next rows are `batch_size` empty ones. keeps_all: see `SpeculativeCache`."""
+        self.cache = SpeculativeCache(batch_size, self.spans, keeps_all)
         self.pending = 0
 
-    def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Place `width` known tokens behind the rows, row b's first `pads[b]` being padding.
-
-        Returns:
-            positions (B, width), and visible (B, width, slots) bool; None where plain causal attention over these
-            tokens alone is the same.
-        """
+    def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> Sight:
+        """Place `width` known tokens behind the rows, row b's first `pads[b]` being padding."""
         if not any(pads) and self.aligned:
             start = self.lengths[0]
-            self.cache.place(0, width)
+            self.cache.place(0, None, pads, width, draft=False)
             positions = start + torch.arange(width, device=device).expand(len(pads), width)
-            return positions, None if start == 0 else self._causal(positions)
-        pad = torch.tensor(list(pads), device=device)[:, None]
-        order = torch.arange(width, device=device) - pad  # (B, width) negative for padding
+            return Sight(self.cache, positions, positions[:1, :1], alone=start == 0)
         base = torch.tensor(self.lengths, device=device)[:, None]
-        # Padding rotates behind the row: its slots are never committed and soon overwritten.
-        self.cache.place(0, width, slots=base + order.remainder(width))
-        positions = base + order.clamp(min=0)
-        return positions, self._causal(positions)
+        place = torch.arange(width, device=device) - torch.tensor(list(pads), device=device)[:, None]  # (B, width)
+        # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten.
+        self.cache.place(0, base + place.remainder(width), pads, width, draft=False)
+        return Sight(self.cache, base + place.clamp(min=0), base)
 
-    def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    def place_draft(self, depth: Tensor, ancestors: Tensor) -> Sight:
         """Place n draft nodes behind the rows and behind the M nodes already pending.
 
         Args:
             depth: (B, M + n) int64, position = length + depth. ancestors: (B, n, M + n) bool, what each node sees.
-            chain: the nodes form one path in order, in every row.
-
-        Returns:
-            positions (B, n), visible (B, n, slots) bool, and the position of each slot's token (B, slots).
         """
-        n, M = ancestors.shape[1:]
-        base = torch.tensor(self.lengths, device=depth.device)[:, None]
-        slots = None if self.aligned else base + self.pending + torch.arange(n, device=depth.device)
-        self.cache.place(self.pending, n, slots)
-        slot = torch.arange(self.cache.end, device=depth.device)
-        if chain and n == 1 and slots is None:  # the one token of plain decoding sees everything
-            return base + depth[:, self.pending :], slot.new_ones(len(base), 1, len(slot)).bool(), slot[None]
-        node = slot - base  # (B, slots) the draft node in each slot, negative where committed
-        in_draft = (node >= 0) & (node < M)
-        index = node.clamp(0, M - 1)
-        seen = ancestors.gather(2, index[:, None].expand(-1, n, -1)) & in_draft[:, None]
-        visible = seen | (node < 0)[:, None]
-        slot_positions = torch.where(in_draft, base + depth.gather(1, index), slot)
-        return base + depth[:, self.pending :], visible, slot_positions
+        n = ancestors.shape[1]
+        base = torch.tensor(self.lengths[:1] if self.aligned else self.lengths, device=depth.device)[:, None]
+        order = None if self.aligned else base + self.pending + torch.arange(n, device=depth.device)
+        self.cache.place(self.pending, order, [0] * len(depth), n, draft=True)
+        return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
 
     def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:
         """Keep the first `growth[b]` of the pending nodes, or of `path` (B, D) through them; forget the others."""
         self.cache.commit(growth, path)
         self.pending = 0
 
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Roll each row back to at most `lengths[b]` tokens."""
+    def truncate(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
+        """Roll each row back to at most `lengths[b]` tokens. floors: it may later be rolled back to so many."""
         self.cache.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
-
-    def _causal(self, positions: Tensor) -> Tensor:
-        """(B, width, slots) bool: slots up to each token's own position."""
-        return torch.arange(self.cache.end, device=positions.device) <= positions[..., None]
+        self.cache.floors = None if floors is None else [min(f, n) for f, n in zip(floors, self.lengths, strict=True)]

@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.rows import CachedRows
+from specdec.cache import Span
+from specdec.rows import CachedRows, Sight
 from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+MASKED = 2**25  # entries of a mask at most, in the passes over known tokens (sdpa may make it float32: 128 MiB)
+FEWEST = 256  # known tokens per row and pass, from which on more of them at once are not read any faster
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ class ModelRunner(CachedRows):
     """
 
     def __init__(self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None):
-        super().__init__()
         self.model, self.taps = model, taps
         self.config = model.config.get_text_config(decoder=True)
         self.masks = masks or default_masks(model)
+        super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
@@ -56,31 +59,41 @@ class ModelRunner(CachedRows):
     @torch.no_grad()
     def extend(
         self,
-        tokens: Tensor | None,
+        given: Tensor,
         pads: Sequence[int],
         *,
-        embeds: Tensor | None = None,
+        embedded: bool = False,
         hidden_states: bool = False,
     ) -> Output:
-        """Append known tokens to the rows and commit them.
+        """Append known tokens to the rows and commit them, in as many passes as keep masks small.
 
         Args:
-            tokens: (B, W) int64, row b left-padded by `pads[b]`.
-            embeds: (B, W, H) in their place.
+            given: (B, W) int64, row b left-padded by `pads[b]`; (B, W, H) where they are `embedded` already.
 
         Returns:
-            Logits (B, 1, V) after each row's last token; hidden states over all W.
+            Logits (B, 1, V) after each row's last token; hidden states and features over all W.
         """
-        given = embeds if embeds is not None else tokens
-        assert given is not None
-        W = given.shape[1]
-        positions, visible = self.place_known(W, pads, given.device)
-        if visible is not None:
-            self._require_masks(unless=not any(pads) and self.aligned)
-        if self.masks == "own":
-            visible = None
-        output = self._forward(tokens, embeds, positions, visible, key_positions=None, keep=1, hidden=hidden_states)
-        self.commit([W - pad for pad in pads])
+        width = self._most_at_once(given.shape[1], pads)
+        outputs = []
+        for start in range(0, given.shape[1], width):
+            part = given[:, start : start + width]
+            part_pads = [min(max(pad - start, 0), part.shape[1]) for pad in pads]
+            outputs.append(self._extend(part, part_pads, embedded, hidden_states))
+        return joined(outputs)
+
+    def _most_at_once(self, width: int, pads: Sequence[int]) -> int:
+        """How many known tokens per row to run over in one pass."""
+        unmasked = self.aligned and not any(pads) and self.lengths[0] == 0
+        if self.masks == "own" or unmasked:
+            return width
+        return known_at_once(len(pads), max(self.lengths) + width)
+
+    def _extend(self, given: Tensor, pads: Sequence[int], embedded: bool, hidden_states: bool) -> Output:
+        self._require_masks(unless=not any(pads) and self.aligned)
+        sight = self.place_known(given.shape[1], pads, given.device)
+        mask = None if sight.alone else self._mask_argument(sight)
+        output = self._forward(given, sight.positions, mask, embedded=embedded, keep=1, hidden=hidden_states)
+        self.commit([given.shape[1] - pad for pad in pads])
         return output
 
     @torch.no_grad()
@@ -98,13 +111,12 @@ class ModelRunner(CachedRows):
         Returns:
             Logits (B, n, V).
         """
-        n, alone = tokens.shape[1], chain and self.aligned
-        self._require_masks(unless=alone)
-        positions, visible, key_positions = self.place_draft(depth, ancestors, chain)
+        self._require_masks(unless=chain and self.aligned)
+        sight = self.place_draft(depth, ancestors)
         # A mask also for a single token, where none would do: without one sdpa takes its slow GQA path on CPUs (1290
         # against 102 us a layer for one token, 12 heads over 2, 1000 slots).
-        mask = None if self.masks == "own" else visible
-        output = self._forward(tokens, None, positions, mask, key_positions, keep=n, hidden=hidden_states)
+        n, mask = tokens.shape[1], self._mask_argument(sight)
+        output = self._forward(tokens, sight.positions, mask, keep=n, hidden=hidden_states)
         self.pending += n
         return output
 
@@ -117,25 +129,17 @@ class ModelRunner(CachedRows):
                 "only, not trees or ragged batches"
             )
 
-    def _mask_argument(self, visible: Tensor, positions: Tensor, key_positions: Tensor | None) -> Any:
-        """The model's `attention_mask`: one 4D mask, or one per layer type."""
-        keys = (
-            torch.arange(visible.shape[-1], device=visible.device) if key_positions is None else key_positions[:, None]
-        )
-        distance = positions[..., None] - keys  # (B, n, end)
+    def _mask_argument(self, sight: Sight) -> Any:
+        """The model's `attention_mask`: one 4D mask, or one per layer type; None where it makes its own."""
+        if self.masks == "own":
+            return None
+        if self.masks == "tensor":
+            return self._mask(sight, self.spans[0])
+        return {kind: self._mask(sight, _span(self.config, kind)) for kind in set(self.config.layer_types)}
 
-        def of(layer_type: str) -> Tensor:
-            mask = visible
-            if layer_type == SLIDING:
-                mask = visible & (distance < self.config.sliding_window)
-            elif layer_type == CHUNKED:
-                size = self.config.attention_chunk_size
-                mask = visible & (positions[..., None] // size == keys // size)
-            return self._as_implementation_wants(mask[:, None])
-
-        if self.masks == "dict":
-            return {layer_type: of(layer_type) for layer_type in set(self.config.layer_types)}
-        return of(_uniform_layer_type(self.config))
+    def _mask(self, sight: Sight, span: Span) -> Tensor:
+        visible = sight.visible(span).expand(len(sight.positions), -1, -1)
+        return self._as_implementation_wants(visible[:, None])
 
     def _as_implementation_wants(self, mask: Tensor) -> Tensor:
         if self.config._attn_implementation == "sdpa":
@@ -145,19 +149,12 @@ class ModelRunner(CachedRows):
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _forward(
-        self,
-        tokens: Tensor | None,
-        embeds: Tensor | None,
-        positions: Tensor,
-        visible: Tensor | None,
-        key_positions: Tensor | None,
-        keep: int,
-        hidden: bool,
+        self, given: Tensor, positions: Tensor, mask: Any, *, keep: int, hidden: bool, embedded: bool = False
     ) -> Output:
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
-        inputs |= {"input_ids": tokens} if embeds is None else {"inputs_embeds": embeds}
-        if visible is not None:
-            inputs["attention_mask"] = self._mask_argument(visible, positions, key_positions)
+        inputs["inputs_embeds" if embedded else "input_ids"] = given
+        if mask is not None:
+            inputs["attention_mask"] = mask
         if self._takes_positions:
             inputs["position_ids"] = positions
         if self._takes_logits_to_keep:
@@ -171,6 +168,24 @@ class ModelRunner(CachedRows):
                 output = self.model(**inputs)
             features = self.taps.features(taken)
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
+
+
+def known_at_once(batch_size: int, length: int) -> int:
+    """How many known tokens per row one pass is run over that needs a mask, in texts of this length."""
+    return max(FEWEST, MASKED // (batch_size * length))
+
+
+def joined(outputs: Sequence[Output]) -> Output:
+    """Of passes over parts of a text: the last one's logits, the states of all."""
+    if len(outputs) == 1:
+        return outputs[0]
+    hidden = [output.hidden_states for output in outputs if output.hidden_states is not None]
+    features = [output.features for output in outputs if output.features is not None]
+    return Output(
+        outputs[-1].logits,
+        tuple(torch.cat(layer, 1) for layer in zip(*hidden, strict=True)) if hidden else None,
+        torch.cat(features, 1) if features else None,
+    )
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -199,3 +214,19 @@ def _uniform_layer_type(config: Any) -> str:
     if getattr(config, "sliding_window", None) is not None:
         return SLIDING
     return CHUNKED if getattr(config, "attention_chunk_size", None) is not None else FULL
+
+
+def _span(config: Any, layer_type: str) -> Span:
+    if layer_type == SLIDING:
+        return Span(config.sliding_window)
+    return Span(config.attention_chunk_size, chunked=True) if layer_type == CHUNKED else Span()
+
+
+def spans(model: PreTrainedModel, masks: str) -> list[Span]:
+    """How far back each layer looks. A model that makes its own masks counts on all keys being there, in order."""
+    config = model.config.get_text_config(decoder=True)
+    if masks == "own":
+        return [Span()]
+    if masks == "tensor":
+        return [_span(config, _uniform_layer_type(config))]
+    return [_span(config, layer_type) for layer_type in config.layer_types]

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from specdec import conversation
+from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
+from specdec.runner import known_at_once, spans
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
 # a way we cannot know to be right for trees: plain decoding.
@@ -77,15 +79,16 @@ def why_plain(
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
     if config.cache_implementation in ("quantized", "offloaded"):
         return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
-        return "past_key_values was passed in"
     strange = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
     if strange:
         return f"the model argument {strange[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
         return f"input_ids has {input_ids.dim()} dimensions"
-    reason = _padding_problem(input_ids, model_kwargs) or _rope_problem(model, input_ids, config, model_kwargs)
+    reason = (
+        _padding_problem(input_ids, config, model_kwargs)
+        or conversation.problem(input_ids, config, model_kwargs, set(spans(model, capability.masks)) != {Span()})
+        or _rope_problem(model, input_ids, config, model_kwargs)
+    )
     if reason:
         return reason
     if not capability.trees and len(input_ids) > 1:
@@ -105,7 +108,7 @@ def ignored_fields(config: GenerationConfig) -> list[str]:
     return [name for name in ASSISTED_FIELDS if getattr(config, name, None)]
 
 
-def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | None:
+def _padding_problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
     """Raises for right padding and empty rows; names what else is unusual about mask or positions."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -113,26 +116,21 @@ def _padding_problem(input_ids: Tensor, model_kwargs: dict[str, Any]) -> str | N
         raise ValueError("the batch is empty: give at least one prompt")
     if width == 0:
         raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
-    if mask is None:
-        real = torch.ones(len(input_ids), width, dtype=torch.bool)
-    else:
-        if mask.dim() != 2 or mask.shape[1] != width:
-            return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
-        real = mask.bool()
-        if not bool(real.any(1).all()):
-            row = int((~real.any(1)).nonzero()[0])
-            raise ValueError(f"row {row} of the batch is all padding: every prompt needs at least one token")
-        if not bool(real[:, -1].all()):
-            row = int((~real[:, -1]).nonzero()[0])
-            raise ValueError(
-                f"row {row} of the batch is padded on the right: set tokenizer.padding_side = 'left' for generation"
-            )
-        if bool((real[:, 1:].int() < real[:, :-1].int()).any()):
-            return "attention_mask has holes inside a prompt"
+    if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < width):
+        return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
+    real = conversation.real_columns(input_ids, config, model_kwargs)
+    if not bool(real.any(1).all()):
+        row = int((~real.any(1)).nonzero()[0])
+        raise ValueError(f"row {row} of the batch is all padding: every prompt needs at least one token")
+    if not bool(real[:, -1].all()):
+        row = int((~real[:, -1]).nonzero()[0])
+        raise ValueError(
+            f"row {row} of the batch is padded on the right: set tokenizer.padding_side = 'left' for generation"
+        )
     positions = model_kwargs.get("position_ids")
     if positions is not None:
-        expected = (real.long().cumsum(-1) - 1).to(positions.device)
-        if positions.shape != expected.shape or not bool(((positions == expected) | ~real.to(positions.device)).all()):
+        expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
+        if positions.shape != expected.shape or not bool(((positions == expected) | ~real).all()):
             return "position_ids are not the prompt's own order"
     return None
 
@@ -149,18 +147,12 @@ def _rope_problem(
     limit, steady = _rope_limit(model.config.get_text_config(decoder=True))
     if limit is None:
         return None
-    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    prompt = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    new = config.max_length - input_ids.shape[1]
-    longest = prompt if mask is None else int(mask.sum(-1).max())
+    real = conversation.real_columns(input_ids, config, model_kwargs)
+    longest, new = int(real.sum(-1).max()), config.max_length - input_ids.shape[1]
     if longest + new <= limit:
         return None
-    if (
-        steady
-        and longest > limit
-        and not config.prefill_chunk_size
-        and not _filled(model_kwargs.get("past_key_values"))
-    ):
+    in_one_pass = not config.prefill_chunk_size and (bool(real.all()) or longest <= known_at_once(*real.shape))
+    if steady and longest > limit and in_one_pass and not conversation.columns_in(model_kwargs.get("past_key_values")):
         return None
     return (
         f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "
@@ -187,10 +179,3 @@ def _rope_limit(config: Any) -> tuple[int | None, bool]:
 def _empty(value: Any) -> bool:
     """Nothing was given; `generate()` hands a multimodal model an empty `mm_encoder_outputs` with every text."""
     return value is None or (isinstance(value, dict) and not value)
-
-
-def _filled(cache: Any) -> bool:
-    try:
-        return cache is not None and bool(cache.get_seq_length() > 0)
-    except Exception:  # a cache that cannot say how long it is is not one of attention keys
-        return True

@@ -51,7 +51,8 @@ class Transcript:
 
     Args:
         prompt: (B, T) int64, left-padded.
-        pads: left padding of each row.
+        pads: columns of padding of each row.
+        order: (B, T) int64, the prompt's columns with all padding first, where some of it is not on the left.
         criteria: asked once per settled column.
         pad_token: what finished rows are filled with; None if rows without an end token never finish on their own.
         streamer: gets each settled column, as plain decoding would give it.
@@ -62,12 +63,14 @@ class Transcript:
     pads: list[int]
     criteria: StoppingCriteriaList
     pad_token: int | None
+    order: Tensor | None = None
     streamer: Any = None
     max_length: int | None = None
     records: Records = field(default_factory=Records)
 
     def __post_init__(self) -> None:
         B, T = self.prompt.shape
+        self._prompt = None if self.order is None else self.prompt.gather(1, self.order.to(self.prompt.device))
         self.start = self.settled = T
         self.tokens = self.prompt  # (B, columns), padded behind each row's end
         self.ends = [T] * B  # column behind each row's last token
@@ -84,6 +87,11 @@ class Transcript:
     @property
     def batch_size(self) -> int:
         return len(self.ends)
+
+    @property
+    def padded_left(self) -> Tensor:
+        """(B, columns) int64, the text as proposers see it, whose padding is all on the left."""
+        return self.tokens if self._prompt is None else torch.cat([self._prompt, self.tokens[:, self.start :]], 1)
 
     @property
     def filler(self) -> int:

@@ -3,7 +3,8 @@
     python -m tests.fuzz --cases 2000 --seed 0
     python -m tests.fuzz --case 1234          # one case again: what it was, and how the outputs differ
 
-A case is made from its seed alone. Compared: sequences, streamer calls, scores, logits, hidden states, warnings.
+A case is made from its seed alone. Compared: sequences, streamer calls, scores, logits, hidden states, warnings; where
+the cache is returned, in some cases also a second turn on it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
@@ -102,7 +103,10 @@ def case(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     lengths = tuple(r.choice((1, 2, 5, 9, 14)) for _ in range(r.choice((1, 1, 2, 3))))
     inputs = tiny.prompts(*lengths, seed=r.randrange(20))
     width = max(lengths)
+    more = random.Random(-seed - 1)  # its own: what was drawn before stays as it was
     setup = {
+        "new_turn": more.choice((0, 1, 3, 12)),
+        "masks_pads": more.random() < 0.5,
         "model": r.choice(MODELS),
         "proposer": r.choice(PROPOSERS),
         "draft_length": r.choice((None, 0, 1, 2, 4, 4, 7)),
@@ -215,9 +219,43 @@ def run(seed: int) -> tuple[str, bool]:
         return ("" if isinstance(plain, RuntimeError) else f"plain generate() raised {plain!r}, this did not"), False
     if len(messages) != len(set(messages)) or spec.report.num_plain_calls > len(messages):
         return f"warnings: {messages}", False
-    return difference(
-        plain, ours, plain_kwargs.get("streamer"), kwargs.get("streamer"), kwargs
-    ), not spec.report.num_plain_calls
+    wrong = difference(plain, ours, plain_kwargs.get("streamer"), kwargs.get("streamer"), kwargs)
+    if not wrong and setup["new_turn"] and type(getattr(plain, "past_key_values", None)) is DynamicCache:
+        wrong = second_turn(seed, model, spec, plain, ours)
+    return wrong, not spec.report.num_plain_calls
+
+
+def second_turn(seed: int, model: Any, spec: SpeculativeGenerator, plain: Any, ours: Any) -> str:
+    """What is wrong where both outputs are gone on from, each on its own cache."""
+    outputs = []
+    for generate, before in ((model.generate, plain), (spec.generate, ours)):
+        setup, kwargs = case(seed)
+        if "inputs_embeds" in kwargs:
+            return ""
+        text, mask = before.sequences, kwargs.pop("attention_mask")
+        written = torch.ones_like(text[:, kwargs.pop("input_ids").shape[1] :])
+        if setup["masks_pads"]:
+            written[text[:, mask.shape[1] :] == kwargs.get("pad_token_id", tiny.PAD)] = 0
+        new = tiny.prompts(*[setup["new_turn"]] * len(text), seed=seed)["input_ids"]
+        for name in ("max_length", "min_length", "cache_implementation", "streamer"):
+            kwargs.pop(name, None)
+        kwargs |= {
+            "input_ids": torch.cat([text, new], 1),
+            "attention_mask": torch.cat([mask, written, torch.ones_like(new)], 1),
+            "past_key_values": before.past_key_values,
+            "max_new_tokens": 12,
+        }
+        kwargs.pop("output_hidden_states", None)
+        try:
+            outputs.append(generate(**kwargs))
+        except Exception as error:
+            if generate == spec.generate and not isinstance(outputs[0], type(error)):
+                raise
+            outputs.append(error)
+    if isinstance(outputs[0], Exception):
+        return ""
+    wrong = difference(*outputs, None, None, kwargs)
+    return f"second turn: {wrong}" if wrong else ""
 
 
 def difference(plain: Any, ours: Any, plain_streamer: Any, our_streamer: Any, kwargs: dict[str, Any]) -> str:

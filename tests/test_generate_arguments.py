@@ -6,7 +6,6 @@ import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
@@ -365,25 +364,10 @@ def test_pipeline(spec, tokenizer):
 # What runs as plain decoding: the same output, one warning that says why, none the second time
 
 
-def holes(inputs):
-    mask = torch.ones_like(inputs["input_ids"])
-    mask[0, 3] = 0
-    return {"attention_mask": mask}
-
-
-def filled_cache(model, inputs):
-    cache = DynamicCache(config=model.config)
-    model(inputs["input_ids"][:, :4], past_key_values=cache)
-    return {"past_key_values": cache}
-
-
 PLAIN = {
     "num_beams": (lambda model, inputs: {"num_beams": 2}, "beam search"),
     "use_cache": (lambda model, inputs: {"use_cache": False}, "use_cache=False"),
-    "holes": (lambda model, inputs: holes(inputs), "holes"),
     "position_ids": (lambda model, inputs: {"position_ids": torch.arange(9)[None] + 3}, "position_ids"),
-    "past_key_values": (filled_cache, "past_key_values"),
-    "empty past_key_values": (lambda model, inputs: {"past_key_values": DynamicCache()}, "past_key_values"),
     "output_attentions": (
         lambda model, inputs: {"output_attentions": True, "return_dict_in_generate": True},
         "output_attentions",

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.cache import BLOCK
 from tests import eagle3, tiny
 
 PROPOSERS = {
@@ -23,8 +22,10 @@ def proposer(request):
     return PROPOSERS[request.param]()
 
 
-@pytest.mark.parametrize("length", [BLOCK - 14, BLOCK - 8, BLOCK - 3, BLOCK - 2, BLOCK - 1])
-def test_at_the_end_of_a_cache_block(proposer, length):
+@pytest.mark.parametrize("spare", [1, 2, 3, 5, 11])
+def test_where_the_cache_grows(proposer, spare, monkeypatch):
+    monkeypatch.setattr("specdec.cache.SPARE", spare)
+    length = 14
     target, inputs = tiny.model("llama"), tiny.prompts(length, length - 5)
     arguments = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}
     plain = target.generate(**inputs, **arguments).sequences

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
-from specdec.rows import CachedRows
+from specdec.rows import CachedRows, Sight
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
 
@@ -27,7 +28,7 @@ class HeadRunner(CachedRows):
     """
 
     def __init__(self, head: Eagle3Head, target: PreTrainedModel, fast: Eagle3Head | None = None):
-        super().__init__()
+        super().__init__([Span(head.config.sliding_window)])
         self.head = head
         self._fast = head if fast is None else fast
         self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
@@ -35,8 +36,8 @@ class HeadRunner(CachedRows):
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
         self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
 
-    def start(self, batch_size: int) -> None:
-        super().start(batch_size)
+    def start(self, batch_size: int, keeps_all: bool = False) -> None:
+        super().start(batch_size, keeps_all)
         self._pending_features = self._last = None
 
     @torch.no_grad()
@@ -54,8 +55,7 @@ class HeadRunner(CachedRows):
         if W >= PROMPT and self.head.can_remember:
             self._remember(tokens[:, :-1], states[:, :-1], [min(pad, W - 1) for pad in pads])
             return self.extend(tokens[:, -1:], states[:, -1:], [max(0, pad - W + 1) for pad in pads])
-        positions, visible = self.place_known(W, pads, self.head.device)
-        h = self._pass(tokens, self._fused(states), positions, visible, None)
+        h = self._pass(tokens, self._fused(states), self.place_known(W, pads, self.head.device))
         self.commit([W - pad for pad in pads])
         self._last = h[:, -1:]
         return self._logits(self._last)
@@ -79,8 +79,7 @@ class HeadRunner(CachedRows):
         else:
             index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
             features = self._pending_features.gather(1, index)
-        positions, visible, slots = self.place_draft(depth.to(device), ancestors.to(device), chain)
-        h = self._pass(tokens, features, positions, visible, slots)
+        h = self._pass(tokens, features, self.place_draft(depth.to(device), ancestors.to(device)))
         self.pending += n
         before = [] if self._pending_features is None else [self._pending_features]
         self._pending_features = torch.cat([*before, h], 1)
@@ -93,7 +92,7 @@ class HeadRunner(CachedRows):
     def _remember(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> None:
         """`extend` by tokens that nothing is drafted behind."""
         W = tokens.shape[1]
-        positions, _ = self.place_known(W, pads, self.head.device)
+        positions = self.place_known(W, pads, self.head.device).positions
         self.head.remember(self._embedded(tokens), self._fused(states), positions, self.cache)
         self.commit([W - pad for pad in pads])
 
@@ -106,16 +105,11 @@ class HeadRunner(CachedRows):
             tokens = tokens.clamp(max=weight.shape[0] - 1)
         return self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
 
-    def _pass(
-        self, tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor | None, slots: Tensor | None
-    ) -> Tensor:
-        window = self.head.config.sliding_window
-        if window is not None:
-            if visible is None:
-                visible = torch.arange(self.cache.end, device=positions.device) <= positions[..., None]
-            keys = torch.arange(self.cache.end, device=positions.device)[None] if slots is None else slots
-            visible = visible & (positions[..., None] - keys[:, None] < window)
-        return self._fast(self._embedded(tokens), features, positions, visible, self.cache)
+    def _pass(self, tokens: Tensor, features: Tensor, sight: Sight) -> Tensor:
+        (span,) = self.spans
+        causal = sight.alone and (span.window is None or tokens.shape[1] <= span.window)
+        visible = None if causal else sight.visible(span).expand(len(tokens), -1, -1)
+        return self._fast(self._embedded(tokens), features, sight.positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

@@ -1,0 +1,318 @@
+"""Conversations: a cache from an earlier call is taken over, speculated on, and given back as plain decoding does."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.cache import Slots
+from tests import eagle3, tiny
+
+MODELS = ["llama", "qwen3", "gemma3", "mistral", "gpt2"]
+PROPOSERS = {
+    "ngram": lambda target: NgramProposer(),
+    "tree": lambda target: DraftModelProposer(target, branching=(3, 2, 1)),
+    "draft": lambda target: DraftModelProposer(tiny.model(target.name, seed=1)),
+    "hybrid": lambda target: HybridProposer(DraftModelProposer(tiny.model(target.name, seed=1))),
+    "garbage": lambda target: tiny.Garbage(),
+}
+BATCHES = {"single": (9,), "ragged": (9, 1, 5)}
+
+
+def named(name):
+    model = tiny.model(name)
+    model.name = name
+    return model
+
+
+def answered(inputs, sequences, new, ends=None):
+    """The next turn's ids and mask: what was written behind a row's end is masked, `new` tokens follow in every row."""
+    start = inputs["input_ids"].shape[1]
+    written = torch.ones_like(sequences[:, start:])
+    for row, kept in zip(sequences[:, start:], written, strict=True):
+        found = [i for i, token in enumerate(row.tolist()) if ends and token in ends]
+        if found:
+            kept[found[0] + 1 :] = 0
+    fresh = tiny.prompts(*[new] * len(sequences), seed=7)["input_ids"]
+    ids = torch.cat([sequences, fresh], 1)
+    mask = torch.cat([inputs["attention_mask"], written, torch.ones_like(fresh)], 1)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def same_cache(ours, plain, mask):
+    """The keys and values of all columns that hold text."""
+    assert ours.get_seq_length() == plain.get_seq_length()
+    assert len(ours.layers) == len(plain.layers)
+    for mine, theirs in zip(ours.layers, plain.layers, strict=True):
+        assert type(mine) is type(theirs)
+        for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            assert a.shape == b.shape
+            real = torch.nn.functional.pad(mask, (0, plain.get_seq_length() - mask.shape[1]), value=1)
+            real = real[:, -a.shape[2] :, None].bool()[:, None]
+            torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
+
+
+def talk(generate, inputs, turns, ends, arguments, cache=None):
+    """Outputs of some turns, each on the cache of the one before."""
+    outputs, texts = [], []
+    for new in turns:
+        texts.append(inputs)
+        out = generate(**inputs, **arguments, past_key_values=cache, return_dict_in_generate=True, eos_token_id=ends)
+        cache = out.past_key_values
+        outputs.append((out.sequences, [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]))
+        inputs = answered(inputs, out.sequences, new, ends)
+    return outputs, texts, cache
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_turn_after_turn(name, batch, proposer):
+    target = named(name)
+    arguments = {"max_new_tokens": 14, "do_sample": False}
+    inputs = tiny.prompts(*BATCHES[batch])
+    plain, texts, plain_cache = talk(target.generate, inputs, (4, 11, 1), None, arguments)
+    spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
+    ours, _, our_cache = talk(spec.generate, inputs, (4, 11, 1), None, arguments)
+    assert [sequences.tolist() for sequences, _ in ours] == [sequences.tolist() for sequences, _ in plain]
+    same_cache(our_cache, plain_cache, texts[-1]["attention_mask"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_rows_that_ended_early_have_holes_in_the_next_turn(name, proposer):
+    target = named(name)
+    arguments = {"max_new_tokens": 14, "do_sample": False}
+    inputs = tiny.prompts(9, 1, 5)
+    written = target.generate(**inputs, **arguments)[:, 9:]
+    ends = sorted({int(written[0, 3]), int(written[2, 8])})
+    plain, texts, plain_cache = talk(target.generate, inputs, (4, 11, 1), ends, arguments)
+    assert any((mask[:, 1:] < mask[:, :-1]).any() for mask in (text["attention_mask"] for text in texts))
+    spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
+    ours, _, our_cache = talk(spec.generate, inputs, (4, 11, 1), ends, arguments)
+    assert [sequences.tolist() for sequences, _ in ours] == [sequences.tolist() for sequences, _ in plain]
+    same_cache(our_cache, plain_cache, texts[-1]["attention_mask"])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_prompts_with_holes(name, proposer):
+    target, inputs = named(name), tiny.prompts(14, 3, 9)
+    inputs["attention_mask"][0, 4:7] = inputs["attention_mask"][0, 0] = inputs["attention_mask"][2, -2] = 0
+    arguments = {**inputs, "max_new_tokens": 14, "do_sample": False, "return_dict_in_generate": True}
+    plain = target.generate(**arguments, output_hidden_states=True)
+    spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
+    ours = spec.generate(**arguments, output_hidden_states=True)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+    real = inputs["attention_mask"][..., None].bool()
+    for a, b in zip(ours.hidden_states[0], plain.hidden_states[0], strict=True):
+        torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("kind", ["empty", "filled", "windows unknown", "cropped"])
+def test_the_users_very_cache_is_extended(name, kind):
+    """Without `return_dict_in_generate`, too."""
+    target, inputs = named(name), tiny.prompts(12)
+    results = []
+    for generate in (
+        target.generate,
+        SpeculativeGenerator(target, target, draft_length=4, on_unsupported="error").generate,
+    ):
+        cache = DynamicCache() if kind == "windows unknown" else DynamicCache(config=target.config)
+        if kind in ("filled", "windows unknown"):
+            target(inputs["input_ids"][:, :7], past_key_values=cache)
+        if kind == "cropped":
+            target(inputs["input_ids"][:, :5], past_key_values=cache)
+            cache.crop(-2)
+        text = generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        results.append((text.tolist(), cache))
+    assert results[0][0] == results[1][0]
+    same_cache(results[1][1], results[0][1], inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_only_the_new_tokens_with_the_mask_of_all(name):
+    target, inputs = named(name), tiny.prompts(12, 7)
+    results = []
+    for generate in (
+        target.generate,
+        SpeculativeGenerator(target, "ngram", draft_length=4, on_unsupported="error").generate,
+    ):
+        first = generate(**inputs, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
+        text = answered(inputs, first.sequences, 3)
+        text["input_ids"] = text["input_ids"][:, first.past_key_values.get_seq_length() :]
+        more = generate(
+            **text,
+            max_new_tokens=9,
+            do_sample=False,
+            return_dict_in_generate=True,
+            past_key_values=first.past_key_values,
+        )
+        assert more.past_key_values is first.past_key_values
+        results.append((more.sequences.tolist(), more.past_key_values))
+    assert results[0][0] == results[1][0]
+    same_cache(results[1][1], results[0][1], text["attention_mask"])
+
+
+@pytest.mark.parametrize("make", [lambda: Eagle3Proposer(eagle3.head()), lambda: Eagle3Proposer(eagle3.head("3.1"))])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_head_that_has_not_seen_the_earlier_turns(make, batch):
+    target = named("llama")
+    arguments = {"max_new_tokens": 14, "do_sample": False}
+    inputs = tiny.prompts(*BATCHES[batch])
+    plain, _, _ = talk(target.generate, inputs, (4, 20, 1), None, arguments)
+    spec = SpeculativeGenerator(target, make(), draft_length=3, on_unsupported="error")
+    ours, _, _ = talk(spec.generate, inputs, (4, 20, 1), None, arguments)
+    assert [sequences.tolist() for sequences, _ in ours] == [sequences.tolist() for sequences, _ in plain]
+    assert spec.report.num_draft_tokens
+
+
+def test_a_later_turn_reads_only_what_is_new():
+    target, read = named("llama"), []
+    spec = SpeculativeGenerator(target, "ngram", on_unsupported="error")
+    handle = target.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: read.append(args[0].shape[1])
+    )
+    try:
+        inputs = tiny.prompts(30)
+        first = spec.generate(**inputs, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+        assert read[0] == 30
+        read.clear()
+        text = answered(inputs, first.sequences, 4)
+        spec.generate(**text, max_new_tokens=5, do_sample=False, past_key_values=first.past_key_values)
+        assert read[0] == 5  # the last token written was in no cache yet
+    finally:
+        handle.remove()
+
+
+def test_a_call_that_fails_leaves_the_cache_usable():
+    class Breaks:
+        def put(self, value):
+            self.count = getattr(self, "count", 0) + 1
+            if self.count == 6:
+                raise KeyError("broken")
+
+        def end(self):
+            pass
+
+    for name in ("llama", "gemma3"):
+        target, inputs = named(name), tiny.prompts(12)
+        plain = target.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
+        cache = DynamicCache(config=target.config)
+        target(inputs["input_ids"][:, :7], past_key_values=cache)
+        spec = SpeculativeGenerator(target, "ngram", draft_length=4, on_unsupported="error")
+        with pytest.raises(KeyError):
+            spec.generate(**inputs, past_key_values=cache, streamer=Breaks(), max_new_tokens=9, do_sample=False)
+        assert cache.get_seq_length() == (7 if name == "llama" else 0)
+        again = spec.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        assert again.tolist() == plain
+
+
+def test_caches_that_cannot_be_continued_say_what_to_do():
+    target, inputs = named("llama"), tiny.prompts(12)
+    full = DynamicCache(config=target.config)
+    target(inputs["input_ids"], past_key_values=full)
+    static = StaticCache(config=target.config, max_cache_len=40)
+    sliding = named("gemma3")
+    holes = inputs["attention_mask"].clone()
+    holes[0, 5] = 0
+    for model, arguments, reason in (
+        (target, {"past_key_values": full}, r"crop\(-1\)"),
+        (target, {"past_key_values": static}, "a DynamicCache could be continued"),
+        (sliding, {"attention_mask": holes}, "holes"),
+    ):
+        spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
+        with pytest.raises(ValueError, match=reason):
+            spec.generate(**{**inputs, **arguments}, max_new_tokens=4)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral"])
+@pytest.mark.parametrize("window", [2, 3, 6, 20])
+@pytest.mark.parametrize("prompt", [(1,), (5, 2), (60, 3, 31), (75,)])
+@pytest.mark.parametrize("proposer", ["tree", "garbage"])
+def test_texts_past_the_window_several_times(name, window, prompt, proposer):
+    """Prompts shorter and longer than the window, windows smaller than the draft."""
+    target = tiny.model(name, sliding_window=window)
+    target.name = name
+    arguments = {"max_new_tokens": 50, "do_sample": False, "return_dict_in_generate": True}
+    inputs = tiny.prompts(*prompt)
+    plain = target.generate(**inputs, **arguments)
+    spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
+    ours = spec.generate(**inputs, **arguments)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+
+
+def test_rows_far_ahead_are_rolled_back_in_windows():
+    """One row writes far ahead of the other, until a criterion over both cuts it back."""
+    target = tiny.model("gemma3", sliding_window=4)
+    inputs = tiny.prompts(9, 14)
+    arguments = {"max_new_tokens": 60, "do_sample": False, "return_dict_in_generate": True}
+    answer = target.generate(**inputs, **arguments).sequences
+
+    class OneRowOnly(tiny.Garbage):
+        """Drafts the first row's very text, of the other nothing."""
+
+        def _row(self, context, b, most, chain):
+            tokens, parents = super()._row(context, b, most, True)
+            if b:
+                return tokens, [-1] * len(parents)
+            end = context.ends[b]
+            known = self.answer[b, end : end + most].tolist()
+            length = min(len(known), context.room[b])
+            return known + [0] * (most - len(known)), [n - 1 if n <= length else -1 for n in range(most + 1)]
+
+    def stops(input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 30)
+
+    for criteria in (None, [stops]):
+        plain = target.generate(**inputs, **arguments, stopping_criteria=criteria)
+        spec = SpeculativeGenerator(target, OneRowOnly(size=9, answer=answer), draft_length=9, on_unsupported="error")
+        ours = spec.generate(**inputs, **arguments, stopping_criteria=criteria)
+        assert spec.report.num_accepted_tokens > 20
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+
+
+def test_windows_keep_their_window(monkeypatch):
+    """And what a draft needs behind it; of all other layers everything is kept."""
+    most = {}
+
+    class Watched(Slots):
+        def place(self, *args):
+            super().place(*args)
+            most[self.window] = max(most.get(self.window, 0), self.count)
+
+    monkeypatch.setattr("specdec.cache.Slots", Watched)
+    spec = SpeculativeGenerator(tiny.model("gemma3", sliding_window=16), "ngram", draft_length=4)
+    spec.generate(**tiny.prompts(300), max_new_tokens=100, do_sample=False)
+    assert most[16] <= 15 + 8
+    assert 400 <= most[None] <= 400 * 1.2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
+    monkeypatch.setattr("specdec.runner.MASKED", 2**9)
+    monkeypatch.setattr("specdec.runner.FEWEST", 4)
+    target, inputs = named(name), tiny.prompts(60, 3, 31)
+    arguments = {
+        "max_new_tokens": 10,
+        "do_sample": False,
+        "return_dict_in_generate": True,
+        "output_hidden_states": True,
+    }
+    plain = target.generate(**inputs, **arguments)
+    passes = []
+    handle = target.get_input_embeddings().register_forward_hook(lambda module, args, out: passes.append(args[0].shape))
+    ours = SpeculativeGenerator(target, "ngram", draft_length=4).generate(**inputs, **arguments)
+    handle.remove()
+    assert all(B * n <= 16 for B, n in passes)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    real = inputs["attention_mask"][..., None].bool()
+    for a, b in zip(ours.hidden_states[0], plain.hidden_states[0], strict=True):
+        torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
