@@ -136,18 +136,37 @@ class Loop:
         )
 
     def _checked(self, draft: DraftTree) -> DraftTree:
-        """Proposers are also others' code: say which one broke which rule, before the target trips over it."""
-        B, who = self.text.batch_size, f"{type(self.proposer).__name__}.propose"
+        """Proposers are also others' code: say which one broke which rule, before the target trips over it.
+
+        Column 0 is the loop's, and so is the device: a draft made elsewhere, or behind another root, is put right.
+        """
+        root, who = self._context().root, f"{type(self.proposer).__name__}.propose"
         if not isinstance(draft, DraftTree):
             raise TypeError(f"{who} must return a DraftTree, got {type(draft).__name__}")
-        if len(draft.tokens) != B:
-            raise ValueError(f"{who} drafted for {len(draft.tokens)} rows, the batch has {B}: every row needs its root")
-        if (
-            draft.tokens.device.type == "cpu"
-            and not 0 <= int(draft.tokens.min()) <= int(draft.tokens.max()) < self._vocab_size
-        ):
+        B, N = draft.tokens.shape
+        if len(root) != B or N == 0:
+            raise ValueError(f"{who} drafted for {B} rows of {N} nodes, the batch has {len(root)}: each needs its root")
+        if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
+            raise ValueError(f"{who} drafted {draft.tokens.dtype} tokens with {draft.parents.dtype} parents: use int64")
+        tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
+        tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
+        if tokens.device.type == "cpu":
+            self._check_nodes(tokens, parents, draft.chain, who)
+        probs = None if draft.probs is None else draft.probs.to(root.device)
+        return replace(draft, tokens=tokens, parents=parents, probs=probs)
+
+    def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
+        """What only a look at the values shows: on a device it would cost a wait in every round."""
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
             raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
-        return draft
+        node = torch.arange(tokens.shape[1])
+        if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
+            raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
+        orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)
+        if bool(orphan.any()):
+            raise ValueError(f"{who} drafted a node whose parent is padding")
+        if chain and bool(((parents >= 0) & (parents != node - 1)).any()):
+            raise ValueError(f"{who} says chain=True, but some node's parent is not the node before it")
 
     def _pad_finished(self, draft: DraftTree) -> DraftTree:
         """Rows that go on with pads (their scores are wanted) draft a chain of pads, as far as the others draft."""

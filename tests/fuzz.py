@@ -157,6 +157,10 @@ def case(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         kwargs["return_dict_in_generate"] = True
         for name in ("output_scores", "output_logits", "output_hidden_states"):
             maybe(name, lambda: True, 0.5)
+    maybe("do_sample", lambda: True, 0.4)  # with the same seed, the same text
+    maybe("temperature", lambda: r.choice((0.7, 1.5)), 0.3 * kwargs["do_sample"])
+    maybe("top_p", lambda: r.choice((0.5, 0.95)), 0.3 * kwargs["do_sample"])
+    maybe("top_k", lambda: r.choice((0, 3)), 0.5 * kwargs["do_sample"])
     if "eos_token_id" not in kwargs:
         kwargs.pop("exponential_decay_length_penalty", None)
     if kwargs.get("num_beams"):
@@ -198,6 +202,7 @@ def run(seed: int) -> tuple[str, bool]:
     setup, kwargs = case(seed)
     _, plain_kwargs = case(seed)
     model = tiny.model(setup["model"])
+    torch.manual_seed(seed)
     try:
         plain = model.generate(**plain_kwargs)
     except Exception as error:
@@ -208,6 +213,7 @@ def run(seed: int) -> tuple[str, bool]:
         proposer(setup["proposer"], setup["model"], answer, setup["draft_length"]),
         draft_length=setup["draft_length"],
     )
+    torch.manual_seed(seed)
     with tiny.specdec_warnings() as messages:
         try:
             ours = model.generate(custom_generate=spec, **kwargs) if setup["hook"] else spec.generate(**kwargs)

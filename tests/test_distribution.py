@@ -301,6 +301,9 @@ REPRESENTATIVE = [
     pytest.param("turns, drawn chain", "block", "plain", 3, id="n-grams and drawn chain take turns"),
     pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
+    pytest.param("chain", "coupled", "plain", None, id="chain, coupled, automatic length"),
+    pytest.param("dynamic tree", "coupled", "warped", 3, id="dynamic tree, coupled, warped"),
+    pytest.param("garbage, drawn", "coupled", "plain", None, id="drawn garbage, coupled"),
 ]
 
 
@@ -325,7 +328,7 @@ def test_the_trained_head_drafts_better():
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_distribution_of_every_proposer(proposer, sampling, draft_length):
-    rules = ["block", "token"] if proposer == "chain" else ["block"]
+    rules = ["coupled", "block", "token"] if proposer == "chain" else ["coupled", "block"]
     for rule in rules:
         assert measured(PROPOSERS[proposer](), 40, SAMPLING[sampling], rule, draft_length) < EXACT, rule
 

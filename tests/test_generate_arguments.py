@@ -498,6 +498,12 @@ def test_empty_prompt(spec):
         spec.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
 
 
+def tree(context, parents, chain=False):
+    """Both rows draft tokens 1 behind these parents."""
+    tokens = torch.ones(2, len(parents), dtype=torch.long)
+    return DraftTree(tokens, torch.tensor([parents] * 2), chain=chain)
+
+
 class Saying(Proposer):
     """Returns what it was given, whatever it is."""
 
@@ -514,13 +520,36 @@ class Saying(Proposer):
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
         (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
         (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
-        (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows, the batch has 2"),
+        (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows of 1 nodes, the batch has 2"),
+        (lambda c: tree(c, [-1, 0, 3, 0]), ValueError, "a node before its parent"),
+        (lambda c: tree(c, [0, 0, 1, 2]), ValueError, "the root's is -1"),
+        (lambda c: tree(c, [-1, -1, 1, 2]), ValueError, "whose parent is padding"),
+        (lambda c: tree(c, [-1, 0, 0, 1], chain=True), ValueError, "says chain=True"),
+        (lambda c: DraftTree(torch.rand(2, 2), torch.tensor([[-1, 0]] * 2)), ValueError, "use int64"),
     ],
 )
 def test_a_proposer_that_breaks_the_rules_is_named(make, error, message):
     spec = SpeculativeGenerator(tiny.model("llama"), Saying(make))
     with pytest.raises(error, match=message):
         spec.generate(**tiny.prompts(5, 3), max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: DraftTree.from_chain(c.root.flip(0) + 1, torch.ones(2, 3, dtype=torch.long)),
+        lambda c: DraftTree.from_chain(c.root.int(), torch.ones(2, 3, dtype=torch.int32)),
+        lambda c: DraftTree.from_chain(c.tokens[:, 0], c.tokens[:, :4]),
+        lambda c: DraftTree.from_chain(c.root, torch.full((2, 30), 7)),
+    ],
+    ids=["another root", "int32", "stale", "beyond the room"],
+)
+def test_a_proposer_that_is_merely_wrong_changes_nothing(make):
+    """Column 0 is the loop's own."""
+    model, inputs = tiny.model("llama"), tiny.prompts(5, 3)
+    spec = SpeculativeGenerator(model, Saying(make), on_unsupported="error")
+    out = spec.generate(**inputs, do_sample=False, max_new_tokens=9)
+    assert out.tolist() == model.generate(**inputs, do_sample=False, max_new_tokens=9).tolist()
 
 
 @pytest.mark.parametrize("length", ["4", 1.5, -1])
