@@ -21,7 +21,7 @@ from specdec import acceptance
 from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
 from specdec.conversation import conversation
-from specdec.hook import callers_level, generate_frame, plain
+from specdec.hook import callers_level, further_arguments, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
 from specdec.noise import noise_of_call
@@ -33,6 +33,7 @@ from specdec.runner import ModelRunner, device_of
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllNodes, Rule, Walk
+from specdec.wrapped import bare, entrance
 
 COUPLED = "coupled"
 RULES = (COUPLED, "block", "token", "typical")
@@ -46,7 +47,7 @@ class SpeculativeGenerator:
     distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that says why.
 
     Args:
-        model: the target, a causal LM from transformers.
+        model: the target, a causal LM from transformers, also with PEFT's adapters or in `torch.compile`.
         proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3"
             (the head that `eagle3.registry` knows for this model), one of the latter three behind "ngram+" (see
             `HybridProposer`), or "auto" ("ngram+eagle3" where a head is known, else "ngram").
@@ -70,19 +71,17 @@ class SpeculativeGenerator:
         rule: str = COUPLED,
         on_unsupported: str = "plain",
     ):
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model).__name__}")
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
         if rule not in RULES:
             raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {rule!r}")
         if on_unsupported not in ("plain", "error"):
             raise ValueError(f'on_unsupported must be "plain" or "error", got {on_unsupported!r}')
-        self.model = model
-        self.proposer = as_proposer(proposer, model)
+        self.model, self._entrance = bare(model), entrance(model)
+        self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.proposer.check(model)
-        self._taps = self.proposer.taps(model)
+        self.proposer.check(self.model)
+        self._taps = self.proposer.taps(self.model)
         self.report, self.last_report = Report(), Report()
         self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._warned: set[str] = set()
@@ -102,10 +101,12 @@ class SpeculativeGenerator:
 
     # Ways in
 
-    def generate(self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **kwargs: Any):
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
+    ):
         """Everything `model.generate()` takes; returns what it returns."""
         with self._counted() as report:
-            return self._generate(report, inputs, generation_config, kwargs)
+            return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 
     def _generate(
         self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -114,21 +115,29 @@ class SpeculativeGenerator:
         if kwargs.pop("assistant_model", None) is not None:
             self._warn("assistant_model is ignored: the proposer drafts. Pass it as SpeculativeGenerator's proposer.")
         generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
-        plain_generate = type(self.model).generate
+        plain_generate = type(self._entrance).generate
         outside = decided_before(generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
-            return plain_generate(self.model, inputs, generation_config=generation_config, **kwargs)
+            return plain_generate(self._entrance, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
             return self._decode(report, model, input_ids, streamer=streamer, synced_gpus=synced_gpus, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
         kwargs.pop("tokenizer", None)
-        return plain_generate(self.model, inputs, generation_config=generation_config, custom_generate=decode, **kwargs)
+        return plain_generate(
+            self._entrance, inputs, generation_config=generation_config, custom_generate=decode, **kwargs
+        )
 
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, **kwargs: Any):
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, *, stop_strings: Any = None, **kwargs: Any):
         """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
+        if stop_strings:
+            raise ValueError(
+                f"stop_strings={stop_strings!r} does not reach custom_generate with its tokenizer: call "
+                "SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "
+                "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
+            )
         if model is not self.model:
             raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
         caller = generate_frame()
@@ -153,15 +162,16 @@ class SpeculativeGenerator:
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
         """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say)."""
-        before = self.model.__dict__.get("generate")
-        self.model.__dict__["generate"] = self.generate
+        theirs = self._entrance.__dict__
+        before = theirs.get("generate")
+        theirs["generate"] = self.generate
         try:
             yield self
         finally:
             if before is None:
-                del self.model.__dict__["generate"]
+                del theirs["generate"]
             else:
-                self.model.__dict__["generate"] = before
+                theirs["generate"] = before
 
     # A call, as transformers has prepared it
 

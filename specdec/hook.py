@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -18,12 +19,24 @@ def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus,
     kwargs = dict(model_kwargs)
     if synced_gpus is not None:
         kwargs["synced_gpus"] = synced_gpus
+    if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
+        model._validate_generation_mode(config.get_generation_mode(), config, {"streamer": streamer})
     method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
     if method == "_sample":
         kwargs["streamer"] = streamer
     return getattr(type(model), method)(
         model, input_ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, **kwargs
     )
+
+
+def further_arguments(values: Sequence[Any]) -> dict[str, Any]:
+    """The positional arguments of `generate()` that follow `inputs` and `generation_config`, by their names."""
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[3:]  # behind self and those two
+    if len(values) > names.index("kwargs"):
+        raise TypeError(
+            f"generate() takes at most {2 + names.index('kwargs')} positional arguments, got {2 + len(values)}"
+        )
+    return dict(zip(names, values, strict=False))
 
 
 def callers_level() -> int:

@@ -71,15 +71,17 @@ def why_plain(
         return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"
     if capability.masks is None:
         return f"{type(model).__name__}: {capability.reason}"
+    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
         return "use_cache=False"
     if synced_gpus:
         return "synced_gpus: ranks would take different numbers of passes"
     if config.output_attentions:
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
-    if config.cache_implementation in ("quantized", "offloaded"):
+    if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
         return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
-    strange = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(value)]
+    strange = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(key, value)]
     if strange:
         return f"the model argument {strange[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
@@ -109,7 +111,7 @@ def ignored_fields(config: GenerationConfig) -> list[str]:
 
 
 def _padding_problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
-    """Raises for right padding and empty rows; names what else is unusual about mask or positions."""
+    """Raises for a batch or prompt of nothing; names what is unusual about mask or positions."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
     if len(input_ids) == 0:
@@ -120,17 +122,17 @@ def _padding_problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: 
         return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
     real = conversation.real_columns(input_ids, config, model_kwargs)
     if not bool(real.any(1).all()):
-        row = int((~real.any(1)).nonzero()[0])
-        raise ValueError(f"row {row} of the batch is all padding: every prompt needs at least one token")
+        return f"row {int((~real.any(1)).nonzero()[0])} of the batch is all padding"
     if not bool(real[:, -1].all()):
-        row = int((~real[:, -1]).nonzero()[0])
-        raise ValueError(
-            f"row {row} of the batch is padded on the right: set tokenizer.padding_side = 'left' for generation"
+        return (
+            f"row {int((~real[:, -1]).nonzero()[0])} of the batch ends in padding: set tokenizer.padding_side = 'left' "
+            "for generation, and pass attention_mask where a prompt's own last token is the padding token"
         )
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
-        if positions.shape != expected.shape or not bool(((positions == expected) | ~real).all()):
+        ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
+        if not ordered or not bool(((positions == expected) | ~real).all()):
             return "position_ids are not the prompt's own order"
     return None
 
@@ -176,6 +178,8 @@ def _rope_limit(config: Any) -> tuple[int | None, bool]:
     return min(found)[0], len(set(found)) == 1 and found[0][1]
 
 
-def _empty(value: Any) -> bool:
-    """Nothing was given; `generate()` hands a multimodal model an empty `mm_encoder_outputs` with every text."""
+def _empty(name: str, value: Any) -> bool:
+    """Nothing was given; a text for a multimodal model comes with `mm_encoder_outputs` and `mm_token_type_ids`, too."""
+    if name == "mm_token_type_ids" and isinstance(value, Tensor):
+        return not bool(value.any())  # 0: a token of text
     return value is None or (isinstance(value, dict) and not value)

@@ -207,6 +207,19 @@ def test_positional_inputs(spec, single):
     assert spec.generate(single["input_ids"], config).tolist() == expected[:, : 9 + 5].tolist()
 
 
+def test_all_arguments_by_their_position(spec, single):
+    """logits_processor, stopping_criteria, prefix_allowed_tokens_fn, synced_gpus, assistant_model, streamer."""
+    outputs, streams = [], [Recorder(), Recorder()]
+    for generate, streamer in zip((spec.model.generate, spec.generate), streams, strict=True):
+        more = (LogitsProcessorList([NoTokenTwice()]), StoppingCriteriaList([EndsAfter(5, 9)]), some_tokens)
+        outputs.append(generate(single["input_ids"], None, *more, False, None, streamer, max_new_tokens=NEW).tolist())
+    assert outputs[0] == outputs[1]
+    assert streams[0].puts == streams[1].puts
+    assert spec.report.num_plain_calls == 0
+    with pytest.raises(TypeError, match="at most 11 positional arguments"):
+        spec.generate(*[None] * 12)
+
+
 def test_padding_is_found_without_a_mask(spec, ragged):
     same(spec, lambda: {"input_ids": ragged["input_ids"]})
 
@@ -329,6 +342,12 @@ def test_custom_generate(spec, inputs, ends):
     assert spec.report.num_plain_calls == 0
 
 
+def test_stop_strings_through_custom_generate_say_what_to_do(spec, inputs, tokenizer):
+    """transformers keeps the tokenizer to itself."""
+    with pytest.raises(ValueError, match=r"call SpeculativeGenerator.generate\(.* or pass stopping_criteria="):
+        spec.model.generate(**inputs, stop_strings=["x"], tokenizer=tokenizer, custom_generate=spec)
+
+
 def test_custom_generate_of_another_model(spec, single, draft):
     with pytest.raises(ValueError, match="another model"):
         draft.generate(**single, custom_generate=spec)
@@ -371,6 +390,18 @@ PLAIN = {
     "output_attentions": (
         lambda model, inputs: {"output_attentions": True, "return_dict_in_generate": True},
         "output_attentions",
+    ),
+    "padded on the right": (
+        lambda model, inputs: {"attention_mask": torch.tensor([[1] * 7 + [0] * 2])},
+        "row 0 of the batch ends in padding: set tokenizer.padding_side",
+    ),
+    "all padding": (
+        lambda model, inputs: {"attention_mask": torch.zeros(1, 9, dtype=torch.long)},
+        "row 0 of the batch is all padding",
+    ),
+    "ends in the padding token": (
+        lambda model, inputs: {"input_ids": torch.tensor([[3, 4, 5, 6, 0]]), "attention_mask": None},
+        "pass attention_mask where a prompt's own last token is the padding token",
     ),
     "beam sampling outputs": (lambda model, inputs: {"num_beams": 3, "num_return_sequences": 2}, "beam search"),
 }
@@ -441,9 +472,16 @@ def test_prompt_lookup_num_tokens_is_named_and_ignored(spec, single):
     assert "prompt_lookup_num_tokens" in messages[0]
 
 
-@pytest.mark.parametrize("arguments", [{"cache_implementation": "quantized"}, {"token_type_ids": torch.ones(1, 9)}])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"cache_implementation": "quantized"},
+        {"token_type_ids": torch.ones(1, 9)},
+        {"num_beams": 2, "streamer": Recorder()},
+    ],
+)
 def test_what_plain_generate_refuses_is_refused_alike(spec, single, arguments):
-    """A cache backend that is not installed, an argument the model does not know."""
+    """A cache backend that is not installed, an argument the model does not know, beams that cannot be streamed."""
     with pytest.raises(Exception) as plain:  # noqa: PT011 (whatever it is, ours must be it)
         spec.model.generate(**single, **arguments, max_new_tokens=4)
     with tiny.specdec_warnings(), pytest.raises(type(plain.value)) as ours:
@@ -479,18 +517,9 @@ def test_bad_construction(llama, name):
         SpeculativeGenerator(arguments.pop("model"), arguments.pop("proposer"), **arguments)
 
 
-BAD_CALLS = {
-    "padded on the right": ({"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}, "row 0 .* padded on the right"),
-    "all padding": ({"attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "row 1 .* all padding"),
-    "stop_strings without tokenizer": ({"stop_strings": ["x"]}, "tokenizer"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls(spec, name):
-    arguments, words = BAD_CALLS[name]
-    with pytest.raises(ValueError, match=words):
-        spec.generate(torch.tensor([[3, 4, 5], [6, 7, 8]]), **arguments, max_new_tokens=4)
+def test_stop_strings_without_a_tokenizer(spec):
+    with pytest.raises(ValueError, match="tokenizer"):
+        spec.generate(torch.tensor([[3, 4, 5], [6, 7, 8]]), stop_strings=["x"], max_new_tokens=4)
 
 
 def test_empty_prompt(spec):

@@ -22,6 +22,7 @@ from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import ModelRunner, device_of
 from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
+from specdec.wrapped import bare
 
 
 class DraftModelProposer(AutoregressiveProposer):
@@ -49,7 +50,7 @@ class DraftModelProposer(AutoregressiveProposer):
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._loaded = isinstance(model, str)  # then it goes where the target is
-        self.model = load(model) if isinstance(model, str) else model
+        self.model = load(model) if isinstance(model, str) else bare(model)
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
         self._view = self._cheap_view()

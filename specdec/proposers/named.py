@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.eagle3 import registry
@@ -38,7 +39,7 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
     """A `Proposer` from an object, a loaded draft model, or a short string."""
     if isinstance(proposer, Proposer):
         return proposer
-    if isinstance(proposer, PreTrainedModel):
+    if isinstance(proposer, nn.Module):
         return DraftModelProposer(proposer)
     if not isinstance(proposer, str):
         raise ValueError(

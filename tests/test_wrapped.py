@@ -1,0 +1,99 @@
+"""Models in PEFT's adapters, in `torch.compile`, or in both: taken as targets and as drafts, whatever they wrap."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec.wrapped import bare
+from tests import tiny
+
+peft = pytest.importorskip("peft")
+ARGUMENTS = {"do_sample": False, "max_new_tokens": 20}
+
+
+def lora(model, **settings):
+    settings = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"]} | settings
+    return peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(**settings)).eval()
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_forward(model):
+    model = copy.deepcopy(model)
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+WRAPPED = {
+    "lora": lambda model: lora(model, task_type="CAUSAL_LM"),
+    "lora of no task": lora,
+    "lora and mixed": lambda model: peft.get_peft_model(copy.deepcopy(model), adapters(), mixed=True).eval(),
+    "compiled": compiled,
+    "compiled forward": compiled_forward,
+    "compiled lora": lambda model: compiled(lora(model, task_type="CAUSAL_LM")),
+    "lora of a compiled one": lambda model: lora(compiled(copy.deepcopy(model)), task_type="CAUSAL_LM"),
+}
+
+
+def adapters():
+    return peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj"])
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 1, 5)], ids=["single", "ragged"])
+@pytest.mark.parametrize("name", WRAPPED)
+def test_a_wrapped_target(llama, name, lengths):
+    torch.manual_seed(0)
+    target, inputs = WRAPPED[name](llama), tiny.prompts(*lengths)
+    expected = target.generate(**inputs, **ARGUMENTS).tolist()
+    spec = SpeculativeGenerator(target, DraftModelProposer(llama, branching=(3, 2)), draft_length=3)
+    assert spec.generate(**inputs, **ARGUMENTS).tolist() == expected
+    with spec.installed():
+        assert target.generate(**inputs, **ARGUMENTS).tolist() == expected
+    assert target.generate(**inputs, **ARGUMENTS, custom_generate=spec).tolist() == expected
+    assert spec.report.num_calls == 3
+    assert spec.report.num_plain_calls == 0
+
+
+@pytest.mark.parametrize("name", ["lora", "compiled", "compiled lora"])
+def test_a_wrapped_draft(llama, single, name):
+    draft = WRAPPED[name](llama)
+    spec = SpeculativeGenerator(llama, draft, draft_length=3)
+    assert spec.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
+    assert spec.report.num_draft_tokens > 0
+
+
+def test_an_adapter_that_is_switched_off(llama, single):
+    target = WRAPPED["lora"](llama)
+    spec = SpeculativeGenerator(target, "ngram", draft_length=3)
+    with target.disable_adapter():
+        assert spec.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
+
+
+PROMPTS = {
+    "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_learnt_prompts_run_as_plain_decoding(llama, single, name):
+    """They enter where `generate()` prepares the inputs of a pass, which a draft pass does not go through."""
+    target = peft.get_peft_model(copy.deepcopy(llama), PROMPTS[name]).eval()
+    expected = target.generate(**single, **ARGUMENTS).tolist()
+    spec = SpeculativeGenerator(target, "ngram")
+    with tiny.specdec_warnings() as messages:
+        assert spec.generate(**single, **ARGUMENTS).tolist() == expected
+    assert len(messages) == 1
+    assert "prompt tuning" in messages[0]
+    after = SpeculativeGenerator(bare(target), "ngram", on_unsupported="error")
+    assert after.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
+
+
+def test_what_wraps_no_model_is_refused():
+    with pytest.raises(TypeError, match="PEFT's adapters or torch.compile, got OptimizedModule"):
+        SpeculativeGenerator(compiled(nn.Linear(2, 2)), "ngram")
