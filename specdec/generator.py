@@ -116,7 +116,7 @@ class SpeculativeGenerator:
             self._warn("assistant_model is ignored: the proposer drafts. Pass it as SpeculativeGenerator's proposer.")
         generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
         plain_generate = type(self._entrance).generate
-        outside = decided_before(generation_config, kwargs)
+        outside = decided_before(self.model, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
             return plain_generate(self._entrance, inputs, generation_config=generation_config, **kwargs)

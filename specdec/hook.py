@@ -21,6 +21,9 @@ def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus,
         kwargs["synced_gpus"] = synced_gpus
     if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
         model._validate_generation_mode(config.get_generation_mode(), config, {"streamer": streamer})
+    mode = config.get_generation_mode()
+    if mode.value not in ("sample", "greedy_search", "assisted_generation", "beam_search", "beam_sample"):
+        raise ValueError(f"{mode.value} is handled before a custom_generate callable: call generate() without one")
     method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
     if method == "_sample":
         kwargs["streamer"] = streamer

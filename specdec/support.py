@@ -40,12 +40,14 @@ class Unsupported(ValueError):
     """A `generate()` call that cannot be speculated on, under `on_unsupported="error"`."""
 
 
-def decided_before(config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
+def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
     """What transformers decides before it calls a custom_generate callable."""
     if kwargs.get("custom_generate") is not None:
         return "custom_generate brings its own decoding loop"
-    for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids"):
-        if kwargs.get(name) or getattr(config, name, None):
+    for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"):
+        given = [kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)]
+        value = next((value for value in given if value is not None), None)
+        if value and not (name == "num_beam_groups" and value == 1):
             return f"{name} is handled by transformers before any decoding loop"
     if kwargs.get("cache_implementation") == "paged":
         return "cache_implementation='paged' is continuous batching"

@@ -348,6 +348,12 @@ def test_stop_strings_through_custom_generate_say_what_to_do(spec, inputs, token
         spec.model.generate(**inputs, stop_strings=["x"], tokenizer=tokenizer, custom_generate=spec)
 
 
+def test_decoding_modes_that_moved_are_named_to_those_who_call_the_hook(spec, single):
+    beams = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
+    with tiny.specdec_warnings(), pytest.raises(ValueError, match="group_beam_search is handled before"):
+        spec.model.generate(**single, **beams, custom_generate=spec)
+
+
 def test_custom_generate_of_another_model(spec, single, draft):
     with pytest.raises(ValueError, match="another model"):
         draft.generate(**single, custom_generate=spec)
@@ -478,10 +484,12 @@ def test_prompt_lookup_num_tokens_is_named_and_ignored(spec, single):
         {"cache_implementation": "quantized"},
         {"token_type_ids": torch.ones(1, 9)},
         {"num_beams": 2, "streamer": Recorder()},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+        {"penalty_alpha": 0.6, "top_k": 4},
     ],
 )
 def test_what_plain_generate_refuses_is_refused_alike(spec, single, arguments):
-    """A cache backend that is not installed, an argument the model does not know, beams that cannot be streamed."""
+    """A cache that is not installed, an argument that nobody knows, beams that cannot be streamed, modes that moved."""
     with pytest.raises(Exception) as plain:  # noqa: PT011 (whatever it is, ours must be it)
         spec.model.generate(**single, **arguments, max_new_tokens=4)
     with tiny.specdec_warnings(), pytest.raises(type(plain.value)) as ours:
