@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache import Span
+from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 from specdec.taps import Taps
 
@@ -41,14 +42,14 @@ class ModelRunner(CachedRows):
     """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
 
     Args:
-        model: a decoder-only causal LM from transformers, in eval mode.
+        model: a decoder-only causal LM from transformers, in eval mode; a `quick` view of it is run.
         masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass.
     """
 
     def __init__(self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None):
-        self.model, self.taps = model, taps
+        self.model, self.taps = quick(model), taps
         self.config = model.config.get_text_config(decoder=True)
         self.masks = masks or default_masks(model)
         super().__init__(spans(model, self.masks))

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
-from specdec.draft_view import Int8Linear, share, with_trimmed_head
+from specdec.draft_view import Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
 from tests import tiny
 
 
@@ -40,20 +40,32 @@ def test_a_view_shares_the_weights_and_leaves_the_model_alone(llama):
     view = with_trimmed_head(llama, torch.arange(7))
     assert llama.get_output_embeddings() is head
     assert view.get_output_embeddings().weight.shape[0] == 7
-    ours, theirs = dict(llama.named_parameters()), dict(share(llama).named_parameters())
+    ours, theirs = dict(llama.named_parameters()), dict(with_int8_linears(llama).named_parameters())
+    assert ours.keys() == theirs.keys()
     assert all(ours[name] is theirs[name] for name in ours)
+    assert all(type(module) is not Int8Linear for module in llama.modules())
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     torch.testing.assert_close(view(ids).logits, llama(ids).logits[..., :7])
 
 
-def test_int8_linear_is_close_for_few_tokens_and_exact_for_many():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "out", "into"), [(1, 32, 64), (3, 33, 96), (5, 7, 33), (9, 130, 32)], ids=str)
+def test_int8_weights_give_nearly_the_same(dtype, rows, out, into):
     torch.manual_seed(0)
-    linear = nn.Linear(64, 32).bfloat16()
-    int8 = Int8Linear(linear)
-    few, many = torch.randn(2, 2, 64).bfloat16(), torch.randn(2, 8, 64).bfloat16()
-    error = (int8(few) - linear(few)).float().abs().max()
+    linear = nn.Linear(into, out).to(dtype)
+    x = torch.randn(rows, into).to(dtype)
+    error = (by_int8(x, Int8Linear.of(linear)) - linear(x)).float().abs().max()
     assert 0 < error < 0.05
-    assert torch.equal(int8(many), linear(many))
+    assert by_int8(x, Int8Linear.of(linear)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_large_drafts_on_cpus_are_read_as_int8(dtype):
+    with torch.device("meta"):
+        large = nn.Linear(4000, 3000, dtype=dtype)
+    assert not int8_pays(large)  # not on a CPU
+    assert int8_pays(large.to_empty(device="cpu"))
+    assert not int8_pays(nn.Linear(40, 30, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +75,7 @@ def test_int8_linear_is_close_for_few_tokens_and_exact_for_many():
         pytest.param({"vocab": torch.tensor([1, 10_000])}, "the draft knows 0 to", id="ids beyond the vocabulary"),
         pytest.param({"branching": ()}, "at least one child", id="empty tree"),
         pytest.param({"branching": (2, 0)}, "at least one child", id="childless depth"),
-        pytest.param({"int8": True}, "needs a bfloat16 model", id="int8 in float32"),
+        pytest.param({"int8": True}, "needs a bfloat16 or float32 model", id="int8 in float32"),
     ],
 )
 def test_bad_arguments(llama, arguments, message):

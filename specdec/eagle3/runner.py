@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
+from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
@@ -30,7 +31,7 @@ class HeadRunner(CachedRows):
     def __init__(self, head: Eagle3Head, target: PreTrainedModel, fast: Eagle3Head | None = None):
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
-        self._fast = head if fast is None else fast
+        self._fast = quick(head if fast is None else fast)
         self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
         self.lm_head: nn.Module | None = target.get_output_embeddings() if head.lm_head is None else None
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
@@ -93,11 +94,11 @@ class HeadRunner(CachedRows):
         """`extend` by tokens that nothing is drafted behind."""
         W = tokens.shape[1]
         positions = self.place_known(W, pads, self.head.device).positions
-        self.head.remember(self._embedded(tokens), self._fused(states), positions, self.cache)
+        self._fast.remember(self._embedded(tokens), self._fused(states), positions, self.cache)
         self.commit([W - pad for pad in pads])
 
     def _fused(self, states: Tensor) -> Tensor:
-        return self.head.fuse(states.to(self.head.device, self.head.dtype))
+        return self._fast.fuse(states.to(self.head.device, self.head.dtype))
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         weight = next(self.embedding.parameters())

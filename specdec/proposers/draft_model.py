@@ -34,8 +34,8 @@ class DraftModelProposer(AutoregressiveProposer):
         vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
             vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
             152k tokens the head is a quarter of a 0.5B draft's time.
-        int8: read the weights as 8-bit integers while drafting single tokens (CPU, bfloat16; half a copy of the
-            weights in memory). None: where it pays.
+        int8: read the weights as 8-bit integers in passes over few tokens (CPU, bfloat16 or float32; a byte for each
+            of the weights in memory). None: where it pays.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ def _decide(int8: bool | None, model: PreTrainedModel) -> bool:
     pays = int8_pays(model)
     if int8 and not pays:
         raise ValueError(
-            f"int8 drafting needs a bfloat16 model of at least 50M parameters on a CPU, got {model.dtype}, "
+            f"int8 drafting needs a bfloat16 or float32 model of at least 10M parameters on a CPU, got {model.dtype}, "
             f"{model.num_parameters() / 1e6:.0f}M parameters on {model.device}. Use int8=None."
         )
     return pays if int8 is None else int8

@@ -1,0 +1,53 @@
+"""`view`: a model with other linear layers around the very same weights. The model itself stays as it was.
+
+Owns copying a model's structure. Knows nothing of what the new layers compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+Swap = Callable[[nn.Linear], nn.Module]
+
+
+def view(model: M, swap: Swap) -> M:
+    """`model` with `swap(layer)` in place of its linear layers; where none is swapped, `model` itself.
+
+    Weights, buffers and configs are the model's. So are the hooks, as they are now: what is registered on the view
+    later is the view's alone. Layers of a class of their own (quantised, say) stay, and so does all below a module
+    that has been given another forward pass (by accelerate, by `torch.compile`, by hand).
+    """
+    return _view(model, swap, {})
+
+
+def _view(module: M, swap: Swap, known: dict[int, nn.Module]) -> M:
+    if id(module) not in known:
+        known[id(module)] = _fresh_view(module, swap, known)
+    return known[id(module)]  # type: ignore[return-value]
+
+
+def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> nn.Module:
+    if "forward" in vars(module) or vars(module).get("_compiled_call_impl") or isinstance(module, torch.jit.ScriptModule):
+        return module
+    if type(module) is nn.Linear:
+        return swap(module)
+    children = {name: child and _view(child, swap, known) for name, child in module._modules.items()}
+    if all(children[name] is child for name, child in module._modules.items()):
+        return module
+    copy = twin(module, type(module))
+    copy._modules = children
+    return copy
+
+
+def twin(module: nn.Module, kind: type[M]) -> M:
+    """A module of class `kind` with all that `module` has; hooks and children may change in one without the other."""
+    copy = object.__new__(kind)
+    for name, value in vars(module).items():
+        own = "_hooks" in name or name == "_modules"
+        copy.__dict__[name] = value.copy() if own and isinstance(value, dict) else value
+    return copy

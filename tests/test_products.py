@@ -1,0 +1,176 @@
+"""`quick`: the ways to multiply, choosing among them, and models that run as views."""
+
+import copy
+from itertools import count
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import DraftModelProposer, Eagle3Proposer, SpeculativeGenerator, products
+from specdec.products import QuickLinear, Trial, by_blocks, by_columns, by_onednn, by_rows, quick
+from specdec.view import twin
+from tests import eagle3, tiny
+
+ALL_WAYS = [by_rows, by_columns, by_onednn, by_blocks]
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Tiny layers count as large ones; what other tests found out is forgotten."""
+    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(products, "_trials", {})
+
+
+def quick_layer(*shape, bias=True, dtype=torch.float32):
+    torch.manual_seed(0)
+    return twin(nn.Linear(*shape, bias=bias).to(dtype), QuickLinear)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_every_way_gives_the_same_product(dtype, bias, monkeypatch):
+    monkeypatch.setattr(products, "BLOCK", 64 * 20)  # so that the last block is a smaller one
+    layer = quick_layer(64, 50, bias=bias, dtype=dtype)
+    for rows in (1, 2, 3, 16, 70):
+        x = torch.randn(rows, 64).to(dtype)
+        for way in products.ways(dtype):
+            torch.testing.assert_close(way(x, layer), by_rows(x, layer), msg=lambda text: f"{way.__name__}: {text}")
+            assert way(x, layer).is_contiguous()
+
+
+def test_a_layer_takes_any_shape_and_leaves_gradients_and_other_types_to_torch(eager):
+    layer = quick_layer(8, 5)
+    plain = nn.Linear(8, 5)
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        for shape in ((8,), (3, 8), (2, 3, 8), (2, 0, 8), (2, 70, 8)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(layer(x), plain(x))
+    layer(torch.randn(2, 8)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+class Clock:
+    """Ways whose calls take as long as they say."""
+
+    def __init__(self, monkeypatch, **seconds):
+        self.now, self.calls = 0.0, []
+        monkeypatch.setattr(products, "perf_counter", lambda: self.now)
+        self.ways = [self._way(name, iter(taken)) for name, taken in seconds.items()]
+
+    def _way(self, name, taken):
+        def way(rows, layer):
+            self.calls.append(name)
+            self.now += next(taken)
+            return by_rows(rows, layer)
+
+        way.__name__ = name
+        return way
+
+
+def test_ways_take_turns_and_the_fastest_stays(monkeypatch):
+    clock = Clock(monkeypatch, one=[9, 4, 4, 4, 4], two=[5] * 5, three=[6, 6, 3, 6, 6])
+    trial, layer = Trial(clock.ways), quick_layer(8, 5)
+    while trial.best is None:
+        trial(torch.randn(1, 8), layer)
+    assert trial.best.__name__ == "three"
+    assert clock.calls == ["one", "two", "three"] * 5
+
+
+def test_a_hopeless_way_is_tried_twice(monkeypatch):
+    clock = Clock(monkeypatch, slow=[100, 3], fast=[1] * 5)
+    trial, layer = Trial(clock.ways), quick_layer(8, 5)
+    while trial.best is None:
+        trial(torch.randn(1, 8), layer)
+    assert clock.calls == ["slow", "fast", "slow", *["fast"] * 4]
+
+
+def test_an_lm_head_is_multiplied_as_the_layers_before_it(eager, monkeypatch):
+    monkeypatch.setattr(products, "LONG", 16)
+    layer, head = quick_layer(8, 20), quick_layer(8, 400)
+    with torch.no_grad():
+        for _ in range(5 * len(products.ways(torch.float32))):
+            layer(torch.randn(1, 8))
+        assert len(products._trials) == 1
+        head(torch.randn(1, 8))
+    assert len(products._trials) == 1
+
+
+def test_many_rows_are_tried_on_a_few(eager, monkeypatch):
+    sizes = []
+    real = by_rows
+
+    def noting(rows, layer):
+        sizes.append(len(rows))
+        return real(rows, layer)
+
+    monkeypatch.setattr(products, "ways", lambda dtype: (noting, by_columns))
+    with torch.no_grad():
+        quick_layer(8, 5)(torch.randn(500, 8))
+    assert sizes[0] == products.MANY
+    assert sizes.count(500) <= 1
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def test_a_view_swaps_plain_linear_layers_alone(eager):
+    model = copy.deepcopy(tiny.model("llama"))
+    layers = model.model.layers
+    layers[0].mlp.up_proj.__class__ = Subclass  # quantised, say
+    layers[0].mlp.down_proj.forward = layers[0].mlp.down_proj.forward  # accelerate hooks a module in this way
+    layers[1].mlp.forward = layers[1].mlp.forward
+    view = quick(model)
+    kinds = {name: type(module) for name, module in view.named_modules()}
+    assert kinds["lm_head"] is kinds["model.layers.0.mlp.gate_proj"] is QuickLinear
+    assert kinds["model.layers.0.mlp.up_proj"] is Subclass
+    assert kinds["model.layers.0.mlp.down_proj"] is kinds["model.layers.1.mlp.gate_proj"] is nn.Linear
+    assert view.model.layers[0].input_layernorm is layers[0].input_layernorm
+    assert not any(type(module) is QuickLinear for module in model.modules())
+    assert view.get_input_embeddings() is model.get_input_embeddings()
+    ids = tiny.prompts(9)["input_ids"]
+    with torch.no_grad():
+        torch.testing.assert_close(view(ids).logits, model(ids).logits)
+
+
+def test_small_layers_stay_and_a_model_of_them_is_its_own_view():
+    model = tiny.model("llama")
+    assert quick(model) is model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_moe", "gpt_neox"])
+@pytest.mark.parametrize("proposer", ["ngram", "draft", "eagle3"])
+def test_views_write_what_plain_decoding_writes(eager, name, proposer):
+    model = tiny.model(name)
+    made = {
+        "ngram": lambda: "ngram",
+        "draft": lambda: DraftModelProposer(model),
+        "eagle3": lambda: Eagle3Proposer(eagle3.head()),
+    }[proposer]()
+    inputs = tiny.prompts(12, 7)
+    spec = SpeculativeGenerator(model, made, draft_length=3, on_unsupported="error")
+    assert torch.equal(
+        spec.generate(**inputs, max_new_tokens=24, do_sample=False),
+        model.generate(**inputs, max_new_tokens=24, do_sample=False),
+    )
+
+
+def test_hooks_and_recorded_states_are_those_of_plain_decoding(eager):
+    model = copy.deepcopy(tiny.model("llama"))
+    calls = count()
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: next(calls) and output * 1.0 + 0.1)
+    before = len(model.model.layers[0]._forward_hooks)
+    arguments = {"max_new_tokens": 12, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
+    spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
+    for _ in range(2):
+        ours = spec.generate(**tiny.prompts(12), **arguments)
+        assert len(model.model.layers[0]._forward_hooks) == before
+    assert next(calls) > 12
+    plain = model.generate(**tiny.prompts(12), **arguments)
+    assert torch.equal(ours.sequences, plain.sequences)
+    for mine, theirs in zip(ours.hidden_states, plain.hidden_states, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
