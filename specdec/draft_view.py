@@ -16,6 +16,7 @@ from specdec.view import twin, view
 
 M = TypeVar("M", bound=nn.Module)
 FEW_TOKENS = 4  # up to here the 8-bit product is the fastest (2 CPU cores, AVX-512 as AVX2)
+VECTOR = 32  # numbers: of rows that are no whole vectors, torch's 8-bit product reads beyond the end (2.13, bfloat16)
 
 
 class Int8Linear(QuickLinear):
@@ -49,7 +50,7 @@ def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:
 
 def with_int8_linears(model: M) -> M:
     """A view of `model` with `Int8Linear` in place of its linear layers: a byte for each of their weights on top."""
-    return view(model, Int8Linear.of)
+    return view(model, lambda linear: Int8Linear.of(linear) if linear.in_features % VECTOR == 0 else linear)
 
 
 def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:

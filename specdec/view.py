@@ -32,7 +32,11 @@ def _view(module: M, swap: Swap, known: dict[int, nn.Module]) -> M:
 
 
 def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> nn.Module:
-    if "forward" in vars(module) or vars(module).get("_compiled_call_impl") or isinstance(module, torch.jit.ScriptModule):
+    if (
+        "forward" in vars(module)
+        or vars(module).get("_compiled_call_impl")
+        or isinstance(module, torch.jit.ScriptModule)
+    ):
         return module
     if type(module) is nn.Linear:
         return swap(module)

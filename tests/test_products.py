@@ -36,7 +36,7 @@ def test_every_way_gives_the_same_product(dtype, bias, monkeypatch):
     for rows in (1, 2, 3, 16, 70):
         x = torch.randn(rows, 64).to(dtype)
         for way in products.ways(dtype):
-            torch.testing.assert_close(way(x, layer), by_rows(x, layer), msg=lambda text: f"{way.__name__}: {text}")
+            torch.testing.assert_close(way(x, layer), by_rows(x, layer))
             assert way(x, layer).is_contiguous()
 
 
@@ -163,7 +163,12 @@ def test_hooks_and_recorded_states_are_those_of_plain_decoding(eager):
     calls = count()
     model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: next(calls) and output * 1.0 + 0.1)
     before = len(model.model.layers[0]._forward_hooks)
-    arguments = {"max_new_tokens": 12, "do_sample": False, "output_hidden_states": True, "return_dict_in_generate": True}
+    arguments = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "output_hidden_states": True,
+        "return_dict_in_generate": True,
+    }
     spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
     for _ in range(2):
         ours = spec.generate(**tiny.prompts(12), **arguments)
