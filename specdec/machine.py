@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from functools import cache
+from time import perf_counter
 
 import torch
 
+from specdec.products import TRIES, QuickLinear
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+INTO, OUT = 1024, 2048  # of the layer that formats are tried on
+DECODING = (1, 8)  # tokens in a pass without and with a draft
+WORTH_ITS_MEMORY = 0.9  # of bfloat16's time, or less: float32 takes twice the memory
 
 
 def best_device() -> torch.device:
@@ -25,29 +32,50 @@ def number_format(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware computes in it; elsewhere it is emulated, and another format is faster."""
+    """bfloat16, or what is faster where it is emulated: float16 on a GPU, float32 on a CPU if the clock says so."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
-    if device.type == "cpu" and not cpu_has_bfloat16():
-        return torch.float32
-    return torch.bfloat16
+    return computed_in(torch.bfloat16, device)
 
 
-def computed_in(saved: torch.dtype, device: torch.device) -> torch.dtype:
-    """The format to compute in with weights of `saved`: float32 where the CPU only emulates bfloat16, in which a pass
-    over many rows takes several times as long (22 against 3.7 single tokens' passes for 32 rows of a 0.5B)."""
-    emulated = device.type == "cpu" and saved == torch.bfloat16 and not cpu_has_bfloat16()
-    return torch.float32 if emulated else saved
+def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = DECODING) -> torch.dtype:
+    """The format to compute in with weights of `saved`: float32 in place of bfloat16 on a CPU that is faster in it.
+
+    Args:
+        rows: tokens that the passes are over; by default a single one, and one with a short draft.
+    """
+    if device.type != "cpu" or saved != torch.bfloat16:
+        return saved
+    exact, half = (sum(product_seconds(dtype, n) for n in rows) for dtype in (torch.float32, torch.bfloat16))
+    return torch.float32 if exact < WORTH_ITS_MEMORY * half else saved
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 (AVX512-BF16 or AMX on x86, BF16 on ARM)."""
-    # torch 2.9 to 2.13 know x86's under private names; ARM's flag is in /proc/cpuinfo alone.
-    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    if probe is not None and probe():
-        return True
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+def in_words(device: torch.device) -> str:
+    """What `best_dtype` went by, on a CPU: "1 and 8 tokens take ... in float32, ... in bfloat16"; else nothing."""
+    if device.type != "cpu":
+        return ""
+    taken = [
+        " and ".join(f"{1e3 * product_seconds(dtype, n):.2g}" for n in DECODING) + f" ms in {name}"
+        for name, dtype in DTYPES.items()
+        if name != "float16"
+    ]
+    return f"{' and '.join(map(str, DECODING))} tokens take a {INTO} x {OUT} layer " + ", ".join(taken)
+
+
+@cache
+def product_seconds(dtype: torch.dtype, rows: int) -> float:
+    """Of the CPU, for so many rows by a layer's weights of this type, in the best way that there is here.
+
+    Measured, in a tenth of a second: several layers take turns, so that weights come from memory as they do in a model.
+    """
+    layers = [QuickLinear(INTO, OUT, bias=False, dtype=dtype, device="meta").to_empty(device="cpu") for _ in range(8)]
+    x, taken = torch.ones(rows, INTO, dtype=dtype), []
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.fill_(0.01)
+        for _ in range(2 * TRIES):
+            start = perf_counter()
+            for layer in layers:
+                layer(x)
+            taken.append((perf_counter() - start) / len(layers))
+    return min(taken)

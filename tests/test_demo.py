@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, machine
 from specdec.data.prompts import LIGHTHOUSE, PROMPTS, Prompt
 from specdec.demo import __main__ as command
 from specdec.demo import room, weights
@@ -20,7 +20,7 @@ from specdec.demo.divergence import Divergence, diverge, first_difference
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show, summary
 from specdec.demo.streamer import ColourStreamer
-from specdec.machine import DTYPES, best_device, best_dtype, number_format
+from specdec.machine import DTYPES, best_device, number_format
 
 
 @pytest.fixture(scope="module")
@@ -251,10 +251,25 @@ def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
     assert locate("some/model") == "some/model"
 
 
-def test_number_format_follows_the_hardware(monkeypatch):
-    assert best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
-    monkeypatch.setattr("specdec.machine.cpu_has_bfloat16", lambda: False)
-    assert best_dtype(torch.device("cpu")) == torch.float32
+@pytest.mark.parametrize(
+    ("exact", "half", "best"),
+    [
+        pytest.param({1: 2.0, 8: 2.4}, {1: 1.0, 8: 5.0}, torch.float32, id="drafts are dear in bfloat16"),
+        pytest.param({1: 2.0, 8: 2.0}, {1: 1.0, 8: 1.0}, torch.bfloat16, id="bfloat16 hardware"),
+        pytest.param({1: 0.98, 8: 0.98}, {1: 1.0, 8: 1.0}, torch.bfloat16, id="not worth its memory"),
+    ],
+)
+def test_the_number_format_is_the_one_measured_to_be_fastest(monkeypatch, exact, half, best):
+    table = {torch.float32: exact, torch.bfloat16: half}
+    monkeypatch.setattr(machine, "product_seconds", lambda dtype, rows: table[dtype][rows])
+    cpu = torch.device("cpu")
+    assert machine.best_dtype(cpu) == machine.computed_in(torch.bfloat16, cpu) == best
+    assert machine.computed_in(torch.float16, cpu) == torch.float16
+    assert f"{1e3 * exact[8]:.2g} ms in float32" in machine.in_words(cpu)
+
+
+def test_the_number_format_is_found_by_the_clock_or_given():
+    assert machine.best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert number_format("float16", best_device()) == DTYPES["float16"]
     with pytest.raises(ValueError, match="dtype is 'int3' where one of auto, bfloat16, .* was expected"):
         number_format("int3", best_device())

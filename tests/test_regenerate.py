@@ -84,7 +84,8 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     asked(tmp_path)
     for part in (copy.deepcopy(tiny.model("llama")).to(torch.bfloat16), tokenizer):
         part.save_pretrained(tmp_path / "model")
-    monkeypatch.setattr("specdec.machine.cpu_has_bfloat16", lambda: hardware)
+    half = 1.0 if hardware else 10.0
+    monkeypatch.setattr("specdec.machine.product_seconds", lambda dtype, rows: 2.0 if dtype == torch.float32 else half)
     monkeypatch.setattr("specdec.machine.best_device", lambda: torch.device("cpu"))
     seen = []
 

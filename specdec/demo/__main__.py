@@ -12,7 +12,7 @@ from specdec.demo.loading import load, locate
 from specdec.demo.show import Show
 from specdec.eagle3 import registry
 from specdec.generator import SpeculativeGenerator
-from specdec.machine import best_device, number_format
+from specdec.machine import best_device, in_words, number_format
 from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
 from specdec.proposers.named import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 
@@ -74,7 +74,9 @@ def require_room(names: list[str], dtype: str) -> None:
 def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int, dtype: str) -> Show:
     """Fetch and load the models."""
     model, tokenizer = load(locate(target), dtype)
-    console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}")
+    measured = in_words(model.device) if dtype == "auto" else ""
+    why = f": {measured}" if measured else ""
+    console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}{why}")
 
     @cache
     def draft(source: str) -> DraftModelProposer:
