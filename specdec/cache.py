@@ -109,6 +109,19 @@ class SpeculativeCache(Cache):
         """The layer's keys and values (B, heads, T, dim) of `positions` (B, T) int64; they are gone here then."""
         return self._kind_of(layer_idx).take(layer_idx, positions)
 
+    def adopt(self, row: int, other: SpeculativeCache) -> None:
+        """Put the one row of `other`, a cache of the same model, in the place of this one's `row`."""
+        self.lengths[row] = 0  # what lay there needs no room
+        for span, kind in self._kinds.items():
+            kind.adopt(row, other._kinds[span], self.lengths, other.lengths)
+        self.lengths[row] = other.lengths[0]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with these rows alone."""
+        self.lengths = [self.lengths[row] for row in rows]
+        for kind in self._kinds.values():
+            kind.keep(rows)
+
     @property
     def filled(self) -> list[int]:
         """Layers that hold keys and values; one without reads another one's."""
@@ -245,6 +258,25 @@ class Slots:
         taken = _gathered(keys, slots)
         del keys
         return taken, _gathered(values, slots)
+
+    def adopt(self, row: int, other: Slots, lengths: Sequence[int], theirs: Sequence[int]) -> None:
+        """See `SpeculativeCache.adopt`. lengths, theirs: of the rows here and of the one there."""
+        self._lengths, self._pending = lengths, 0
+        if other.count > self.count:
+            self._resize(other.count)
+        positions = other._positions(_column(theirs, torch.device("cpu")))[0]
+        held = (positions >= 0).nonzero()[:, 0]
+        slots = positions[held] % self.count
+        for layer, pair in other.buffers.items():
+            if layer not in self.buffers:
+                shape = (len(lengths), pair[0].shape[1], self.count)
+                self.buffers[layer] = [states.new_zeros(*shape, states.shape[3]) for states in pair]
+            for buffer, states in zip(self.buffers[layer], pair, strict=True):
+                buffer[row, :, slots] = states[0, :, held]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for pair in self.buffers.values():
+            pair[:] = [buffer[list(rows)] for buffer in pair]
 
     def _resize(self, count: int) -> None:
         """Go on with `count` slots, more than before; one buffer at a time is held twice."""

@@ -154,7 +154,6 @@ def regenerate(
     out: Path = typer.Argument(
         help="JSONL to write; conversations finished in an earlier run are kept.", dir_okay=False
     ),
-    proposer: str = typer.Option("ngram", help=WHAT_DRAFTS),
     temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
     batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
@@ -171,7 +170,6 @@ def regenerate(
     from specdec.machine import computed_in
 
     with _bad_input_ends():
-        check_name(proposer)
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
@@ -184,12 +182,11 @@ def regenerate(
                 speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
                 bar.update(task, completed=done, total=total, speed=speed)
 
-            spec = answer(
+            tokens = answer(
                 model,
                 tokenizer,
                 prompts,
                 out,
-                proposer=proposer,
                 temperatures=temperature,
                 batch_size=batch_size,
                 max_new_tokens=max_new_tokens,
@@ -202,7 +199,7 @@ def regenerate(
             finished = bar.finished
     left_over = "" if finished else " so far: the same command goes on"
     typer.echo(f"the answers are in {out}{left_over}")
-    typer.echo(spec.report if spec.report.num_calls else "nothing was left to answer")
+    typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "nothing was left to answer")
 
 
 @app.command()

@@ -15,7 +15,6 @@ from specdec.cli import app
         (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor a hub"),
         (["doctor", "TARGET", "eagle"], 'proposer must be "ngram"'),
         (["doctor", "TARGET", "eagle3:OUT/head+ngram"], 'n-grams come first: "ngram+eagle3:OUT/head"'),
-        (["regenerate", "TARGET", "PROMPTS", "OUT", "--proposer", "draft"], 'proposer must be "ngram"'),
         (["doctor", "TARGET", "ngram", "--prompts", "EMPTY"], "empty.txt is empty: one prompt per line"),
         (["doctor", "TARGET", "ngram", "--prompts", "TYPO"], "found 'promt'"),
         (["regenerate", "TARGET", "TYPO", "OUT"], 'line 1: expected {"prompt": ...} or {"messages"'),

@@ -1,4 +1,4 @@
-"""`regenerate`: a head's training texts, written by the target itself, in speculative batches; it resumes.
+"""`regenerate`: a head's training texts, written by the target itself; it resumes.
 
 Owns the file of answers: a line per conversation, appended whole.
 """
@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.data.answering import Answering, Request
 from specdec.data.conversations import context_of, encode_prompt, read_prompts
-from specdec.generator import SpeculativeGenerator
-from specdec.proposers.base import Proposer
-from specdec.runner import device_of
-from specdec.transcript import end_tokens
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
-WINDOW = 16  # batches whose prompts are sorted by length, so that a batch's are alike
+MOST_TURNS = 1000  # by which the seeds of conversations are apart
 
 
 @dataclass
@@ -41,7 +37,12 @@ class Conversation:
     asked: list[dict[str, str]]
     messages: list[dict[str, str]] = field(default_factory=list)
     finish: str = "stop"
-    tokens: int = 0
+
+    def take_answer(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The answer to what was asked last."""
+        self.finish = "length" if request.cut else "stop"
+        text = tokenizer.decode(request.answer if request.cut else request.answer[:-1])
+        self.messages.append({"role": "assistant", "content": text})
 
     def next_question(self) -> list[dict[str, str]] | None:
         """The conversation up to the next answer; None if it is over."""
@@ -61,7 +62,6 @@ def regenerate(
     prompts: str | Path | Any,
     out: Path,
     *,
-    proposer: Proposer | PreTrainedModel | str = "ngram",
     temperatures: Sequence[float] = (0.0,),
     batch_size: int = 8,
     max_new_tokens: int = 256,
@@ -70,7 +70,7 @@ def regenerate(
     seed: int = 0,
     progress: Callable[[int, int, int], Any] = lambda done, total, tokens: None,
     go_on: Callable[[], bool] = lambda: True,
-) -> SpeculativeGenerator:
+) -> int:
     """Have the target answer prompts; answers that are there already are replaced.
 
     Args:
@@ -78,8 +78,13 @@ def regenerate(
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
+        batch_size: conversations at a time; as soon as one is over, the next one takes its place.
+        seed: every conversation's draws are its own, whatever is answered beside it.
         progress: called with the conversations done, those there are, and the tokens written in this run.
-        go_on: asked before each batch.
+        go_on: asked before each conversation; after a no, those that were begun are given up.
+
+    Returns:
+        The tokens written.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
@@ -96,31 +101,49 @@ def regenerate(
     handled, tokens = sum(c.number in done for c in conversations), 0
     too_long = 0
     progress(handled, len(conversations), tokens)
-    spec = SpeculativeGenerator(target, proposer)
+    waiting = (c for c in conversations if c.number not in done)
+    further: deque[Request] = deque()  # of conversations that have begun
+
+    def request(c: Conversation) -> Request | None:
+        prompt = _next_prompt(c, tokenizer, max_prompt_tokens)
+        temperature = temperatures[c.number % len(temperatures)]
+        own_seed = (seed + c.number) * MOST_TURNS + len(c.messages)
+        return None if prompt is None else Request(prompt, temperature, own_seed, c)
+
+    def take() -> Request | None:
+        nonlocal handled, too_long
+        if further:
+            return further.popleft()
+        for c in waiting if go_on() else ():
+            if (first := request(c)) is not None:
+                return first
+            handled, too_long = handled + 1, too_long + 1
+        return None
+
+    answering = Answering(target, batch_size, max_new_tokens)
     with out.open("a", encoding="utf-8") as file:
-        for temperature, whole in _batches(conversations, temperatures, batch_size):
-            batch = [c for c in whole if c.number not in done]
-            if not batch:
+        for answered in answering.run(take):
+            c = answered.asker
+            c.take_answer(answered, tokenizer)
+            tokens += len(answered.answer)
+            if (after := request(c)) is not None:
+                further.append(after)
                 continue
-            if not go_on():
-                break
-            torch.manual_seed(seed + batch[0].number)
-            _answer(spec, tokenizer, batch, temperature, max_new_tokens, max_prompt_tokens)
-            answered = [c for c in batch if any(message["role"] == "assistant" for message in c.messages)]
-            for c in answered:
-                line = {"id": c.number, "target": name, "temperature": temperature, "finish": c.finish}
-                line["max_new_tokens"] = max_new_tokens
-                file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
+            line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
+            line["max_new_tokens"] = max_new_tokens
+            file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
-            handled, tokens = handled + len(batch), tokens + sum(c.tokens for c in batch)
-            too_long += len(batch) - len(answered)
+            handled += 1
             progress(handled, len(conversations), tokens)
+            if not go_on():
+                break
+    progress(handled, len(conversations), tokens)
     if too_long:
         warnings.warn(
             f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
         )
-    return spec
+    return tokens
 
 
 def _finished(
@@ -164,46 +187,6 @@ def _conversations(prompts: Any, limit: int | None, tokenizer: PreTrainedTokeniz
         yield Conversation(number, asked)
 
 
-def _batches(
-    conversations: Sequence[Conversation],
-    temperatures: Sequence[float],
-    batch_size: int,
-) -> Iterator[tuple[float, list[Conversation]]]:
-    """Conversations of one temperature and like length."""
-    for start in range(0, len(conversations), WINDOW * batch_size):
-        window = conversations[start : start + WINDOW * batch_size]
-        for index, temperature in enumerate(temperatures):
-            mine = [c for c in window if c.number % len(temperatures) == index]
-            mine.sort(key=lambda c: sum(len(message["content"]) for message in c.asked))
-            for first in range(0, len(mine), batch_size):
-                yield temperature, mine[first : first + batch_size]
-
-
-def _answer(
-    spec: SpeculativeGenerator,
-    tokenizer: PreTrainedTokenizerBase,
-    batch: Sequence[Conversation],
-    temperature: float,
-    max_new_tokens: int,
-    max_prompt_tokens: int,
-) -> None:
-    """All turns of all conversations; those with a turn left share a call."""
-    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    ends = end_tokens(spec.model)
-    while asking := [
-        (c, prompt) for c in batch if (prompt := _next_prompt(c, tokenizer, max_prompt_tokens)) is not None
-    ]:
-        inputs = _left_padded([prompt for _, prompt in asking])
-        longest = inputs["input_ids"].shape[1]
-        inputs = {name: tensor.to(device_of(spec.model)) for name, tensor in inputs.items()}
-        texts = spec.generate(**inputs, max_new_tokens=max_new_tokens, **sampling)[:, longest:]
-        for (conversation, _), text in zip(asking, texts.tolist(), strict=True):
-            end = next((i for i, token in enumerate(text) if token in ends), None)
-            conversation.finish = "length" if end is None else "stop"
-            conversation.tokens += len(text) if end is None else end + 1
-            conversation.messages.append({"role": "assistant", "content": tokenizer.decode(text[:end])})
-
-
 def _next_prompt(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[int] | None:
@@ -220,13 +203,3 @@ def _next_prompt(
     messages.pop()
     conversation.asked.clear()
     return None
-
-
-def _left_padded(prompts: Sequence[list[int]]) -> dict[str, Tensor]:
-    longest = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    return {"input_ids": ids, "attention_mask": mask}
