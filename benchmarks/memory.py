@@ -35,7 +35,7 @@ def peak_memory(options: Options, method: str) -> dict[str, float]:
 def _measure(options: Options, name: str) -> dict[str, float]:
     bench = Bench(options)
     method = catalogue(bench)[name]()
-    loaded = _status("VmRSS")
+    loaded = status("VmRSS")
     # Loading reads the weights file through the page cache and may hold them twice; 5 resets the mark to what is
     # resident now (Linux, proc_pid_clear_refs(5)).
     with suppress(OSError):
@@ -50,7 +50,7 @@ def _measure(options: Options, name: str) -> dict[str, float]:
             ends=bench.end_tokens,
             seed=options.seed,
         )
-    peak = _status("VmHWM")
+    peak = status("VmHWM")
     if peak != peak:  # no /proc; macOS counts in bytes, others in KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     figures = {"loaded": loaded, "peak": peak, "generating": peak - loaded}
@@ -59,7 +59,7 @@ def _measure(options: Options, name: str) -> dict[str, float]:
     return figures
 
 
-def _status(field: str) -> float:
+def status(field: str) -> float:
     """MiB from /proc/self/status."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -128,10 +128,12 @@ class SpeculativeCache(Cache):
         return sorted(layer for kind in self._kinds.values() for layer in kind.buffers)
 
     @property
-    def nbytes(self) -> int:
-        """Of all buffers."""
-        pairs = [pair for kind in self._kinds.values() for pair in kind.buffers.values()]
-        return sum(buffer.nbytes for pair in pairs for buffer in pair)
+    def nbytes(self) -> dict[Span, int]:
+        """Of all buffers, by kind of layers."""
+        return {
+            span: sum(buffer.nbytes for pair in kind.buffers.values() for buffer in pair)
+            for span, kind in self._kinds.items()
+        }
 
     def _kind_of(self, layer_idx: int) -> Slots:
         return self._kinds[self._spans[min(layer_idx, len(self._spans) - 1)]]

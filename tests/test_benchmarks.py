@@ -23,8 +23,10 @@ from tests.tiny import randomised
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
 
 import compare
+import long_prompts
 import losses
 import overhead
+import second_turn
 import shapes
 import small_pair
 from identity import compare_texts
@@ -338,6 +340,23 @@ def test_overhead_runs(files, tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "o.md").read_text().strip() == result.output.strip()
     assert first_cells(result.output)[2:4] == ["plain", "specdec, draft length 0"]
+
+
+@pytest.mark.slow
+def test_long_prompts_measure_in_a_process_of_their_own(files):
+    command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
+    result = CliRunner().invoke(long_prompts.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert first_cells(result.output)[2] == "2"
+    assert "2 x full" in result.output
+
+
+def test_a_second_turn_runs(files):
+    command = f"--target {files}/target --prompt-tokens 30 --max-new-tokens 4 --repeats 1 --dtype float32"
+    result = CliRunner().invoke(second_turn.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert first_cells(result.output)[2:] == ["plain", "plain", "specdec, ngram", "specdec, ngram"]
+    assert result.output.count("| yes          |") == 4  # all wrote plain decoding's text
 
 
 @pytest.fixture(scope="module")

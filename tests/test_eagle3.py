@@ -42,10 +42,13 @@ def head(request):
 
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-@pytest.mark.parametrize("prompt", [2, 1000], ids=["remembered", "passed"])
-def test_it_computes_what_the_naive_head_does(head, lengths, prompt, monkeypatch):
+@pytest.mark.parametrize(
+    ("prompt", "at_once"), [(2, 1024), (2, 3), (1000, 1024)], ids=["remembered", "in parts", "passed"]
+)
+def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, monkeypatch):
     """A prompt in two parts, a tree of two depths with siblings, dropped; then more text, and a chain."""
     monkeypatch.setattr("specdec.eagle3.runner.PROMPT", prompt)
+    monkeypatch.setattr("specdec.eagle3.runner.AT_ONCE", at_once)
     target = tiny.model("llama")
     generator = torch.Generator().manual_seed(0)
     B, T = len(lengths), max(lengths) + 5

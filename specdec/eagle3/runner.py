@@ -18,6 +18,7 @@ from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
+AT_ONCE = 1024  # known tokens per row that are read together: what is computed of them on the way goes again
 
 
 class HeadRunner(CachedRows):
@@ -53,12 +54,12 @@ class HeadRunner(CachedRows):
         """
         self.pending, self._pending_features = 0, None
         W = tokens.shape[1]
-        if W >= PROMPT and self.head.can_remember:
-            self._remember(tokens[:, :-1], states[:, :-1], [min(pad, W - 1) for pad in pads])
-            return self.extend(tokens[:, -1:], states[:, -1:], [max(0, pad - W + 1) for pad in pads])
-        h = self._pass(tokens, self._fused(states), self.place_known(W, pads, self.head.device))
-        self.commit([W - pad for pad in pads])
-        self._last = h[:, -1:]
+        prompt = W - 1 if W >= PROMPT else 0
+        for start in [*range(0, prompt, AT_ONCE), prompt]:
+            end = min(start + AT_ONCE, prompt) if start < prompt else W
+            part_pads = [min(max(pad - start, 0), end - start) for pad in pads]
+            self._read(tokens[:, start:end], states[:, start:end], part_pads, drafts=start == prompt)
+        assert self._last is not None
         return self._logits(self._last)
 
     @torch.no_grad()
@@ -90,12 +91,14 @@ class HeadRunner(CachedRows):
         """Forget the pending nodes."""
         self.pending, self._pending_features = 0, None
 
-    def _remember(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> None:
-        """`extend` by tokens that nothing is drafted behind."""
-        W = tokens.shape[1]
-        positions = self.place_known(W, pads, self.head.device).positions
-        self._fast.remember(self._embedded(tokens), self._fused(states), positions, self.cache)
-        self.commit([W - pad for pad in pads])
+    def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
+        """`extend` by tokens; drafts: something is going to be drafted behind the last of them."""
+        sight, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
+        if drafts or not self.head.can_remember:
+            self._last = self._pass(tokens, features, sight)[:, -1:]
+        else:
+            self._fast.remember(self._embedded(tokens), features, sight.positions, self.cache)
+        self.commit([tokens.shape[1] - pad for pad in pads])
 
     def _fused(self, states: Tensor) -> Tensor:
         return self._fast.fuse(states.to(self.head.device, self.head.dtype))

@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
@@ -117,12 +118,13 @@ class Eagle3Proposer(AutoregressiveProposer):
         states = []
         for b, parts in enumerate(self._waiting):
             known = context.row(b).shape[0]  # of a prompt given as embeddings only the last token is
-            waiting = torch.cat(parts) if parts else context.features[b, :0]
+            waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
             states.append(waiting[max(0, len(waiting) - known) :])
         self._waiting = [[] for _ in range(B)]
         missing = [len(part) for part in states]
         width = max(missing)
-        padded = torch.stack([torch.nn.functional.pad(part, (0, 0, width - len(part), 0)) for part in states])
+        # Long prompts have large states: those of a single row are not copied.
+        padded = states[0][None] if B == 1 else pad_sequence(states, batch_first=True, padding_side="left")
         logits = self.runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
         self._book_pass(context, logits, perf_counter() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)

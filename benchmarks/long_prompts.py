@@ -1,0 +1,168 @@
+"""Memory over long prompts: at most while generating, and what the cache holds per kind of layer, beside plain.
+
+    python benchmarks/long_prompts.py --target full --target windows --lengths 1024,8192,32768
+    python benchmarks/long_prompts.py --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
+
+`full` and `windows` are small random models: all layers see everything, or five of six the last 512 tokens (Gemma 3).
+Each figure is of a process of its own, over what it held before it generated. Ragged rows: each an eighth shorter.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import machine
+import torch
+import typer
+from memory import status
+from table import table
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
+from specdec.capability import capability
+from specdec.runner import ModelRunner
+
+PLAIN, NOTHING = "plain", "specdec"  # the latter with a proposer that keeps nothing
+DRAFT = 8
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL |= {"vocab_size": 512, "num_hidden_layers": 6, "head_dim": 64, "max_position_embeddings": 2**17}
+SHAPES = {"full": ("qwen3", {}), "windows": ("gemma3_text", {"sliding_window": 512})}
+
+app = typer.Typer(add_completion=False)
+
+
+class LastAgain(Proposer):
+    """Drafts the last token again and again."""
+
+    def propose(self, context: Context) -> DraftTree:
+        return context.chain([[root] * DRAFT for root in context.root.tolist()])
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[list[str], typer.Option(help="full, windows, or a path or hub id.")],
+    lengths: Annotated[str, typer.Option(help="Prompts' tokens.")] = "1024,4096,16384,32768",
+    rows: Annotated[str, typer.Option(help="Rows per batch.")] = "1",
+    proposer: Annotated[
+        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 32,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    without_plain: Annotated[bool, typer.Option(help="Where plain decoding needs more memory than there is.")] = False,
+    one: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    if one is not None:
+        method, length, batch = json.loads(one)
+        print(json.dumps(generating(load(target[0], dtype), method, length, batch, max_new_tokens)))
+        return
+    methods = [*([] if without_plain else [PLAIN]), NOTHING, *(proposer or [])]
+    print(f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {max_new_tokens} new tokens.\n")
+    for name in target:
+        print(f"## {name}\n\nMiB at most while generating, over the weights and what else was held before:\n")
+        found = []
+        for batch in map(int, rows.split(",")):
+            for length in map(int, lengths.split(",")):
+                most = {method: _apart(name, dtype, method, length, batch, max_new_tokens) for method in methods}
+                reference = most.get(PLAIN)
+                cells = [f"{most[m]:.0f}" + (f" ({most[m] / reference:.2f}x)" if reference else "") for m in methods]
+                found.append([str(batch), str(length), *cells])
+        print(table(["rows", "prompt", *methods], found))
+        print("\nThe cache after the prompt and a draft, bytes per token of the prompt, by kind of layer:\n")
+        model = load(name, dtype)
+        print(
+            table(["layers", "prompt", PLAIN, NOTHING], [r for n in lengths.split(",") for r in cached(model, int(n))])
+        )
+        print()
+
+
+def generating(model: PreTrainedModel, method: str, length: int, batch: int, new: int) -> float:
+    """MiB at most while `generate()` runs, over what is held before it."""
+    generate: Any = model.generate
+    if method != PLAIN:
+        made = LastAgain() if method == NOTHING else method
+        generate = SpeculativeGenerator(model, made, draft_length=DRAFT, on_unsupported="error").generate
+    arguments = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
+    generate(**prompts(model, 40, batch), **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
+    inputs = prompts(model, length, batch)
+    gc.collect()
+    before = status("VmRSS")
+    # 5 sets the high-water mark back to what is resident now (Linux, proc_pid_clear_refs(5)).
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    generate(**inputs, **arguments)
+    return status("VmHWM") - before
+
+
+@torch.no_grad()
+def cached(model: PreTrainedModel, length: int) -> list[list[str]]:
+    """Per kind of layer: its name, the prompt's length, plain decoding's bytes per token and ours."""
+    config = model.config.get_text_config(decoder=True)
+    runner = ModelRunner(model, capability(model).masks)
+    ids = prompts(model, length, 1)["input_ids"]
+    runner.start(1)
+    runner.extend(ids, [0])
+    seen = torch.ones(DRAFT, DRAFT).tril().bool()[None]
+    runner.grow(ids[:, :DRAFT], torch.arange(DRAFT)[None], seen, chain=True)
+    plain = DynamicCache(config=config)
+    model(ids, past_key_values=plain, logits_to_keep=1)
+    out = []
+    for span, ours in runner.cache.nbytes.items():
+        layers = [layer for layer in plain.layers if getattr(layer, "sliding_window", None) == span.window]
+        theirs = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        kind = "full" if span.window is None else f"the last {span.window}"
+        out.append([f"{len(layers)} x {kind}", str(length), f"{theirs / length:.0f}", f"{ours / length:.0f}"])
+    return out
+
+
+def load(name: str, dtype: str) -> PreTrainedModel:
+    logging.set_verbosity_error()
+    if name not in SHAPES:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+    kind, more = SHAPES[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SMALL, **more)
+    return (
+        AutoModelForCausalLM.from_config(config).to(torch.float32 if dtype == "auto" else getattr(torch, dtype)).eval()
+    )
+
+
+def prompts(model: PreTrainedModel, length: int, batch: int) -> dict[str, torch.Tensor]:
+    """Random tokens; each row an eighth shorter than the one before, padded on the left."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = torch.randint(1, vocab, (batch, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    for row in range(batch):
+        mask[row, : row * length // 8] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def _apart(name: str, dtype: str, method: str, length: int, batch: int, new: int) -> float:
+    """`generating` in a process of its own: what one leaves behind must not count for the next."""
+    what = json.dumps([method, length, batch])
+    command = [
+        sys.executable,
+        __file__,
+        "--target",
+        name,
+        "--dtype",
+        dtype,
+        "--max-new-tokens",
+        str(new),
+        "--one",
+        what,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"measuring {method} over {batch} x {length} tokens failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,108 @@
+"""A conversation's second turn: seconds to its first token and in all, with the first turn's cache and without.
+
+    python benchmarks/second_turn.py --target PATH --proposer ngram --proposer eagle3
+
+With the cache (`past_key_values`) only the new turn is read. All methods go on from the very same first turn, plain
+decoding's, and must write the same second one.
+"""
+
+from __future__ import annotations
+
+import copy
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import machine
+import torch
+import typer
+from table import table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from specdec import SpeculativeGenerator
+from specdec.data.prompts import PROMPTS, Prompt
+
+ASKED = "Now say the same in two sentences."
+
+app = typer.Typer(add_completion=False)
+
+
+class Clock:
+    """A streamer that notes when it got its first token; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of any causal LM.")],
+    proposer: Annotated[
+        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Least length of the first turn's prompt.")] = 600,
+    max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+) -> None:
+    logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    methods: dict[str, Any] = {"plain": model.generate}
+    for name in proposer or ["ngram"]:
+        methods[f"specdec, {name}"] = SpeculativeGenerator(model, name, on_unsupported="error").generate
+
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None}
+    first = model.generate(**_first(tokenizer, prompt_tokens), **arguments, return_dict_in_generate=True)
+    second = torch.cat([first.sequences, _asked(tokenizer)], 1)
+    taken: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    texts: dict[tuple[str, bool], list[int]] = {}
+    for repeat in range(repeats + 1):
+        for name, generate in methods.items():
+            for cached in (False, True):
+                cache = copy.deepcopy(first.past_key_values) if cached else None
+                clock, start = Clock(), perf_counter()
+                text = generate(second, past_key_values=cache, streamer=clock, **arguments)
+                if repeat:  # the first one warms up
+                    taken.setdefault((name, cached), []).append((clock.seen[1] - start, clock.seen[-1] - start))
+                texts[name, cached] = text[0, second.shape[1] :].tolist()
+
+    print(
+        f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens a turn."
+    )
+    print(f"First turn {first.sequences.shape[1]} tokens, the second reads {second.shape[1]}; {repeats} repeats.\n")
+    rows = []
+    for (name, cached), times in taken.items():
+        same = "yes" if texts[name, cached] == texts["plain", cached] else "no"
+        seconds = [f"{median(part):.2f}" for part in zip(*times, strict=True)]
+        rows.append([name, "yes" if cached else "no", *seconds, same])
+    print(table(["method", "first turn's cache", "s to the first token", "s in all", "plain's text"], rows))
+
+
+def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
+    """A prompt of at least so many tokens, the demo's over and over."""
+    text = PROMPTS[-1].text
+    while len(tokenizer(text)["input_ids"]) < tokens:
+        text += "\n\n" + PROMPTS[len(text) % len(PROMPTS)].text
+    return Prompt("first turn", text).encode(tokenizer)
+
+
+def _asked(tokenizer: Any) -> torch.Tensor:
+    """(1, T) what stands between the first answer and the second."""
+    if tokenizer.chat_template is None:
+        return tokenizer(ASKED, return_tensors="pt")["input_ids"]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+    turns.append({"role": "user", "content": ASKED})
+    whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    return tokenizer(whole.rsplit("ANSWER", 1)[1], add_special_tokens=False, return_tensors="pt")["input_ids"]
+
+
+if __name__ == "__main__":
+    app()
