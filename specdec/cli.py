@@ -173,7 +173,7 @@ def regenerate(
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         model, tokenizer = _load(target)
-        model = model.to(computed_in(model.dtype, model.device, rows=[64]))
+        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
         with Progress(*columns) as bar:
             task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
