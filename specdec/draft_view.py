@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.products import QuickLinear, Way
+from specdec.products import QuickLinear, Way, product_in_blocks
 from specdec.view import twin, view
 
 M = TypeVar("M", bound=nn.Module)
@@ -42,15 +42,57 @@ class Int8Linear(QuickLinear):
         return (by_int8, *super().ways)
 
 
+class Int8Alone(Int8Linear):
+    """An `Int8Linear` whose original weights are not kept: passes over many tokens, too, read the integers."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Alone:
+        layer = super().of(linear)
+        assert isinstance(layer, cls)
+        nothing = nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)  # a shape and a type
+        layer._parameters = {**linear._parameters, "weight": nothing}
+        return layer
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (by_int8, by_int8_blocks, by_unpacked)
+
+
 def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:
     """rows (n, in) times the weights as integers."""
     result = torch._weight_int8pack_mm(rows, layer.quantized, layer.scale)
     return result if layer.bias is None else result + layer.bias
 
 
-def with_int8_linears(model: M) -> M:
-    """A view of `model` with `Int8Linear` in place of its linear layers: a byte for each of their weights on top."""
-    return view(model, lambda linear: Int8Linear.of(linear) if linear.in_features % VECTOR == 0 else linear)
+def by_int8_blocks(rows: Tensor, layer: Int8Linear) -> Tensor:
+    """The same in float32."""
+    result = (product_in_blocks(layer.quantized, rows) * layer.scale.float()[:, None]).T
+    return (result if layer.bias is None else result + layer.bias).to(rows.dtype).contiguous()
+
+
+def by_unpacked(rows: Tensor, layer: Int8Linear) -> Tensor:
+    """The same by weights made of the integers for this product."""
+    return nn.functional.linear(rows, layer.quantized.to(rows.dtype) * layer.scale[:, None], layer.bias)
+
+
+def with_int8_linears(model: M, alone: bool = False) -> M:
+    """A view of `model` with `Int8Linear` in place of its linear layers: a byte for each of their weights on top.
+
+    alone: the view does without those weights, where no other layer has them; they are gone when `model` is.
+    """
+    shared = {
+        id(weight)
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        for weight in module.parameters(recurse=False)
+    }
+
+    def swap(linear: nn.Linear) -> nn.Linear:
+        if linear.in_features % VECTOR:
+            return linear
+        return (Int8Alone if alone and id(linear.weight) not in shared else Int8Linear).of(linear)
+
+    return view(model, swap)
 
 
 def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:

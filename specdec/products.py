@@ -119,13 +119,19 @@ def by_onednn(rows: Tensor, layer: nn.Linear) -> Tensor:
 
 def by_blocks(rows: Tensor, layer: nn.Linear) -> Tensor:
     """In float32, the weights converted a block at a time: for processors that do not multiply their type."""
-    out, into = layer.weight.shape
+    result = product_in_blocks(layer.weight, rows)
+    return (result.T if layer.bias is None else result.T + layer.bias).to(rows.dtype).contiguous()
+
+
+def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
+    """(out, n) float32 of a weight (out, in) of any type and rows (n, in)."""
+    out, into = weight.shape
     columns, height = rows.float().T.contiguous(), max(16, BLOCK // into)
     block, result = torch.empty(height, into), torch.empty(out, len(rows))
     for start in range(0, out, height):
-        part = layer.weight[start : start + height]
+        part = weight[start : start + height]
         torch.mm(block[: len(part)].copy_(part), columns, out=result[start : start + height])
-    return (result.T if layer.bias is None else result.T + layer.bias).to(rows.dtype).contiguous()
+    return result
 
 
 def _onednn_works() -> bool:

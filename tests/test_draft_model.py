@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
-from specdec.draft_view import Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
+from specdec.draft_view import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
 from tests import tiny
 
 
@@ -57,6 +57,41 @@ def test_int8_weights_give_nearly_the_same(dtype, rows, out, into):
     error = (by_int8(x, Int8Linear.of(linear)) - linear(x)).float().abs().max()
     assert 0 < error < 0.05
     assert by_int8(x, Int8Linear.of(linear)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_integers_alone_multiply_in_three_ways(dtype, bias):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(96, 33, bias=bias).to(dtype), torch.randn(9, 96).to(dtype)
+    alone = Int8Alone.of(linear)
+    assert alone.weight.device.type == "meta"
+    for way in alone.ways:
+        torch.testing.assert_close(way(x, alone), by_int8(x, Int8Linear.of(linear)), atol=0.02, rtol=0.02)
+    with torch.no_grad():
+        assert alone(x[None]).shape == (1, 9, 33)
+
+
+@pytest.mark.parametrize("vocab", [None, 20])
+def test_a_draft_that_was_loaded_here_is_not_held_twice(llama, tmp_path, monkeypatch, vocab):
+    """Of its linear layers the integers are kept, and the weights where the embedding has them too."""
+    monkeypatch.setattr("specdec.proposers.draft_model.int8_pays", lambda model: True)
+    llama.save_pretrained(tmp_path)
+    proposer = DraftModelProposer(str(tmp_path), vocab=vocab)
+    layers = [module for module in proposer.model.modules() if isinstance(module, Int8Linear)]
+    assert layers
+    gone = [module for module in layers if module.weight.device.type == "meta"]
+    assert all(module.weight is llama_head(proposer.model).weight for module in layers if module not in gone)
+    assert len(gone) >= 6 * llama.config.num_hidden_layers
+    spec = SpeculativeGenerator(llama, proposer, draft_length=3)
+    inputs = tiny.prompts(40)
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    assert spec.generate(**inputs, **arguments).tolist() == llama.generate(**inputs, **arguments).tolist()
+    assert spec.report.num_accepted_tokens
+
+
+def llama_head(model):
+    return model.get_output_embeddings()
 
 
 def test_rows_that_are_no_whole_vectors_stay_as_they_are():

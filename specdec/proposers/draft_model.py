@@ -35,7 +35,8 @@ class DraftModelProposer(AutoregressiveProposer):
             vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
             152k tokens the head is a quarter of a 0.5B draft's time.
         int8: read the weights as 8-bit integers in passes over few tokens (CPU, bfloat16 or float32; a byte for each
-            of the weights in memory). None: where it pays.
+            of the weights in memory; of a float32 model that is loaded here, the integers alone are kept). None: where
+            it pays.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class DraftModelProposer(AutoregressiveProposer):
         int8: bool | None = None,
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
-        self._loaded = isinstance(model, str)  # then it goes where the target is
+        self._path = model if isinstance(model, str) else None  # then it goes where the target is
         self.model = load(model) if isinstance(model, str) else bare(model)
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
-        self._view = self._cheap_view()
+        self._settle()
 
     def check(self, target: PreTrainedModel) -> None:
         ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
@@ -68,18 +69,25 @@ class DraftModelProposer(AutoregressiveProposer):
                 f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
                 f"differ, at token id {differing} first. Choose a draft model of the target's family."
             )
-        if self._loaded and device_of(target) != self.model.device:
-            self.model.to(device_of(target))
-            self._view = self._cheap_view()
+        if self._path is not None and device_of(target) != self.model.device:
+            self.model = load(self._path).to(device_of(target))
+            self._settle()
         if device_of(target).type != device_of(self.model).type:
             raise ValueError(
                 f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "
                 f"draft.to('{device_of(target)}')"
             )
 
-    def _cheap_view(self) -> PreTrainedModel:
-        view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
-        return with_int8_linears(view) if _decide(self._int8, self.model) else view
+    def _settle(self) -> None:
+        """Make the view of the model that drafts."""
+        owned = self._path is not None
+        self._view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
+        if _decide(self._int8, self.model):
+            # In float32 the integers are the faster ones up to 32 tokens (AVX2), and a quarter of the memory; beside
+            # bfloat16, which some processors multiply as it is, catching up over several tokens keeps the weights.
+            self._view = with_int8_linears(self._view, alone=owned and self.model.dtype == torch.float32)
+        if owned:
+            self.model = self._view  # weights that it does without are nobody's now
 
     def new_runner(self) -> ModelRunner:
         """Of the draft model as it drafts, with a cache of its own."""
