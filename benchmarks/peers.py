@@ -9,7 +9,7 @@ of tokens per round (its `cycle_length` less one): of several, the one best in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +42,7 @@ def main(
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.")] = None,
+    kinds: Annotated[str, typer.Option(help="Which to compare.")] = ",".join(KINDS),
     cycles: Annotated[str, typer.Option(help="economize's cycle lengths.")] = "3,5,9",
     dtype: Annotated[str, typer.Option()] = "float32",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
@@ -60,7 +61,8 @@ def main(
         threads=threads,
     )
     bench, store = Bench(options), Store(out, options.fingerprinted)
-    made = _ours(bench) | _theirs(bench, [int(cycle) for cycle in cycles.split(",")])
+    chosen = kinds.split(",")
+    made = _ours(bench, chosen) | _theirs(bench, chosen, [int(cycle) for cycle in cycles.split(",")])
     methods: dict[str, Method] = {}
     for job in bench.jobs:
         for name, make in made.items():
@@ -74,12 +76,12 @@ def main(
             print(f"{job.group} {job.id}  {name}: {taken.new_tokens / taken.seconds:.1f} tokens/s", flush=True)
     ids = {job.id for job in bench.jobs}
     rows = summarise([record for record in store.records if record.job in ids], list(made))
-    text = _report(bench, rows, {record.job: 0 for record in store.records})
+    text = _report(bench, rows)
     (out / "results.md").write_text(text + "\n")
     print(text)
 
 
-def _ours(bench: Bench) -> dict[str, Callable[[], Method]]:
+def _ours(bench: Bench, kinds: Sequence[str]) -> dict[str, Callable[[], Method]]:
     proposers: dict[str, Callable[[], Proposer]] = {
         "lookup": NgramProposer,
         "draft": lambda: DraftModelProposer(bench.draft),
@@ -90,14 +92,14 @@ def _ours(bench: Bench) -> dict[str, Callable[[], Method]]:
         return speculative(f"specdec {kind}", bench.target, proposers[kind](), None)
 
     plain = {PLAIN: lambda: Method(PLAIN, bench.target.generate)}
-    return plain | {f"specdec {kind}": partial(method, kind) for kind in KINDS}
+    return plain | {f"specdec {kind}": partial(method, kind) for kind in kinds}
 
 
-def _theirs(bench: Bench, cycles: list[int]) -> dict[str, Callable[[], Method]]:
+def _theirs(bench: Bench, kinds: Sequence[str], cycles: Sequence[int]) -> dict[str, Callable[[], Method]]:
     def method(kind: str, cycle: int) -> Method:
         return Method(f"economize {kind} {cycle}", _economize(bench, kind, cycle))
 
-    return {f"economize {kind} {cycle}": partial(method, kind, cycle) for kind in KINDS for cycle in cycles}
+    return {f"economize {kind} {cycle}": partial(method, kind, cycle) for kind in kinds for cycle in cycles}
 
 
 def _economize(bench: Bench, kind: str, cycle: int) -> Callable[..., Any]:
@@ -116,7 +118,7 @@ def _economize(bench: Bench, kind: str, cycle: int) -> Callable[..., Any]:
     return model.eval().generate  # type: ignore[no-any-return]
 
 
-def _report(bench: Bench, rows: list[MethodSummary], jobs: dict[str, int]) -> str:
+def _report(bench: Bench, rows: list[MethodSummary]) -> str:
     lines = []
     for kind in KINDS:
         ours = next((row for row in rows if row.name == f"specdec {kind}"), None)
@@ -130,7 +132,7 @@ def _report(bench: Bench, rows: list[MethodSummary], jobs: dict[str, int]) -> st
         [
             f"# {Path(options.target).name} with {Path(str(options.draft)).name}, specdec beside economize: T = 0",
             f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {options.dtype}; economize "
-            f"{version('economize')}, torch {torch.__version__}, {len(jobs)} questions, "
+            f"{version('economize')}, torch {torch.__version__}, {max(row.jobs for row in rows)} questions, "
             f"{options.max_new_tokens} new tokens.",
             "Speed-up over plain `generate()`, prefill included:",
             speed_table(rows, None),
