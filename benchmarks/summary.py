@@ -27,7 +27,7 @@ class MethodSummary:
         jobs: measured for it and for plain decoding alike.
         by_group, overall: speed-ups over plain. decode: overall, of the tokens after the first only; None where all
             calls ended with their first tokens. mean: over the groups.
-        tokens_per_pass: per row and target pass, prefill included.
+        tokens_per_pass: per row and target pass, prefill included; NaN where the target's own forward pass is not called.
         report: specdec's counts over all calls; None for other methods.
     """
 
@@ -86,7 +86,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
                 mean=fmean(by_group.values()),
                 decode=_ratio(decoded, plain_decoded, _decode_speed) if decoded else None,
                 tokens_per_second=_average(own, _speed),
-                tokens_per_pass=sum(m.new_tokens / len(m.tokens) for m in taken) / sum(_passes(r) for r in own),
+                tokens_per_pass=_per_pass(own),
                 time_to_first_token=_average(own, lambda m: m.time_to_first_token),
                 time_per_output_token=_average(own, lambda m: m.seconds * len(m.tokens) / m.new_tokens),
                 report=_pooled(taken),
@@ -118,6 +118,12 @@ def _speed(m: Measurement) -> float:
 
 def _decode_speed(m: Measurement) -> float:
     return m.decode_tokens / m.decode_seconds
+
+
+def _per_pass(records: Sequence[Record]) -> float:
+    tokens = sum(r.measurement.new_tokens / len(r.measurement.tokens) for r in records)
+    passes = sum(map(_passes, records))
+    return tokens / passes if passes else float("nan")
 
 
 def _passes(record: Record) -> float:

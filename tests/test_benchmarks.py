@@ -1,6 +1,8 @@
 """The benchmarks: their bookkeeping by hand, and a run of each on a tiny random model."""
 
+import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -234,6 +236,12 @@ class TestSummary:
     def test_only_prompts_that_plain_was_measured_on_count(self):
         records = [record("plain", "a"), record("x", "a", seconds=0.5), record("x", "b", seconds=0.001)]
         assert summarise(records, ["plain", "x"])[1].overall == 2
+
+    def test_a_peer_may_leave_the_targets_forward_pass_uncalled(self):
+        silent = record("x", seconds=0.5)
+        silent = dataclasses.replace(silent, measurement=dataclasses.replace(silent.measurement, passes=0))
+        row = summarise([record("plain"), silent], ["plain", "x"])[1]
+        assert (row.overall, math.isnan(row.tokens_per_pass)) == (2, True)
 
     def test_best_of_transformers_is_one_setting_or_one_per_group(self):
         speeds = {"plain": (1, 1), "hf-a": (2, 1), "hf-b": (1, 1.5), "specdec-c": (9, 9)}
