@@ -27,7 +27,7 @@ class MethodSummary:
         jobs: measured for it and for plain decoding alike.
         by_group, overall: speed-ups over plain. decode: overall, of the tokens after the first only; None where all
             calls ended with their first tokens. mean: over the groups.
-        tokens_per_pass: per row and target pass, prefill included; NaN where the target's own forward pass is not called.
+        tokens_per_pass: per row and target pass, prefill included; NaN if its forward pass is not called.
         report: specdec's counts over all calls; None for other methods.
     """
 
