@@ -22,10 +22,11 @@ from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
 from specdec.conversation import conversation
 from specdec.hook import callers_level, further_arguments, generate_frame, plain
+from specdec.learnt import Learnt
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
 from specdec.noise import noise_of_call
-from specdec.pacing import Learnt, Pacer
+from specdec.pacing import Pacer
 from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch

@@ -71,7 +71,7 @@ class Loop:
         count, seconds = passes.count, passes.seconds
         proposed = self._checked(self.proposer.propose(self._context()))
         draft = self._pad_finished(proposed)
-        self.watch.mark("draft")
+        drafting = self.watch.mark("draft")
         report.num_draft_passes += passes.count - count
         report.draft_pass_seconds += passes.seconds - seconds
 
@@ -82,7 +82,7 @@ class Loop:
             chain=draft.chain,
             hidden_states=text.records.hidden_states is not None,
         )
-        verify_seconds = self.watch.mark("verify")
+        self.watch.mark("verify")
 
         active = text.active
         verified = self.verify(draft, output, text)
@@ -97,7 +97,7 @@ class Loop:
         ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
         floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
         self.target.truncate(ends, floors)
-        self._book(proposed, active, accepted, verify_seconds, start)
+        self._book(proposed, active, accepted, drafting, start)
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
@@ -181,7 +181,7 @@ class Loop:
         return DraftTree(tokens, parents, draft.probs, draft.chain)
 
     def _book(
-        self, draft: DraftTree, active: Sequence[bool], accepted: Sequence[int], verify_seconds: float, start: float
+        self, draft: DraftTree, active: Sequence[bool], accepted: Sequence[int], drafting: float, start: float
     ) -> None:
         rows = [b for b, alive in enumerate(active) if alive]
         nodes = (draft.valid.sum(-1) - 1).tolist()
@@ -192,9 +192,7 @@ class Loop:
                 self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
-        if self.watch.report.num_rounds:  # the first round may hold a proposer's own prefill: not what a round costs
-            gained = sum(accepted) + len(rows)
-            self.pacer.observe_round(draft.size, len(draft.tokens), verify_seconds, seconds, gained)
+        self.pacer.observe_round(draft.size, len(rows), drafting, seconds, sum(accepted) + len(rows))
         self.watch.report.record_round(
             [nodes[b] for b in rows],
             [depths[b] for b in rows],

@@ -10,7 +10,8 @@ from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
-from specdec.pacing import Acceptance, Pacer
+from specdec.learnt import Acceptance
+from specdec.pacing import Pacer
 from specdec.proposers.autoregressive import Stepped
 from specdec.taps import FINAL, Taps
 from specdec.training.evaluation import accepted_lengths, evaluate
@@ -402,13 +403,12 @@ def test_a_target_whose_parts_lie_apart(elsewhere, tmp_path):
 def test_drafts_that_come_to_nothing_are_not_started_for_long(monkeypatch):
     """Where no node of a head's tree is worth verifying, its passes were for nothing."""
     target = tiny.model("llama")
-    decide = Pacer.best_length
 
     def nothing(pacer, gains, rows):
-        return 0 if pacer.measured else decide(pacer, gains, rows)
+        return 0
 
     monkeypatch.setattr(Pacer, "best_length", nothing)
-    monkeypatch.setattr(Acceptance, "rate", lambda self, key, prior=0.6: 0.01)
+    monkeypatch.setattr(Acceptance, "rate", lambda self, key, prior=None, like=None: 0.01)
     spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head()), on_unsupported="error")
     inputs = tiny.prompts(9)
     spec.generate(**inputs, do_sample=False, max_new_tokens=200, min_new_tokens=200)

@@ -88,11 +88,14 @@ class Batch:
 
     rows: list[int]
     batch_size: int = 1
+    room: tuple[int, ...] = (64,)
+    ends: tuple[int, ...] = (9,)
     pacer: Pacer = field(default_factory=Pacer)
 
     def __post_init__(self):
-        for size in (1, 2, 4, 8):
-            self.pacer.observe_round(size, 1, 1 + 0.02 * size, 1 + 0.02 * size, 2)
+        for size in (1, 2, 3, 4, 6, 8) * 3:
+            self.pacer.observe_round(size, 1, 0.0, 1 + 0.02 * size, 2)
+        self.pacer.learnt.budget.left = 0.0
 
 
 def rounds(batch, *each):
@@ -113,13 +116,24 @@ def rounds(batch, *each):
         ([(2.5, 1.6)], [0.9, 0.3], IN_A_ROW, False),  # not far enough ahead for the other never to be asked again
         ([(2.5, 1.6)], [], 0, False),  # nothing found
         ([(2.5, 1.6)], [0.01], 0, False),  # not worth its place in the pass
-        ([], [0.9, 0.8, 0.7, 0.6], 0, False),  # the other has not been measured yet
+        ([], [0.9, 0.8, 0.7, 0.6], 0, True),  # more than the other promises, as far as is known
+        ([], [0.2], 0, False),
     ],
 )
 def test_whoever_promises_more_tokens_per_second_drafts(each, gains, in_a_row, pays):
     batch, hybrid = Batch([0]), HybridProposer(Silent())
-    hybrid._in_a_row = in_a_row
+    hybrid._in_a_row, hybrid._reads_prompt = in_a_row, False
     assert hybrid._lookup_pays(gains, rounds(batch, *each), batch) == pays
+
+
+def test_the_prompt_is_not_read_where_n_grams_do_nearly_as_well():
+    """A rewritten text of 64 tokens after a prompt of 900: what the other's rounds win does not pay for reading it."""
+    hybrid, gains = HybridProposer(Silent()), [0.9, 0.3]
+    for prompt, left, pays in ((9, 64, False), (900, 64, True), (900, 4000, False)):
+        batch = Batch([0], room=(left,), ends=(prompt,))
+        batch.pacer.observe_prefill(prompt, 0.08 * prompt)
+        assert hybrid._lookup_pays(gains, rounds(batch, (3.5, 1.6)), batch) == pays
+        hybrid._pacer = None
 
 
 def test_rows_that_are_finished_do_not_count():
@@ -131,7 +145,7 @@ def test_rows_that_are_finished_do_not_count():
         hybrid._seconds = 0.5
         hybrid._book(found, batch, 4, accepted)
         assert found.tokens == 3
-        assert found.seconds == pytest.approx(0.5 + batch.pacer.verify(32))
+        assert found.seconds == pytest.approx(0.5 + batch.pacer.verify(4))
 
 
 def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
@@ -144,7 +158,7 @@ def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
         hybrid.observe(draft, None, [2])
     assert found.count == 2
     usual = 0.5 + batch.pacer.verify(4)
-    assert found.seconds == pytest.approx((usual + 1.5 * usual) / 2)
+    assert found.seconds == pytest.approx((usual + 2 * usual) / 2)
     assert hybrid.other.observed == 3
 
 
@@ -153,9 +167,8 @@ def clock(monkeypatch):
     """Costs as on a quiet machine: a second for a pass, 0.02 for each token of a draft."""
     observe_round = Pacer.observe_round
 
-    def with_fixed_costs(self, size, rows, verify_seconds, seconds, gained):
-        cost = 1 + 0.02 * size * (size > 1)
-        observe_round(self, size, rows, cost, cost, gained)
+    def with_fixed_costs(self, size, rows, drafting, seconds, gained):
+        observe_round(self, size, rows, 0.0, 1 + 0.02 * size * (size > 1), gained)
 
     monkeypatch.setattr(Pacer, "observe_round", with_fixed_costs)
 

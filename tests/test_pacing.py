@@ -6,7 +6,8 @@ import threading
 import pytest
 import torch
 
-from specdec.pacing import FIRST_LENGTH, Pacer, PassCost
+from specdec.learnt import Acceptance, PassCost
+from specdec.pacing import TRIAL_LENGTH, Pacer
 from specdec.proposers.base import Context
 from specdec.proposers.ngram import NgramProposer
 
@@ -28,41 +29,90 @@ def forbidding(tokens):
     return (100 if tokens == 1 else 9000) * MS
 
 
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
 def taught(cost):
-    """A pacer that has seen passes of both kinds, of late without drafts, a token each."""
+    """A pacer that has seen passes of every size, of late without drafts, a token each; nothing to spend on trials."""
     pacer = Pacer()
-    for size in [1, 5, 9] * 30 + [1] * 50:
-        pacer.observe_round(size, 1, cost(size), cost(size), gained=1)
+    for size in [*SIZES] * 30 + [1] * 50:
+        pacer.observe_round(size, 1, 0.0, cost(size), gained=1)
+    pacer.learnt.budget.left = 0.0
     return pacer
 
 
 @pytest.mark.parametrize("cost", [flat, jump])
 def test_pass_costs_are_learnt(cost):
     verify = taught(cost).verify
-    assert verify.plain == pytest.approx(cost(1))
-    assert verify.per_token == pytest.approx(1 * MS, rel=0.4)
-    assert verify(9) == pytest.approx(cost(9), rel=0.02)
+    for size in SIZES:
+        assert verify(size) == pytest.approx(cost(size), rel=0.03)
+
+
+def test_costs_may_be_steps():
+    verify = PassCost()
+    for _ in range(9):
+        for size, seconds in ((1, 1.0), (8, 1.0), (16, 2.0)):
+            verify.observe(size, seconds)
+    assert verify(8) == pytest.approx(1.0, rel=0.03)
+    assert verify(16) == pytest.approx(2.0, rel=0.06)
+    assert 1 < verify(12) < 2
+
+
+def test_sizes_never_seen_are_like_their_neighbours():
+    verify = PassCost()
+    for size, seconds in ((1, 1.0), (2, 1.1)):
+        verify.observe(size, seconds)
+    assert 1.1 < verify(3) < verify(4) < verify(24) < 2
+    verify.observe(1, 1.0)
+    assert verify(64) > verify(48)  # and a node costs something
+
+
+def test_a_slower_machine_is_slower_at_every_size():
+    verify = taught(flat).verify
+    before = verify(8)
+    for _ in range(60):
+        verify.observe(1, 1.5 * flat(1))
+    assert verify.plain == pytest.approx(1.5 * flat(1), rel=0.05)
+    assert verify(8) > 1.1 * before
 
 
 def test_one_slow_pass_counts_little():
     verify = PassCost()
     for _ in range(20):
         verify.observe(5, 0.1)
-        verify.observe_plain(0.1)
+        verify.observe(1, 0.1)
     verify.observe(5, 9.0)
-    verify.observe_plain(9.0)
-    assert verify(5) < 0.11
+    verify.observe(1, 9.0)
+    assert verify(6) < 0.11
     assert verify.plain < 0.11
 
 
-def test_it_sees_a_pass_of_each_kind_before_it_decides():
+def test_another_processs_costs_are_taken_at_this_ones_level():
+    verify = PassCost({1: (1.0, 3), 8: (2.5, 3)})
+    verify.observe(1, 0.1)
+    assert verify.plain == pytest.approx(0.1)
+    assert verify(8) == pytest.approx(0.25)
+    for _ in range(30):  # and corrected where they are wrong
+        verify.observe(8, 0.11)
+        verify.observe(1, 0.1)
+    assert verify(8) == pytest.approx(0.11, rel=0.06)
+
+
+def test_a_draft_that_is_sure_in_vain_is_found_out_whatever_it_says():
+    acceptance = Acceptance()
+    for confidence in (0.7, 0.8, 0.75, 0.85):
+        acceptance.observe(confidence, False, prior=confidence)
+    assert acceptance.rate(0.9, prior=0.9) < 0.4
+    assert acceptance.rate("of another kind") == Acceptance.UNKNOWN
+
+
+def test_it_sees_a_pass_without_a_draft_before_it_decides():
     pacer = Pacer()
-    assert pacer.best_length([0.0] * 30, 1) == FIRST_LENGTH
-    pacer.observe_round(1 + FIRST_LENGTH, 1, 0.1, 0.1, 1)
     assert pacer.best_length([1.0] * 30, 1) == 0
     assert not pacer.may_start([1.0], draft_steps=1)
-    pacer.observe_round(1, 1, 0.1, 0.1, 1)
-    assert pacer.best_length([1.0] * 30, 1) == 30
+    pacer.observe_round(1, 1, 0.0, 0.1, 1)
+    assert pacer.may_start([1.0], draft_steps=1)
+    assert 0 < pacer.best_length([1.0] * 30, 1) < 8  # unknown costs are explored in small steps
 
 
 @pytest.mark.parametrize(
@@ -77,18 +127,31 @@ def test_it_sees_a_pass_of_each_kind_before_it_decides():
     ],
 )
 def test_best_length(cost, gains, length):
-    assert taught(cost).best_length(gains, 1) == length
+    assert taught(cost).best_length(gains, 1) == pytest.approx(length, abs=2 if length == 30 else 0)
 
 
 def test_worth_weighs_draft_passes_and_the_jump():
     cheap, dear = taught(flat), taught(jump)
     for pacer in (cheap, dear):
         pacer.observe_draft_pass(40 * MS)
+        for _ in range(40):
+            pacer.observe_expectation(0.6)
     assert cheap.worth([0.6], 0, draft_steps=1)
     assert not cheap.worth([0.3], 0, draft_steps=1)
     assert cheap.worth([0.3], 1)
     assert not dear.worth([0.6], 0, draft_steps=1)
     assert dear.worth([0.3], 1)  # the jump is paid
+
+
+def test_a_token_never_costs_more_than_plain_decoding_takes_for_it():
+    """Drafts that fail make rounds dear; they must not make drafting look worth while."""
+    pacer = taught(flat)
+    for _ in range(20):
+        pacer.observe_draft_pass(40 * MS)
+        pacer.observe_round(2, 1, 300 * MS, 400 * MS, 1)
+        pacer.observe_expectation(0.3)
+    pacer.learnt.budget.left = 0.0
+    assert not pacer.worth([0.3], 0, draft_steps=1)
 
 
 def test_a_long_text_is_read_only_if_that_pays():
@@ -99,8 +162,6 @@ def test_a_long_text_is_read_only_if_that_pays():
     pacer.observe_prefill(1000, 8.0)
     assert pacer.may_start([0.8], 1, backlog=1000, tokens_left=200)
     assert not pacer.may_start([0.8], 1, backlog=1000, tokens_left=10)
-    assert not any(pacer.may_start([0.1], 1, backlog=1000, tokens_left=10) for _ in range(40))  # nor tried
-    assert any(pacer.may_start([0.1], 1, backlog=0, tokens_left=10) for _ in range(40))
     pacer.observe_prefill(1000, 0.1)  # a target that reads so fast has a draft that does
     assert pacer.may_start([0.8], 1, backlog=1000, tokens_left=10)
 
@@ -113,11 +174,66 @@ def test_a_given_length_is_kept(length):
     assert pacer.may_start([0.0], 1) == (length > 0)
 
 
-def test_it_asks_again_after_ever_longer_pauses():
-    pacer = taught(flat)
-    pacer.observe_draft_pass(1.0)
-    started = [pacer.may_start([0.1], 1) for _ in range(20)]
-    assert [i for i, start in enumerate(started) if start] == [0, 2, 6, 14]
+def test_trials_take_a_share_of_the_seconds():
+    """A draft that never brings anything, at half a pass: at most a 50th of a call goes into it, and it is not given
+    up for ever."""
+    learnt = taught(flat).learnt
+    pacer, trials = Pacer(learnt=learnt), 0
+    for _ in range(1000):
+        if pacer.may_start([0.1], 1):
+            trials += 1
+            assert pacer.worth([0.1], 0)
+            assert not pacer.worth([0.1], TRIAL_LENGTH, draft_steps=1)
+            pacer.observe_draft_pass(50 * MS)
+            pacer.observe_round(2, 1, 50 * MS, 50 * MS + flat(2), 1)
+        else:
+            pacer.observe_round(1, 1, 0.0, flat(1), 1)
+    assert 5 < trials < 0.02 * 1000 * flat(1) / (50 * MS)
+
+
+def test_a_call_starts_anew_with_what_others_learnt():
+    """Counts are the call's own, costs and acceptance are everybody's."""
+    first = taught(flat)
+    first.observe_draft_pass(1.0)
+    second = Pacer(learnt=first.learnt)
+    assert second.verify.known
+    assert (second.passes.count, first.passes.count) == (0, 1)
+    assert second.learnt.draft_step == 1.0
+
+
+def test_threads_share_what_they_learn():
+    """Four at once, switching as often as Python can: no exception, and every estimate stays a sensible one."""
+    learnt = taught(flat).learnt
+    failures = []
+
+    def call():
+        pacer = Pacer(learnt=learnt)
+        try:
+            for i in range(300):
+                size = 1 + 3 * (i % 2)
+                pacer.observe_draft_pass(20 * MS)
+                pacer.observe_round(size, 1, 0.0, flat(size), 1)
+                pacer.observe_keys([i % 20, i % 7], 1)
+                pacer.observe_expectation(0.5)
+                pacer.may_start([0.5], 1)
+                assert learnt.draft_step == pytest.approx(20 * MS)
+                assert pacer.verify(4) == pytest.approx(flat(4), rel=0.03)
+                assert pacer.verify.plain == pytest.approx(flat(1), rel=0.03)
+                assert learnt.seconds_per_token == pytest.approx(flat(3), rel=0.05)
+        except Exception as error:  # in a thread it would be lost
+            failures.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures
 
 
 def test_ngram_guesses_are_scored_though_never_drafted():
@@ -141,55 +257,8 @@ def test_ngram_guesses_are_scored_though_never_drafted():
 
     proposer.begin(context(4))
     assert all(proposer.propose(context(end)).size == 1 for end in range(4, 50))
-    assert pacer.acceptance.rate((3, 0)) > 0.95
+    assert pacer.acceptance.rate((3, 0)) > 0.9
+    before = pacer.acceptance.rate((3, 0))
     text[0, 49] = 7
     proposer.propose(context(50))
-    assert pacer.acceptance.rate((3, 0)) < 0.95
-
-
-def test_a_call_starts_anew_with_what_others_learnt():
-    """Pauses and counts are the call's own, costs and acceptance are everybody's."""
-    first = taught(flat)
-    first.observe_draft_pass(1.0)
-    for _ in range(20):
-        first.may_start([0.1], 1)
-    second = Pacer(learnt=first.learnt)
-    assert second.measured
-    assert (second.passes.count, first.passes.count) == (0, 1)
-    assert second.draft_step == 1.0
-    assert second.may_start([0.1], 1)
-
-
-def test_threads_share_what_they_learn():
-    """Four at once, switching as often as Python can: no exception, and every estimate stays a sensible one."""
-    learnt = taught(flat).learnt
-    failures = []
-
-    def call():
-        pacer = Pacer(learnt=learnt)
-        try:
-            for i in range(500):
-                size = 1 + 4 * (i % 2)
-                pacer.observe_draft_pass(20 * MS)
-                pacer.observe_round(size, 1, flat(size), flat(size), 1)
-                pacer.observe_keys([i % 20, i % 7], 1)
-                pacer.observe_expectation(0.5)
-                pacer.may_start([0.5], 1)
-                assert pacer.draft_step == pytest.approx(20 * MS)
-                assert pacer.verify(5) == pytest.approx(flat(5), rel=0.02)
-                assert pacer.verify.plain == pytest.approx(flat(1), rel=0.02)
-                assert pacer.seconds_per_token == pytest.approx(flat(3), rel=0.05)
-        except Exception as error:  # in a thread it would be lost
-            failures.append(error)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=call) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures
+    assert pacer.acceptance.rate((3, 0)) < before

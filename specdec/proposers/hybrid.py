@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from specdec.pacing import Learnt, Pacer, PassCost
+from specdec.learnt import Learnt, PassCost
+from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.taps import Taps
@@ -84,7 +85,7 @@ class HybridProposer(Proposer):
         self._context: Context | None = None  # this round's
         self._seconds = 0.0  # that its draft took
         self._reads_prompt = True  # in its next draft
-        self._in_a_row = IN_A_ROW  # rounds that the other sat out
+        self._in_a_row = 0  # rounds that the other sat out
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._rounds_of(context.pacer)
@@ -96,13 +97,18 @@ class HybridProposer(Proposer):
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
         start = perf_counter()
-        self._pacer = self._pacer or context.pacer.apart(rounds.learnt)
-        draft = self.other.propose(replace(context, pacer=self._pacer))
+        draft = self.other.propose(replace(context, pacer=self._pacer_of(context)))
         self._seconds = perf_counter() - start
         return draft
 
     def _rounds_of(self, pacer: Pacer) -> Rounds:
         return self._rounds.setdefault(pacer.learnt, Rounds(pacer.learnt.apart()))
+
+    def _pacer_of(self, context: Context) -> Pacer:
+        """The other's, in this call."""
+        if self._pacer is None:
+            self._pacer = context.pacer.apart(self._rounds_of(context.pacer).learnt)
+        return self._pacer
 
     @property
     def drafted_by(self) -> str:
@@ -125,20 +131,22 @@ class HybridProposer(Proposer):
     def _book(self, rounds: Rounds, context: Context, size: int, accepted: Sequence[int]) -> None:
         """A round of the other's, with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify
-        if rows and (verify.drafted if size > 1 else verify.undrafted):
-            seconds = self._seconds + (verify(size * context.batch_size) if size > 1 else verify.plain)
+        if rows and verify.known:
+            seconds = self._seconds + verify(size)
             gained = len(rows) + sum(accepted[b] for b in rows)
             rounds.learnt.observe_pace(seconds, gained)
             rounds.observe(gained / len(rows), seconds)
 
     def _lookup_pays(self, gains: Sequence[float], rounds: Rounds, context: Context) -> bool:
         """gains: per depth, how many of the rows' looked-up tokens are expected to be accepted."""
-        rows, verify, B = len(context.rows), context.pacer.verify, context.batch_size
-        length = context.pacer.best_length(gains, B)
-        if context.pacer.length is None and verify.drafted and not verify.undrafted:
-            return True  # and draft nothing, as `best_length` has it: to see what a pass without a draft costs
-        if length == 0 or rounds.count == 0:
+        rows, verify = context.rows, context.pacer.verify
+        length = context.pacer.best_length(gains, context.batch_size)
+        if length == 0 or not verify.known:
             return False
-        seconds = verify((1 + length) * B) if verify.drafted else verify.plain
-        promised = (1 + sum(gains[:length]) / rows) / seconds
-        return promised > rounds.rate * (FAR_AHEAD if self._in_a_row >= IN_A_ROW else 1.0)
+        left, pacer = max(context.room), self._pacer_of(context)
+        rate = rounds.rate if rounds.count else pacer.promise()
+        if self._reads_prompt:  # seconds that the rest of the text has to pay for
+            reading = sum(context.ends) * pacer.seconds_to_read
+            rate = left / (left / rate + reading)
+        promised = (1 + sum(gains[:length]) / len(rows)) / verify(1 + length)
+        return promised > rate * (FAR_AHEAD if self._in_a_row >= IN_A_ROW and not self._reads_prompt else 1.0)

@@ -98,10 +98,11 @@ class NgramProposer(Proposer):
         """See `expect`; a row counts as far as it has room."""
         gains = [0.0] * max((context.room[b] for b in context.rows if self._guesses[b] is not None), default=0)
         for b in context.rows:
-            guess, chance = self._guesses[b], 1.0
+            guess, chance, rate = self._guesses[b], 1.0, None
             if guess is not None:
                 for depth, key in enumerate(guess.keys[: context.room[b]]):
-                    chance *= pacer.acceptance.rate(key)
+                    rate = pacer.acceptance.rate(key, like=rate)  # a depth seldom reached is like the one above
+                    chance *= rate
                     gains[depth] += chance
         return gains[: pacer.limit]
 

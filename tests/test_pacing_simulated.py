@@ -1,0 +1,54 @@
+"""What pacing makes of recorded costs, on texts of all kinds: never much slower than plain, nearly the best fixed
+length. Simulated: no model, no clock."""
+
+import pytest
+
+from specdec.learnt import Learnt, PassCost
+from tests.simulated import KINDS, TABLES, speedups, text
+
+CALLS, TOKENS = 8, 64
+TEXTS = {
+    "good": text(CALLS * TOKENS, repeats=0.7, knows=0.75, seed=5).parts(TOKENS),
+    "very good": text(CALLS * TOKENS, repeats=1.0, knows=0.92, seed=7).parts(TOKENS),
+    "switching": [text(TOKENS, 0.9 * (i % 2), 0.15 + 0.65 * (i % 2), seed=i) for i in range(CALLS)],
+}
+HOPELESS = {
+    "hopeless": text(CALLS * TOKENS, repeats=0.0, knows=0.15, seed=3).parts(TOKENS),
+    "sure in vain": text(CALLS * TOKENS, repeats=0.0, knows=0.5, seed=4, vain=0.9).parts(TOKENS),
+}
+FIXED = {"lookup": ["lookup"], "draft model": ["draft model"], "head": ["head"], "hybrid": ["lookup", "draft model"]}
+LENGTHS = (0, 2, 4, 7, 15)
+
+
+def over_all(each: list[float]) -> float:
+    return len(each) / sum(1 / speed for speed in each)
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", HOPELESS)
+def test_what_never_pays_costs_next_to_nothing_from_the_first_call_on(kind, table, name):
+    each = speedups(kind, table, HOPELESS[name])
+    assert min(each) > 0.93
+    assert over_all(each) > 0.97
+
+
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("kind", FIXED)
+@pytest.mark.parametrize("name", TEXTS)
+def test_it_keeps_up_with_the_best_fixed_length(kind, table, name):
+    best = max(
+        over_all(speedups(alone, table, TEXTS[name], length=length)) for alone in FIXED[kind] for length in LENGTHS
+    )
+    assert over_all(speedups(kind, table, TEXTS[name])) > 0.85 * best
+
+
+def test_costs_known_beforehand_are_made_use_of_at_once():
+    """From a cache, say: the first call of a process is as fast as later ones."""
+    learnt = Learnt()
+    learnt.verify = PassCost(
+        {1: (9.0, 3), 2: (18.9, 3), 4: (21.6, 3), 8: (22.5, 3), 16: (26.1, 3)}
+    )  # another machine's
+    text = TEXTS["very good"]
+    informed, ignorant = (speedups("lookup", "float32", text[:1], learnt=known)[0] for known in (learnt, None))
+    assert informed > 1.1 * ignorant
