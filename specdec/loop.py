@@ -82,13 +82,13 @@ class Loop:
             chain=draft.chain,
             hidden_states=text.records.hidden_states is not None,
         )
-        self.watch.mark("verify")
+        passing = self.watch.mark("verify")
 
         active = text.active
         verified = self.verify(draft, output, text)
         verdict, kept = verified.verdict, verified.kept
         accepted = [min(n, k) if alive else 0 for n, k, alive in zip(verified.accepted, kept, active, strict=True)]
-        self.watch.mark("accept")
+        passing += self.watch.mark("accept")
 
         self.target.commit(kept, None if draft.chain else verdict.path)
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
@@ -97,7 +97,7 @@ class Loop:
         ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
         floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
         self.target.truncate(ends, floors)
-        self._book(proposed, active, accepted, drafting, start)
+        self._book(proposed, active, accepted, drafting, passing, start)
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
@@ -181,7 +181,13 @@ class Loop:
         return DraftTree(tokens, parents, draft.probs, draft.chain)
 
     def _book(
-        self, draft: DraftTree, active: Sequence[bool], accepted: Sequence[int], drafting: float, start: float
+        self,
+        draft: DraftTree,
+        active: Sequence[bool],
+        accepted: Sequence[int],
+        drafting: float,
+        passing: float,
+        start: float,
     ) -> None:
         rows = [b for b, alive in enumerate(active) if alive]
         nodes = (draft.valid.sum(-1) - 1).tolist()
@@ -192,7 +198,8 @@ class Loop:
                 self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
-        self.pacer.observe_round(draft.size, len(rows), drafting, seconds, sum(accepted) + len(rows))
+        # what a streamer or a criterion takes is no matter of drafts
+        self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
         self.watch.report.record_round(
             [nodes[b] for b in rows],
             [depths[b] for b in rows],

@@ -200,7 +200,7 @@ class Pacer:
 
         Args:
             size: nodes per row in the target pass, the root included. rows: that were not finished.
-            drafting: seconds of the draft. seconds: of the round.
+            drafting: seconds of the draft. seconds: of the round, the draft included, up to the verdict.
             gained: tokens emitted over all rows.
         """
         self._rows = rows

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -134,7 +135,7 @@ class Machine:
 
     def seconds(self, tokens: int) -> float:
         sizes = sorted(self.table)
-        for low, high in zip(sizes, sizes[1:], strict=False):
+        for low, high in pairwise(sizes):
             if tokens <= high:
                 share = max(0, tokens - low) / (high - low)
                 return (1 - share) * self.table[low] + share * self.table[high]
