@@ -59,7 +59,7 @@ class Int8Alone(Int8Linear):
 
 
 def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:
-    """rows (n, in) times the weights as integers, in bfloat16: torch's float32 kernel is several times slower (AVX2)."""
+    """rows (n, in) times the weights as integers, in bfloat16: the float32 kernel is several times slower (AVX2)."""
     result = torch._weight_int8pack_mm(rows.bfloat16(), layer.quantized, layer.scale).to(rows.dtype)
     return result if layer.bias is None else result + layer.bias
 
