@@ -252,6 +252,7 @@ def second_turn(seed: int, model: Any, spec: SpeculativeGenerator, plain: Any, o
             "max_new_tokens": 12,
         }
         kwargs.pop("output_hidden_states", None)
+        torch.manual_seed(seed)
         try:
             outputs.append(generate(**kwargs))
         except Exception as error:
