@@ -198,8 +198,8 @@ class Loop:
                 self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
         self.watch.mark("other")
         seconds = self.watch.elapsed() - start
-        # what a streamer or a criterion takes is no matter of drafts
-        self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
+        if rows:  # else the round wrote pads alone. What a streamer or a criterion takes is no matter of drafts
+            self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
         self.watch.report.record_round(
             [nodes[b] for b in rows],
             [depths[b] for b in rows],

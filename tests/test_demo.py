@@ -118,7 +118,7 @@ def test_accepted_tokens_are_coloured(tokenizer, text, accepted, expected):
 
 
 def test_specdec_tells_the_streamer_of_accepted_tokens(model, tokenizer):
-    spec = SpeculativeGenerator(model, model)  # its own draft: every draft is right
+    spec = SpeculativeGenerator(model, model, draft_length=3)  # its own draft: every draft is right
     inputs = tokenizer("hello", return_tensors="pt")
     console, text = screen(colours=True)
     streamer = ColourStreamer(tokenizer, console)

@@ -21,10 +21,10 @@ from tests import eagle3, tiny
 
 
 class Remembering(Eagle3Proposer):
-    """Keeps its drafts by where in the text they were made."""
+    """Keeps its drafts by where in the text they were made, those of all calls."""
 
-    def begin(self, context):
-        super().begin(context)
+    def __init__(self, head, **shape):
+        super().__init__(head, **shape)
         self.drafts = {}
 
     def propose(self, context):
