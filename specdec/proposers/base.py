@@ -19,7 +19,9 @@ from specdec.pacing import Pacer
 from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
 
-SPREAD = 0.5  # how far log p of a target scatters around the draft's log q, as a Gumbel's scale
+# How far log p of a target scatters around the draft's log q, as a Gumbel's scale: 0.8 for a 0.5B beside a 1.5B, 1.0
+# for a head (benchmarks/results/coupling.md).
+SPREAD = 0.8
 LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
 
 
