@@ -69,7 +69,8 @@ class Loop:
 
         passes, report = self.pacer.passes, self.watch.report
         count, seconds = passes.count, passes.seconds
-        proposed = self._checked(self.proposer.propose(self._context()))
+        context = self._context()
+        proposed = self._checked(self.proposer.propose(context), context.root)
         draft = self._pad_finished(proposed)
         drafting = self.watch.mark("draft")
         report.num_draft_passes += passes.count - count
@@ -135,12 +136,12 @@ class Loop:
             features=self._features,
         )
 
-    def _checked(self, draft: DraftTree) -> DraftTree:
+    def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
         """Proposers are also others' code: say which one broke which rule, before the target trips over it.
 
         Column 0 is the loop's, and so is the device: a draft made elsewhere, or behind another root, is put right.
         """
-        root, who = self._context().root, f"{type(self.proposer).__name__}.propose"
+        who = f"{type(self.proposer).__name__}.propose"
         if not isinstance(draft, DraftTree):
             raise TypeError(f"{who} must return a DraftTree, got {type(draft).__name__}")
         B, N = draft.tokens.shape
