@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import machine
 import typer
 from failure import bad_input_ends
-from identity import Difference, Identity, compare_texts
+from identity import Difference, Identity, compare_texts, same_with_the_seed
 from measure import take
 from memory import peak_memory
 from methods import PLAIN, catalogue, select
@@ -63,6 +63,9 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     methods: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
     proposer: Annotated[list[str] | None, typer.Option(help="Another proposer string; may be repeated.")] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="specdec's methods also by this rule, as NAME:RULE; may be repeated.")
+    ] = None,
     lookup_tokens: Annotated[int, typer.Option(min=1, help="Fixed length of n-gram drafts.")] = Options.lookup_tokens,
     ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram of those.")] = Options.ngram_size,
     draft_lengths: Annotated[str, typer.Option(help="Fixed lengths of model drafts.")] = "2,4",
@@ -99,6 +102,7 @@ def main(
         draft_lengths=lengths,
         draft_vocab=draft_vocab,
         proposers=tuple(proposer or ()),
+        rules=tuple(rule or ()),
     )
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -186,6 +190,7 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
             best_lines(rows, best),
             "Where it comes from (specdec's rates pooled over all rounds; shares are of the rounds' time):",
             detail_table(rows, identities),
+            *([_seeds_line(records)] if options.temperature else []),
             *(["Texts that part from plain decoding's:", _parted_table(parted)] if parted else []),
         ]
     )
@@ -204,6 +209,11 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
         "records": [json.loads(record.to_json()) for record in records],
     }
     _write(out, "results", content, text)
+
+
+def _seeds_line(records: Sequence[Record]) -> str:
+    same = ", ".join(f"{name} {n} of {of}" for name, (n, of) in same_with_the_seed(records).items())
+    return f"Texts that are plain decoding's with the same seed: {same or 'none compared'}."
 
 
 def _parted_table(parted: Sequence[Difference]) -> str:

@@ -70,3 +70,17 @@ def compare_texts(records: Sequence[Record], jobs: Sequence[Job], target: PreTra
             difference = Difference(record.method, record.job, row, record.repeat, known[place], near_tie)
             found.setdefault(record.method, []).append(difference)
     return {name: Identity(count, tuple(found.get(name, ()))) for name, count in compared.items()}
+
+
+def same_with_the_seed(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
+    """By method: of how many sampled texts are how many plain decoding's with the same seed."""
+    plain = {(r.job, r.repeat): r.measurement.tokens for r in records if r.method == PLAIN}
+    found: dict[str, tuple[int, int]] = {}
+    for record in records:
+        if record.method == PLAIN or (record.job, record.repeat) not in plain:
+            continue
+        same, compared = found.get(record.method, (0, 0))
+        for ours, theirs in zip(record.measurement.tokens, plain[record.job, record.repeat], strict=True):
+            same, compared = same + (ours == theirs), compared + 1
+        found[record.method] = same, compared
+    return found

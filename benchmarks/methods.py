@@ -13,6 +13,7 @@ from options import Bench
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
+from specdec.generator import COUPLED
 from specdec.proposers.named import as_proposer
 
 PLAIN = "plain"
@@ -71,6 +72,8 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
             made[name + SINGLES] = partial(_call, name + SINGLES, make, singles=True)
     for name, (proposer, fixed) in ours.items():
         made[name] = partial(_speculative, name, bench, proposer, fixed)
+        for rule in options.rules:
+            made[f"{name}:{rule}"] = partial(_speculative, f"{name}:{rule}", bench, proposer, fixed, rule)
     return made
 
 
@@ -118,9 +121,11 @@ def assisted(target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None
     return generate
 
 
-def speculative(name: str, target: PreTrainedModel, proposer: Proposer, length: int | None) -> Method:
+def speculative(
+    name: str, target: PreTrainedModel, proposer: Proposer, length: int | None, rule: str = COUPLED
+) -> Method:
     """specdec. A call it cannot speculate on is an error: measured as plain decoding it would pass for a result."""
-    spec = SpeculativeGenerator(target, proposer, draft_length=length, on_unsupported="error")
+    spec = SpeculativeGenerator(target, proposer, draft_length=length, rule=rule, on_unsupported="error")
     return Method(name, spec.generate, lambda: spec.last_report)
 
 
@@ -132,5 +137,7 @@ def _call(name: str, make: Callable[[], Callable[..., Any]], singles: bool = Fal
     return Method(name, make(), singles=singles)
 
 
-def _speculative(name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None) -> Method:
-    return speculative(name, bench.target, proposer(), length)
+def _speculative(
+    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: str = COUPLED
+) -> Method:
+    return speculative(name, bench.target, proposer(), length, rule)

@@ -38,6 +38,7 @@ class Options:
     draft_lengths: tuple[int, ...] = (2, 4)
     draft_vocab: int = 32768
     proposers: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()  # beside the default
 
     @property
     def fingerprinted(self) -> dict[str, Any]:

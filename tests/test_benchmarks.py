@@ -109,6 +109,17 @@ def run(files, out, *arguments):
     return CliRunner().invoke(compare.app, [*command.split(), *arguments])
 
 
+def test_rules_side_by_side(files, tmp_path):
+    """Sampled: the default rule's texts are plain decoding's with the same seed, another's are counted, too."""
+    methods = ["--methods", "specdec-ngram*", "--rule", "block", "--temperature", "1"]
+    result = run(files, tmp_path, *methods)
+    assert result.exit_code == 0, result.output
+    report = (tmp_path / "results.md").read_text()
+    assert "| specdec-ngram:block " in report
+    assert f"specdec-ngram {len(QUESTIONS)} of {len(QUESTIONS)}" in report
+    assert "specdec-ngram-10:block " in report
+
+
 @pytest.fixture(scope="module")
 def finished(files):
     out = files / "out"

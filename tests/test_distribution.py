@@ -22,7 +22,9 @@ from specdec import (
     NgramProposer,
     Proposer,
     SpeculativeGenerator,
+    generator,
 )
+from specdec.learnt import BUCKETS, Learnt, PassCost
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
 from specdec.training.objective import Objective
@@ -229,6 +231,32 @@ def count(texts: Tensor, into: dict[tuple[int, ...], int]) -> None:
     values, counts = padded.unique(dim=0, return_counts=True)
     for value, many in zip(values.tolist(), counts.tolist(), strict=True):
         into[tuple(value)] = into.get(tuple(value), 0) + many
+
+
+class Free(Learnt):
+    """A machine where drafting costs nothing: how far is decided by the drafts alone, not by what a test's CPU is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.verify = Flat()
+
+    draft_step = 0.0
+
+    def observe_pace(self, seconds: float, gained: float) -> None:
+        pass
+
+
+class Flat(PassCost):
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(BUCKETS, (1.0, self.FAMILIAR)))
+
+    def observe(self, size: int, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def free_drafts(monkeypatch):
+    monkeypatch.setattr(generator, "Learnt", Free)
 
 
 def sampled(spec: SpeculativeGenerator, calls: int, rows: int = ROWS, eos: int | None = None, **sampling) -> dict:
