@@ -3,6 +3,7 @@
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
 from specdec.report import Report
+from specdec.rounds import Round
 from specdec.support import Unsupported
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
@@ -17,6 +18,7 @@ __all__ = [
     "NgramProposer",
     "Proposer",
     "Report",
+    "Round",
     "SpeculativeGenerator",
     "Unsupported",
     "Verdict",

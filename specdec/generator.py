@@ -30,6 +30,7 @@ from specdec.pacing import Pacer
 from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
+from specdec.rounds import Round
 from specdec.runner import ModelRunner, device_of
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
@@ -85,6 +86,7 @@ class SpeculativeGenerator:
         self._taps = self.proposer.taps(self.model)
         self.report, self.last_report = Report(), Report()
         self._learnt: dict[tuple[int, bool], Learnt] = {}
+        self._watched: list[Round] | None = None
         self._warned: set[str] = set()
         self._lock = Lock()  # of the reports: calls may run in several threads
 
@@ -174,6 +176,18 @@ class SpeculativeGenerator:
             else:
                 theirs["generate"] = before
 
+    @contextmanager
+    def watch(self) -> Iterator[list[Round]]:
+        """Within this context every round of every call, in any thread, is kept in the list that it gives.
+
+        A round takes about a kilobyte per drafted token. The time to keep it counts as "other" in the report.
+        """
+        before, self._watched = self._watched, []
+        try:
+            yield self._watched
+        finally:
+            self._watched = before
+
     # A call, as transformers has prepared it
 
     def _decode(
@@ -255,6 +269,7 @@ class SpeculativeGenerator:
                     watch=watch,
                     sampling=sampling,
                     trees=self.capability.trees,
+                    watched=self._watched,
                 )
                 loop.run(read, talk.fresh)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet

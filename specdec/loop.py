@@ -16,6 +16,7 @@ from specdec.noise import Noise
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.report import Stopwatch
+from specdec.rounds import Round, rounds
 from specdec.runner import ModelRunner, Output
 from specdec.transcript import Transcript
 from specdec.tree import DraftTree
@@ -32,7 +33,7 @@ class Loop:
         target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
         processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
         text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
-        sampling: T > 0. trees: the target can verify trees.
+        sampling: T > 0. trees: the target can verify trees. watched: gets every round; None: nobody looks.
     """
 
     target: ModelRunner
@@ -45,6 +46,7 @@ class Loop:
     watch: Stopwatch
     sampling: bool
     trees: bool
+    watched: list[Round] | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int]) -> None:
         """Decode until the text is done.
@@ -90,6 +92,8 @@ class Loop:
         verdict, kept = verified.verdict, verified.kept
         accepted = [min(n, k) if alive else 0 for n, k, alive in zip(verified.accepted, kept, active, strict=True)]
         passing += self.watch.mark("accept")
+        if self.watched is not None:
+            self._show(self.watched, proposed, output, verified, active)
 
         self.target.commit(kept, None if draft.chain else verdict.path)
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
@@ -180,6 +184,14 @@ class Loop:
             tokens[b, 1:] = self.text.filler
             parents[b] = torch.where(chain < self.text.room[b], chain, -1)
         return DraftTree(tokens, parents, draft.probs, draft.chain)
+
+    def _show(
+        self, watched: list[Round], draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]
+    ) -> None:
+        """Called right after the text took its tokens: what it settles later may cut rows back."""
+        positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
+        rows = [b for b, alive in enumerate(active) if alive]
+        watched += rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
 
     def _book(
         self,
