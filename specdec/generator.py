@@ -22,6 +22,7 @@ from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
 from specdec.conversation import conversation
 from specdec.hook import callers_level, further_arguments, generate_frame, plain
+from specdec.kept_costs import KeptCosts
 from specdec.learnt import Learnt
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
@@ -87,6 +88,7 @@ class SpeculativeGenerator:
         self.report, self.last_report = Report(), Report()
         self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._watched: list[Round] | None = None
+        self._kept: dict[int, KeptCosts] = {}  # between processes, by batch size
         self._warned: set[str] = set()
         self._lock = Lock()  # of the reports: calls may run in several threads
 
@@ -258,6 +260,7 @@ class SpeculativeGenerator:
             coupled = sampling and self.rule == COUPLED
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
+                pacer = self._pacer(text.batch_size, sampling)
                 loop = Loop(
                     target=target,
                     proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
@@ -265,13 +268,14 @@ class SpeculativeGenerator:
                     processors=processors.without_unknown(),
                     noise=noise,
                     text=text,
-                    pacer=self._pacer(text.batch_size, sampling),
+                    pacer=pacer,
                     watch=watch,
                     sampling=sampling,
                     trees=self.capability.trees,
                     watched=self._watched,
                 )
                 loop.run(read, talk.fresh)
+                self._kept[text.batch_size].keep(pacer.learnt.verify, pacer.learnt.draft)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
         watch.report.num_output_tokens = text.num_output_tokens
         if not config.return_dict_in_generate:
@@ -297,8 +301,13 @@ class SpeculativeGenerator:
         return rule
 
     def _pacer(self, batch_size: int, sampling: bool) -> Pacer:
-        """A call's own; costs and acceptance carry over from call to call of one kind."""
-        return Pacer(self.draft_length, self._learnt.setdefault((batch_size, sampling), Learnt()))
+        """A call's own; costs and acceptance carry over from call to call of one kind, costs to other processes too."""
+        if batch_size not in self._kept:
+            self._kept[batch_size] = KeptCosts(self.model, batch_size, self.proposer.drafting_model())
+        if (batch_size, sampling) not in self._learnt:
+            learnt = Learnt(*self._kept[batch_size].read())
+            self._learnt.setdefault((batch_size, sampling), learnt)  # unless another thread did
+        return Pacer(self.draft_length, self._learnt[batch_size, sampling])
 
     def _fall_back(self, reason: str, report: Report) -> None:
         if self.on_unsupported == "error":

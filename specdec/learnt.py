@@ -31,12 +31,13 @@ class PassCost:
     OUTLIER, FAMILIAR_OUTLIER = 2.0, 1.25  # times the expected seconds: what takes longer was another program's doing
     LIKELY = 1.5  # times the expected seconds: beyond, the first pass of a size is believed by half
     FAMILIAR = 3  # passes of a size: then its cost is known
+    LEVELLING = 2  # passes: a process's first may be slow for reasons of its own
 
     def __init__(self, seen: Mapping[int, tuple[float, int]] | None = None):
-        """seen: by bucket, seconds and how often; of another process, so that the first pass here sets the level."""
+        """seen: by bucket, seconds and how often; of another process, so that the first passes here set the level."""
         self._seen = dict(seen or {})
         self._curve = _curve(self._seen)
-        self._level_is_old = bool(seen)
+        self._to_level = self.LEVELLING if seen else 0
         self.reading = 0.0  # seconds per token of a long text
 
     def observe(self, size: int, seconds: float) -> None:
@@ -46,10 +47,11 @@ class PassCost:
             self._replace({bucket: (seconds, 1)})
             return
         expected, count = self(bucket), seen.get(bucket, (0.0, 0))[1]
-        surprise = min(seconds / expected, self.OUTLIER if count < self.FAMILIAR else self.FAMILIAR_OUTLIER)
-        if self._level_is_old:
-            self._level_is_old, shared = False, surprise
+        surprise = seconds / expected
+        if self._to_level:
+            self._to_level, shared = self._to_level - 1, surprise
         else:
+            surprise = min(surprise, self.OUTLIER if count < self.FAMILIAR else self.FAMILIAR_OUTLIER)
             weight = 1 / (count + (1 if surprise < self.LIKELY else 2))
             surprise = 1 + max(weight, self.STEP) * (surprise - 1)
             shared = surprise**self.SHARED if count else 1.0
@@ -66,8 +68,8 @@ class PassCost:
 
     @property
     def known(self) -> bool:
-        """Has a pass of any size been seen?"""
-        return bool(self._seen)
+        """Has a pass of any size been seen, here?"""
+        return bool(self._seen) and self._to_level < self.LEVELLING
 
     def familiar(self, size: int) -> bool:
         """Were passes of about this size seen often enough?"""
@@ -180,26 +182,50 @@ class Budget:
         self.left = min(self.MOST, self.left + self.SHARE * rounds + ahead)
 
 
+class DraftCost:
+    """Seconds of a draft's passes.
+
+    Attributes:
+        share: of a pass of the target over one token, that a step is taken to cost before one was measured here.
+        reading: seconds per token of a long text; 0: not known.
+    """
+
+    def __init__(self, share: float = PRIOR_STEP) -> None:
+        self.share, self.reading = share, 0.0
+        self._steps: tuple[float, ...] = ()
+
+    @property
+    def known(self) -> bool:
+        """Has a step been measured here?"""
+        return bool(self._steps)
+
+    def step(self, plain: float) -> float:
+        """Seconds of one draft pass: the median of recent ones. plain: of a pass of the target."""
+        return median(self._steps) if self._steps else self.share * plain
+
+    def observe(self, seconds: float) -> None:
+        self._steps = (*self._steps[1 - STEPS :], seconds)
+
+
 class Learnt:
     """What calls of one kind, a batch size and sampling or not, learn from each other, also at the same time.
 
     Attributes:
-        verify: costs of target passes. acceptance: per key. budget: for trials.
+        verify: costs of target passes. draft: of the draft's. acceptance: per key. budget: for trials.
     """
 
-    def __init__(self) -> None:
-        self.verify = PassCost()
+    def __init__(self, verify: PassCost | None = None, draft: DraftCost | None = None) -> None:
+        self.verify = PassCost() if verify is None else verify
+        self.draft = DraftCost() if draft is None else draft
         self.acceptance = Acceptance()
         self.budget = Budget()
-        self.reading = 0.0  # of the draft, seconds per token of a long text; 0: not known
         self._expected = (0.75, 2)
-        self._steps: tuple[float, ...] = ()
         self._pace = (0.0, 0.0)  # seconds and tokens of recent rounds, moving sums
 
     def apart(self) -> Learnt:
         """For a proposer that drafts in some of the rounds: all the same, but a pace of its own."""
-        other = Learnt()
-        other.verify, other.acceptance, other.budget = self.verify, self.acceptance, self.budget
+        other = Learnt(self.verify, self.draft)
+        other.acceptance, other.budget = self.acceptance, self.budget
         return other
 
     @property
@@ -213,11 +239,8 @@ class Learnt:
 
     @property
     def draft_step(self) -> float:
-        """Seconds of one draft pass: the median of recent ones."""
-        return median(self._steps) if self._steps else PRIOR_STEP * self.verify.plain
-
-    def observe_step(self, seconds: float) -> None:
-        self._steps = (*self._steps[1 - STEPS :], seconds)
+        """Seconds of one draft pass."""
+        return self.draft.step(self.verify.plain)
 
     @property
     def seconds_per_token(self) -> float | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -48,6 +50,25 @@ def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = 
         return saved
     exact, half = (sum(product_seconds(dtype, n) for n in rows) for dtype in (torch.float32, torch.bfloat16))
     return torch.float32 if exact < WORTH_ITS_MEMORY * half else saved
+
+
+@cache
+def name_of(device: torch.device) -> str:
+    """Of a device what its speed goes by: a GPU's name, or a CPU's and its vectors' width."""
+    if device.type != "cpu":
+        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        return named(device) if named else device.type
+    return f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu() -> str:
+    """As Linux has it; elsewhere the best that Python knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def in_words(device: torch.device) -> str:

@@ -136,7 +136,8 @@ class Pacer:
         It reads as much faster than the target as it decodes, or half as much where its decoding is quantized.
         """
         likely = self.verify.reading * min(1.0, 2 * self.learnt.draft_step / self.verify.plain)
-        return min(self.learnt.reading, likely) if self.learnt.reading else likely
+        reading = self.learnt.draft.reading
+        return min(reading, likely) if reading else likely
 
     def promise(self) -> float:
         """Tokens per row and second of drafts whose tokens are accepted as expected, of the best length."""
@@ -184,10 +185,10 @@ class Pacer:
         self.passes.count += 1
         self.passes.seconds += seconds
         if tokens <= FEW_TOKENS:
-            self.learnt.observe_step(seconds + building)
+            self.learnt.draft.observe(seconds + building)
         else:
             self.passes.reading += seconds
-            self.learnt.reading = seconds / tokens
+            self.learnt.draft.reading = seconds / tokens
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Book how long the target took to read the prompts, padding included."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from threading import local
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -60,6 +61,18 @@ class QuickLinear(nn.Linear):
         return _trials.get(likes) or _trials.setdefault(likes, Trial(self.ways))
 
 
+class _Lost(local):
+    seconds = 0.0
+
+
+_lost = _Lost()  # in this thread, to ways that were slower than others
+
+
+def clock() -> float:
+    """Seconds that passed, less those that this thread lost to slow ways: they were tried, and are not taken again."""
+    return perf_counter() - _lost.seconds
+
+
 class Trial:
     """Ways take turns at products that are needed anyway until the best is known."""
 
@@ -72,13 +85,15 @@ class Trial:
         way = self._waiting.pop(0) if self._waiting else by_rows  # none: another thread took the last
         start = perf_counter()
         result = way(rows, layer)
-        self._book(way, (perf_counter() - start) / layer.out_features)
+        self._book(way, perf_counter() - start, layer.out_features)
         return result
 
-    def _book(self, way: Way, seconds: float) -> None:
+    def _book(self, way: Way, taken: float, outputs: int) -> None:
+        seconds = taken / outputs
         self._seconds.setdefault(way, []).append(seconds)
         least = {way: min(taken) for way, taken in self._seconds.items()}
         best = min(least, key=least.__getitem__)
+        _lost.seconds += taken - outputs * least[best]
         hopeless = [way for way in least if least[way] > HOPELESS * least[best] and len(self._seconds[way]) > 1]
         self._waiting = [way for way in self._waiting if way not in hopeless]
         if not self._waiting:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from specdec.products import clock
+
 LATENCIES = 100_000  # kept for means and percentiles: 3 MB
 PHASES = ("prefill", "draft", "verify", "accept", "other")
 
@@ -279,15 +281,16 @@ class Stopwatch:
         self.report = report
         self._device = device if device is not None and device.type not in ("cpu", "meta") else None
         self.start = self._last = perf_counter()
+        self._clock = clock()
 
     def mark(self, phase: str) -> float:
-        """Book the time since the last mark under `phase`; returns it in seconds."""
+        """Book the seconds since the last mark under `phase`; returns them, less what was lost to trying (`clock`)."""
         if self._device is not None:
             torch.accelerator.synchronize(self._device)
-        now = perf_counter()
-        spent, self._last = now - self._last, now
-        self.report.seconds[phase] += spent
-        return spent
+        now, before = perf_counter(), self._clock
+        self.report.seconds[phase] += now - self._last
+        self._last, self._clock = now, clock()
+        return self._clock - before
 
     def elapsed(self) -> float:
         return perf_counter() - self.start

@@ -1,5 +1,7 @@
 """Fixtures around the tiny models and prompts of `tests.tiny`, and the words of `tests.training`."""
 
+import os
+
 import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
@@ -8,6 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests import tiny
 from tests.training import TEMPLATE, WORDS, some_texts, written
+
+os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, or decides by what it finds there
 
 
 @pytest.fixture(scope="session")

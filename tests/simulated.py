@@ -332,7 +332,7 @@ def decode(
     pacer.observe_prefill(prompt, 0.08 * prompt)
     context = Context(text, place, pacer, machine, clock, prompt)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid, "perf_counter", clock)
+        patch.setattr(hybrid, "clock", clock)
         proposer.begin(context)  # type: ignore[arg-type]
         while place < len(text) - 1:
             start = clock.now

@@ -87,6 +87,17 @@ def test_a_hopeless_way_is_tried_twice(monkeypatch):
     assert clock.calls == ["slow", "fast", "slow", *["fast"] * 4]
 
 
+def test_what_slow_ways_took_is_no_time_that_passed(monkeypatch):
+    watch = Clock(monkeypatch, slow=[100, 30], fast=[1] * 5)
+    trial, layer = Trial(watch.ways), quick_layer(8, 5)
+    trial(torch.randn(1, 8), layer)
+    before = products.clock()
+    while trial.best is None:
+        trial(torch.randn(1, 8), layer)
+    assert products.clock() - before == pytest.approx(5 + 1)  # the second try of the slow way counts as a fast one
+    assert watch.now == 100 + 30 + 5
+
+
 def test_an_lm_head_is_multiplied_as_the_layers_before_it(eager, monkeypatch):
     monkeypatch.setattr(products, "LONG", 16)
     layer, head = quick_layer(8, 20), quick_layer(8, 400)

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import TypeVar
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from specdec.acceptance import sample
 from specdec.pacing import Pacer
+from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
@@ -138,11 +138,11 @@ class AutoregressiveProposer(Proposer):
         chances, left = _chances(context, pacer.expected_rate), max(context.room)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
-        start, self._launched = perf_counter(), 0
+        start, self._launched = clock(), 0
         draft = self._draft(context, limit)
         if self._launched:
             torch.accelerator.synchronize(context.tokens.device)
-            seconds = perf_counter() - start
+            seconds = clock() - start
             for _ in range(self._launched):
                 pacer.observe_draft_pass(seconds / self._launched)
         return draft
@@ -340,11 +340,11 @@ class AutoregressiveProposer(Proposer):
         chain: bool = False,
     ) -> tuple[Tensor, Read]:
         """`_step`, and what `read` makes of its logits (B, n, K); both are booked."""
-        start = perf_counter()
+        start = clock()
         logits = self._step(stepped, n, parents, chain)
-        passed = perf_counter()
+        passed = clock()
         out = read(logits)
-        self._book_pass(context, logits, passed - start, building=perf_counter() - passed)
+        self._book_pass(context, logits, passed - start, building=clock() - passed)
         return out
 
     def _book_pass(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.logits import NodeProcessors
@@ -138,6 +138,10 @@ class Proposer(ABC):
 
     def begin(self, context: Context) -> None:
         """A `generate()` call starts, and this copy of the proposer is its own. `context` holds the prompts."""
+
+    def drafting_model(self) -> nn.Module | None:
+        """What drafts are made by passes of, if anything: their cost is known by its shape. Asked after `check`."""
+        return None
 
     @property
     def drafted_by(self) -> str:

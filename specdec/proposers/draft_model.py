@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.paths import require_folder_or_id
+from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import ModelRunner, device_of
@@ -89,6 +89,9 @@ class DraftModelProposer(AutoregressiveProposer):
         if owned:
             self.model = self._view  # weights that it does without are nobody's now
 
+    def drafting_model(self) -> nn.Module:
+        return self._view
+
     def new_runner(self) -> ModelRunner:
         """Of the draft model as it drafts, with a cache of its own."""
         return ModelRunner(self._view)
@@ -135,10 +138,10 @@ class DraftModelProposer(AutoregressiveProposer):
     def _catch_up(self, context: Context) -> Tensor:
         """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
         missing = self._missing(context)
-        width, start = max(missing), perf_counter()
+        width, start = max(missing), clock()
         tokens = self._readable(context.last_tokens(width))
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
-        self._book_pass(context, logits, perf_counter() - start, tokens.numel() if width > FEW_TOKENS else 1)
+        self._book_pass(context, logits, clock() - start, tokens.numel() if width > FEW_TOKENS else 1)
         return logits
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner
 from specdec.pacing import FEW_TOKENS
+from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import device_of
@@ -87,6 +87,9 @@ class Eagle3Proposer(AutoregressiveProposer):
     def taps(self, target: PreTrainedModel) -> Taps:
         return Taps(target, self.head.config.taps(len(decoder_layers(target))), self.head.device)
 
+    def drafting_model(self) -> Eagle3Head:
+        return self._fast
+
     def begin(self, context: Context) -> None:
         assert context.target is not None
         self.runner = HeadRunner(self.head, context.target, self._fast)
@@ -113,7 +116,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         return width * context.batch_size if width > FEW_TOKENS else 0
 
     def _catch_up(self, context: Context) -> Tensor:
-        start, B = perf_counter(), context.batch_size
+        start, B = clock(), context.batch_size
         assert context.features is not None
         states = []
         for b, parts in enumerate(self._waiting):
@@ -126,7 +129,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         # Long prompts have large states: those of a single row are not copied.
         padded = states[0][None] if B == 1 else pad_sequence(states, batch_first=True, padding_side="left")
         logits = self.runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
-        self._book_pass(context, logits, perf_counter() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
+        self._book_pass(context, logits, clock() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from time import perf_counter
 from weakref import WeakKeyDictionary
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.learnt import Learnt, PassCost
 from specdec.pacing import Pacer
+from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.taps import Taps
@@ -77,6 +78,9 @@ class HybridProposer(Proposer):
         self.other.check(target)
         self.ngram.check(target)
 
+    def drafting_model(self) -> nn.Module | None:
+        return self.other.drafting_model()
+
     def begin(self, context: Context) -> None:
         self.other, self.ngram = copy(self.other), copy(self.ngram)
         self.other.begin(context)
@@ -96,9 +100,9 @@ class HybridProposer(Proposer):
             self.follow(context)
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
-        start = perf_counter()
+        start = clock()
         draft = self.other.propose(replace(context, pacer=self._pacer_of(context)))
-        self._seconds = perf_counter() - start
+        self._seconds = clock() - start
         return draft
 
     def _rounds_of(self, pacer: Pacer) -> Rounds:
