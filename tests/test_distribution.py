@@ -24,7 +24,7 @@ from specdec import (
     SpeculativeGenerator,
     generator,
 )
-from specdec.learnt import BUCKETS, Learnt, PassCost
+from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
 from specdec.training.objective import Objective
@@ -236,9 +236,8 @@ def count(texts: Tensor, into: dict[tuple[int, ...], int]) -> None:
 class Free(Learnt):
     """A machine where drafting costs nothing: how far is decided by the drafts alone, not by what a test's CPU is."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.verify = Flat()
+    def __init__(self, verify: PassCost, draft: DraftCost) -> None:
+        super().__init__(Flat(), draft)
 
     draft_step = 0.0
 
@@ -249,6 +248,7 @@ class Free(Learnt):
 class Flat(PassCost):
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(BUCKETS, (1.0, self.FAMILIAR)))
+        self._to_level = 0
 
     def observe(self, size: int, seconds: float) -> None:
         pass
