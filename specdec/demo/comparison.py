@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.demo.streamer import ColourStreamer
+from specdec.streamer import ColourStreamer
 from specdec.report import Report
 
 PLAIN = "plain"

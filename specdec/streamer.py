@@ -19,16 +19,16 @@ class ColourStreamer(BaseStreamer):
     specdec calls `on_accept` right before each `put`; plain `generate()` does not, and its text stays uncoloured.
 
     Attributes:
-        times: `time.perf_counter()` at each generated token.
+        tokens: the generated ones. times: `time.perf_counter()` at each.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
+        self.tokens: list[int] = []
         self.times: list[float] = []
         self._tokenizer = tokenizer
         self._console = console
         self._prompt_seen = False
         self._accepted = False
-        self._tokens: list[int] = []
         self._shown = 0  # tokens whose text is on the screen
         self._context = 0  # decoding starts here, a piece before `_shown`: a token's text depends on the one before it
         self._pending_accepted: list[bool] = []  # of the tokens not shown yet
@@ -45,7 +45,7 @@ class ColourStreamer(BaseStreamer):
         now = time.perf_counter()
         for token in value.reshape(-1).tolist():
             self.times.append(now)
-            self._tokens.append(token)
+            self.tokens.append(token)
             self._pending_accepted.append(self._accepted)
             self._show_complete()
         self._accepted = False
@@ -61,8 +61,8 @@ class ColourStreamer(BaseStreamer):
             self._show(text)
 
     def _pending_text(self) -> str:
-        before = self._tokenizer.decode(self._tokens[self._context : self._shown], skip_special_tokens=True)
-        after = self._tokenizer.decode(self._tokens[self._context :], skip_special_tokens=True)
+        before = self._tokenizer.decode(self.tokens[self._context : self._shown], skip_special_tokens=True)
+        after = self._tokenizer.decode(self.tokens[self._context :], skip_special_tokens=True)
         return after[len(before) :]
 
     def _show(self, text: str) -> None:
@@ -70,5 +70,5 @@ class ColourStreamer(BaseStreamer):
         style = ACCEPTED_STYLE if self._pending_accepted and all(self._pending_accepted) else None
         self._console.out(text, style=style, highlight=False, end="")
         self._console.file.flush()
-        self._context, self._shown = self._shown, len(self._tokens)
+        self._context, self._shown = self._shown, len(self.tokens)
         self._pending_accepted = []

@@ -1,0 +1,114 @@
+"""A conversation in turns: each reads only what is new, and is what plain decoding of the whole text would say."""
+
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec import SpeculativeGenerator
+from specdec.chat import Chat
+from specdec.streamer import ColourStreamer
+from tests import tiny
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '|' }}{% endfor %}a:"
+NEW = 6
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    characters = [*"abcdefghijklmnopqrstuvwxyz:|ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][: tiny.VOCAB]
+    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner)
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(params=["llama", "gemma3"])
+def spec(request):
+    """gemma3 has sliding windows, which a turn's text outgrows."""
+    return SpeculativeGenerator(tiny.model(request.param), "ngram", draft_length=3)
+
+
+def streamer(tokenizer, stop_after=None):
+    class Streamer(ColourStreamer):
+        def put(self, value):
+            super().put(value)
+            if len(self.tokens) == stop_after:
+                raise KeyboardInterrupt
+
+    return Streamer(tokenizer, Console(file=StringIO()))
+
+
+def chat_of(spec, tokenizer, **options):
+    return Chat(spec, tokenizer, do_sample=False, max_new_tokens=NEW, **options)
+
+
+def alone(spec, tokenizer, messages):
+    """What plain decoding answers to the whole conversation."""
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    out = spec.model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=NEW
+    )
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+def test_each_turn_is_what_plain_decoding_says(spec, tokenizer):
+    chat = chat_of(spec, tokenizer, system="be")
+    for said in ("abcabc", "xyx", "no"):
+        chat.say(said, streamer(tokenizer))
+        *before, answer = chat.messages
+        assert before[-1] == {"role": "user", "content": said}
+        assert answer["content"] == alone(spec, tokenizer, before)
+    assert [m["role"] for m in chat.messages] == ["system"] + 3 * ["user", "assistant"]
+    assert spec.report.num_plain_calls == 0
+
+
+def test_a_turn_reads_only_what_is_new(tokenizer, monkeypatch):
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=3)
+    chat, read = chat_of(spec, tokenizer), []
+    forward = spec.model.forward
+    monkeypatch.setattr(
+        spec.model, "forward", lambda *args, **kwargs: read.append(kwargs["input_ids"].shape[1]) or forward(*args, **kwargs)
+    )
+    chat.say("abcdefghabcdefgh", streamer(tokenizer))
+    assert read[0] == len("u:abcdefghabcdefgh|a:")
+    read.clear()
+    chat.say("no", streamer(tokenizer))
+    assert read[0] <= 2 + len("|u:no|a:")  # the last token of the answer is in no cache yet
+
+
+def test_interrupted_it_goes_on_from_what_was_said(spec, tokenizer):
+    chat = chat_of(spec, tokenizer)
+    chat.say("abcabc", streamer(tokenizer))
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("xyx", streamer(tokenizer, stop_after=2))
+    assert len(chat.messages[-1]["content"]) == 2
+    assert chat.messages[-1]["role"] == "assistant"
+    chat.say("no", streamer(tokenizer))
+    assert chat.messages[-1]["content"] == alone(spec, tokenizer, chat.messages[:-1])
+
+
+def test_a_turn_that_failed_never_was(spec, tokenizer):
+    chat = chat_of(spec, tokenizer)
+    chat.say("abcabc", streamer(tokenizer))
+    before = list(chat.messages)
+
+    class Broken(ColourStreamer):
+        def put(self, value):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        chat.say("xyx", Broken(tokenizer, Console(file=StringIO())))
+    assert chat.messages == before
+    chat.say("no", streamer(tokenizer))
+    assert chat.messages[-1]["content"] == alone(spec, tokenizer, chat.messages[:-1])
+
+
+def test_without_a_chat_template_it_says_so(spec):
+    with pytest.raises(ValueError, match="no chat template"):
+        Chat(spec, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))))
