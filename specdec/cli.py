@@ -126,19 +126,15 @@ def export(
 ) -> None:
     """Write an EAGLE-3 head in another layout."""
     from specdec.eagle3 import load, save
+    from specdec.eagle3.layouts import lost_in
 
     with _bad_input_ends():
         if Path(out).resolve() == Path(head).resolve():
             raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
         loaded = load(head)
         save(loaded, out, layout, target)
-    if layout == "sglang" and loaded.config.attention_bias:
-        typer.secho(
-            "warning: this head's attention has biases, which SafeAILab's and SGLang's code leaves out without a word: "
-            "it accepts less there. vLLM's layout has them; a head trained with --no-attention-bias needs none",
-            fg="yellow",
-            err=True,
-        )
+    for lost in lost_in(loaded.config, layout):
+        typer.secho(f"warning: {lost}", fg="yellow", err=True)
     if layout == "speculators" and not target:
         typer.secho("warning: vLLM looks the target up in this layout's config: give --target", fg="yellow", err=True)
     size = (Path(out) / "model.safetensors").stat().st_size

@@ -72,9 +72,12 @@ def test_a_turn_reads_only_what_is_new(tokenizer, monkeypatch):
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=3)
     chat, read = chat_of(spec, tokenizer), []
     forward = spec.model.forward
-    monkeypatch.setattr(
-        spec.model, "forward", lambda *args, **kwargs: read.append(kwargs["input_ids"].shape[1]) or forward(*args, **kwargs)
-    )
+
+    def noting(*args, **kwargs):
+        read.append(kwargs["input_ids"].shape[1])
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(spec.model, "forward", noting)
     chat.say("abcdefghabcdefgh", streamer(tokenizer))
     assert read[0] == len("u:abcdefghabcdefgh|a:")
     read.clear()

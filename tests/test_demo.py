@@ -19,8 +19,8 @@ from specdec.demo.comparison import PLAIN, Run, Speed
 from specdec.demo.divergence import Divergence, diverge, first_difference
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show, summary
-from specdec.streamer import ColourStreamer
 from specdec.machine import DTYPES, best_device, number_format
+from specdec.streamer import ColourStreamer
 
 
 @pytest.fixture(scope="module")

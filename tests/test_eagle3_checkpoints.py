@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +70,9 @@ def test_sglang_layout_has_its_keys(tmp_path):
     assert weights["t2d"].nonzero()[:, 0].tolist() == (torch.arange(40) + weights["d2t"]).tolist()
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == 40
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]  # as SGLang counts
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # as vLLM does, which looks here
+    assert load(tmp_path).config.taps(8) == (2, 4, 5)
 
 
 def test_speculators_layout_has_its_keys(tmp_path):
@@ -84,16 +87,38 @@ def test_speculators_layout_has_its_keys(tmp_path):
     assert config["target_hidden_size"] == 32
 
 
-def test_vllms_attention_has_four_biases_or_none(tmp_path):
-    """Its `attention_bias` is of the o projection too."""
+@pytest.mark.parametrize(("layout", "layer"), [("speculators", "layers.0"), ("sglang", "midlayer")])
+def test_vllms_attention_has_four_biases_or_none(layout, layer, tmp_path):
+    """Its `attention_bias` is of the o projection too, whose bias stays uninitialised there if it is missing."""
     head = eagle3.head(attention_bias=True)
-    save(head, tmp_path, "speculators")
+    save(head, tmp_path, layout)
     weights, config = load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
-    assert config["transformer_layer_config"]["attention_bias"] is True
+    assert config.get("transformer_layer_config", config)["attention_bias"] is True
     biases = {name: tensor for name, tensor in weights.items() if name.endswith("bias")}
-    assert set(biases) == {f"layers.0.self_attn.{kind}_proj.bias" for kind in "qkvo"}
-    assert not biases["layers.0.self_attn.o_proj.bias"].any()
+    assert set(biases) == {f"{layer}.self_attn.{kind}_proj.bias" for kind in "qkvo"}
+    assert not biases[f"{layer}.self_attn.o_proj.bias"].any()
     assert same(load(tmp_path), head)
+
+
+@pytest.mark.parametrize("layout", EXACT)
+def test_vllm_sees_windows_and_the_number_of_taps(layout, tmp_path):
+    """It reads the window from the layers' types, and takes three taps where nothing else is said."""
+    save(eagle3.head(sliding_window=6, tap_ids=(1, 3)), tmp_path, layout)
+    config = json.loads((tmp_path / "config.json").read_text())
+    layer = config.get("transformer_layer_config", config)
+    assert layer["layer_types"] == ["sliding_attention"]
+    assert layer["num_aux_hidden_states"] == 2
+    assert load(tmp_path).config.sliding_window == 6
+
+
+def test_heads_we_ship_are_what_vllm_takes_them_for():
+    folder = Path(__file__).parents[1] / "heads" / "qwen2.5-coder-0.5b-instruct"
+    config = json.loads((folder / "config.json").read_text())
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 12, 21]
+    assert config["num_aux_hidden_states"] == 3
+    head = read(folder).head()
+    assert head.config.taps(24) == (2, 12, 21)
+    assert not head.layers[0].self_attn.o_proj.bias.any()
 
 
 # Others' checkpoints, written by hand as their tools write them
@@ -467,6 +492,23 @@ def test_export_says_what_others_would_miss(bias, options, said, tmp_path):
     assert result.exit_code == 0
     assert said in result.stderr
     assert bool(said) == ("warning" in result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"fc_bias": True}, "the bias of this head's fc:"),
+        ({"qk_norm": True, "output_bias": True}, "the bias of this head's o_proj, in a Qwen3"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc ahead of fc_norm"),
+    ],
+)
+def test_export_says_what_vllm_would_miss(changes, said, tmp_path):
+    save(eagle3.head(**changes), tmp_path / "one")
+    out = str(tmp_path / "two")
+    command = ["export", str(tmp_path / "one"), out, "--layout", "speculators", "--target", "some/model"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0
+    assert said in result.stderr.replace("\n", " ")
 
 
 def test_an_unknown_convention_stays_unknown_through_exports(tmp_path):

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.streamer import ColourStreamer
 from specdec.report import Report
+from specdec.streamer import ColourStreamer
 
 PLAIN = "plain"
 

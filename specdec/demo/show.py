@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.demo.comparison import PLAIN, Run, Speed, pooled_report, run
 from specdec.demo.divergence import Divergence, diverge
-from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
 from specdec.generator import SpeculativeGenerator
+from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
 
 WARM_UP_TOKENS = 8
 ALL = "all"

@@ -46,13 +46,13 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     else:
         weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
         weights["t2d"][head.draft_to_target.cpu()] = True
+    if c.attention_bias and not c.output_bias:
+        # vLLM, which takes either layout, knows `attention_bias` of all four projections, and does not miss a tensor.
+        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     if layout != "speculators":
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
     if layout == "int8":
         weights = as_int8(weights)
-    if layout == "speculators" and c.attention_bias and not c.output_bias:
-        # There `attention_bias` is of all four projections.
-        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
     dtype = str(head.dtype).removeprefix("torch.")
     if layout == "int8":
@@ -75,8 +75,28 @@ def _refuse_others(folder: Path) -> None:
         raise ValueError(f"{folder} holds the weights of another model, which would be lost: choose another folder")
 
 
+def lost_in(c: Eagle3Config, layout: str) -> list[str]:
+    """What of a head other engines leave out without a word when they read this layout, and what to do instead."""
+    lost = []
+    if layout == "sglang" and c.attention_bias:
+        lost.append(
+            "this head's attention has biases, which SafeAILab's and SGLang's code leaves out: it accepts less there. "
+            "vLLM has them; a head trained with --no-attention-bias needs none"
+        )
+    if layout == "speculators":
+        biases = [
+            name for name, has in (("fc", c.fc_bias), ("Qwen3 layer's o_proj", c.qk_norm and c.output_bias)) if has
+        ]
+        if biases:
+            lost.append(f"vLLM leaves out the bias of this head's {' and '.join(biases)}: it accepts less there")
+        if c.fc_norm and c.norm_before_fc:
+            lost.append("vLLM applies norm_before_fc ahead of fc_norm, this head behind it: it accepts less there")
+    return lost
+
+
 def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
-    said, taps = _taps(c, "output")
+    said, entering = _taps(c, "entering")
+    _, leaving = _taps(c, "output")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
@@ -84,8 +104,10 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
         "target_hidden_size": c.target_hidden_size,
         **_flags(c),
         **said,
+        # Here vLLM looks, which counts the states that enter layers; below SGLang, which counts those that leave them.
+        **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
         "eagle_config": {"use_aux_hidden_state": True}
-        | ({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
+        | ({} if leaving is None else {"eagle_aux_hidden_state_layer_ids": leaving}),
     }
 
 
@@ -129,12 +151,17 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
         "max_position_embeddings": c.max_position_embeddings,
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,
+        "num_aux_hidden_states": c.num_taps,
     }
     scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
     if scaling != {"rope_type": "default"}:
         described["rope_scaling"] = scaling
     if c.sliding_window is not None:
-        described |= {"sliding_window": c.sliding_window, "use_sliding_window": True}
+        described |= {
+            "sliding_window": c.sliding_window,
+            "use_sliding_window": True,
+            "layer_types": ["sliding_attention"] * c.num_layers,
+        }
     return described
 
 

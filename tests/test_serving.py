@@ -1,0 +1,71 @@
+"""transformers' OpenAI-compatible server with specdec inside, asked by the real `openai` client."""
+
+import socket
+import time
+
+import pytest
+import torch
+
+from specdec import SpeculativeGenerator
+from specdec.serving import serve
+from tests import tiny
+from tests.test_chat import tokenizer  # noqa: F401  a fixture
+
+pytest.importorskip("fastapi")
+openai = pytest.importorskip("openai")
+
+ASKED = [{"role": "user", "content": "abcabcab"}]
+NEW = 8
+
+
+@pytest.fixture
+def served(tmp_path, tokenizer):  # noqa: F811
+    """The client, the model's name, the generators that were made, and what plain decoding answers."""
+    model = tiny.model("llama")
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    made = []
+
+    def generator_of(loaded):
+        made.append(SpeculativeGenerator(loaded, "ngram", draft_length=3))
+        return made[-1]
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = serve(str(tmp_path), generator_of, port=port, non_blocking=True, dtype="float32", device="cpu")
+    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+    _wait_for(client)
+    ids = torch.tensor([tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]])
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    yield client, str(tmp_path), made, tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+    server.kill_server()
+
+
+def _wait_for(client) -> None:
+    for _ in range(100):
+        try:
+            client.models.list()
+        except openai.APIConnectionError:
+            time.sleep(0.1)
+        else:
+            return
+    raise AssertionError("the server did not start")
+
+
+def test_answers_are_plain_decodings(served):
+    client, name, made, expected = served
+    whole = client.chat.completions.create(model=name, messages=ASKED, max_tokens=NEW, temperature=0)
+    assert whole.choices[0].message.content == expected
+    stream = client.chat.completions.create(model=name, messages=ASKED, max_tokens=NEW, temperature=0, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in stream if part.choices) == expected
+    (spec,) = made
+    assert spec.report.num_calls == 2
+    assert spec.report.num_plain_calls == 0
+    assert spec.report.num_draft_tokens > 0
+
+
+def test_only_our_servers_speculate(served):
+    from transformers.cli.serving import model_manager
+
+    assert model_manager.ModelManager.__name__ == "ModelManager"
