@@ -93,3 +93,14 @@ def test_a_model_that_cannot_be_copied_is_not_tried_out():
     model = copy.deepcopy(tiny.model("llama"))
     model.guard = threading.Lock()
     assert "cannot be copied" in probe(model).reason
+
+
+def test_a_generator_that_is_installed_does_not_stand_in_the_way():
+    """The model is tried out in its first call, when `generate` is ours already, lock and draft model and all."""
+    target, inputs = copy.deepcopy(tiny.model("llama")), tiny.prompts(9)
+    expected = target.generate(**inputs, do_sample=False, max_new_tokens=8)
+    spec = SpeculativeGenerator(target, tiny.model("llama", seed=1), draft_length=2)
+    with spec.installed():
+        assert target.generate(**inputs, do_sample=False, max_new_tokens=8).tolist() == expected.tolist()
+    assert spec.report.num_draft_tokens > 0
+    assert spec.report.num_plain_calls == 0

@@ -14,6 +14,8 @@ FLOORS = {
     "specdec": "generator",
     "specdec.generator": "generator",
     "specdec.loop": "generator",
+    "specdec.chat": "uses",
+    "specdec.serving": "uses",
     "specdec.data": "data",
     "specdec.training": "training",
     "specdec.doctor": "measuring",
@@ -27,11 +29,12 @@ MAY_IMPORT = {
     "eagle3": ["parts"],
     "proposers": ["parts", "eagle3"],
     "generator": ["parts", "proposers"],
+    "uses": ["parts", "generator"],
     "data": ["parts", "proposers", "generator"],
     "training": ["parts", "eagle3", "proposers", "generator", "data"],
     "measuring": ["parts", "eagle3", "proposers", "generator", "data"],
     "demo": ["parts", "eagle3", "proposers", "generator", "data"],
-    "cli": ["parts", "eagle3", "proposers", "generator", "data", "training", "measuring"],
+    "cli": ["parts", "eagle3", "proposers", "generator", "data", "training", "measuring", "uses"],
 }
 
 

@@ -46,8 +46,8 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     else:
         weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
         weights["t2d"][head.draft_to_target.cpu()] = True
-    if c.attention_bias and not c.output_bias:
-        # vLLM, which takes either layout, knows `attention_bias` of all four projections, and does not miss a tensor.
+    if layout != "int8" and c.attention_bias and not c.output_bias:
+        # vLLM, which takes either of the others, knows `attention_bias` of all four projections, and does not miss a tensor.
         weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     if layout != "speculators":
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
@@ -84,11 +84,10 @@ def lost_in(c: Eagle3Config, layout: str) -> list[str]:
             "vLLM has them; a head trained with --no-attention-bias needs none"
         )
     if layout == "speculators":
-        biases = [
-            name for name, has in (("fc", c.fc_bias), ("Qwen3 layer's o_proj", c.qk_norm and c.output_bias)) if has
-        ]
-        if biases:
-            lost.append(f"vLLM leaves out the bias of this head's {' and '.join(biases)}: it accepts less there")
+        if c.fc_bias:
+            lost.append("vLLM leaves out the bias of this head's fc: it accepts less there")
+        if c.qk_norm and c.output_bias:
+            lost.append("vLLM leaves out the bias of this head's o_proj, in a Qwen3 layer: it accepts less there")
         if c.fc_norm and c.norm_before_fc:
             lost.append("vLLM applies norm_before_fc ahead of fc_norm, this head behind it: it accepts less there")
     return lost
