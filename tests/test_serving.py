@@ -27,7 +27,7 @@ def served(tmp_path, tokenizer):  # noqa: F811
     made = []
 
     def generator_of(loaded):
-        made.append(SpeculativeGenerator(loaded, "ngram", draft_length=3))
+        made.append(SpeculativeGenerator(loaded, tiny.model("llama", seed=1), draft_length=3))
         return made[-1]
 
     with socket.socket() as free:

@@ -90,6 +90,8 @@ def read(path: str | Path) -> Checkpoint:
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
         reason = next((why for end, why in IGNORED.items() if plain == end or plain.endswith("." + end)), None)
+        if plain.endswith("self_attn.o_proj.bias") and not bool(tensor.any()):
+            reason = "zeros, for engines that expect it"
         if reason:
             ignored[name] = reason
             continue

@@ -47,7 +47,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
         weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
         weights["t2d"][head.draft_to_target.cpu()] = True
     if layout != "int8" and c.attention_bias and not c.output_bias:
-        # vLLM, which takes either of the others, knows `attention_bias` of all four projections, and does not miss a tensor.
+        # vLLM takes either of the others, with `attention_bias` of all four projections, and misses no tensor.
         weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     if layout != "speculators":
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
