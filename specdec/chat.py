@@ -41,6 +41,7 @@ class Chat:
             raise ValueError("this model has no chat template: take one that was tuned for conversations")
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        self._cached: list[int] = []  # tokens whose keys and values are in the cache
         self._forget()
 
     def say(self, text: str, streamer: ColourStreamer) -> Report:

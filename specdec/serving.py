@@ -49,8 +49,8 @@ def _speculating(generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]
             model.generate = generator_of(model).generate
             return model
 
-    model_manager.ModelManager = Speculating  # type: ignore[misc]
+    model_manager.ModelManager = Speculating
     try:
         yield
     finally:
-        model_manager.ModelManager = plain  # type: ignore[misc]
+        model_manager.ModelManager = plain
