@@ -1,5 +1,9 @@
 """specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes."""
 
+from specdec.namesake import refuse_namesake
+
+refuse_namesake()  # before anything of it is imported
+
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
 from specdec.report import Report

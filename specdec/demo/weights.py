@@ -194,7 +194,8 @@ def _require_tools() -> None:
     if missing:
         raise ModuleNotFoundError(
             f"fetching the demo's weights needs the Python module {' and '.join(missing)}, which this environment "
-            "lacks: install it with `python -m pip install 'specdec[demo]'`, or name a model of your own with TARGET="
+            f"lacks: install it with `python -m pip install {' '.join(missing)}`, or name a model of your own with "
+            "TARGET="
         )
 
 
