@@ -32,6 +32,7 @@ class ColourStreamer(BaseStreamer):
         self._shown = 0  # tokens whose text is on the screen
         self._context = 0  # decoding starts here, a piece before `_shown`: a token's text depends on the one before it
         self._pending_accepted: list[bool] = []  # of the tokens not shown yet
+        self._column = 0  # where the next character goes
 
     def on_accept(self, accepted: bool) -> None:
         """The next token to be put is (or is not) an accepted draft token."""
@@ -68,7 +69,19 @@ class ColourStreamer(BaseStreamer):
     def _show(self, text: str) -> None:
         # A character made of several tokens counts as drafted only if all of them were.
         style = ACCEPTED_STYLE if self._pending_accepted and all(self._pending_accepted) else None
-        self._console.out(text, style=style, highlight=False, end="")
+        self._console.out(self._folded(text), style=style, highlight=False, end="")
         self._console.file.flush()
         self._context, self._shown = self._shown, len(self.tokens)
         self._pending_accepted = []
+
+    def _folded(self, text: str) -> str:
+        """With a new line where a terminal folds a long one: a recorded picture would cut it."""
+        if not self._console.record:
+            return text
+        folded = ""
+        for character in text:
+            self._column = 0 if character == "\n" else self._column + 1
+            if self._column > self._console.width:
+                folded, self._column = folded + "\n", 1
+            folded += character
+        return folded

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.tiny import randomised
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
 
+import chart
 import compare
 import long_prompts
 import losses
@@ -466,3 +468,17 @@ def test_a_bench_without_a_draft_says_so(files):
     options = type("O", (), {"draft": None, "threads": None})()
     with pytest.raises(ValueError, match="--draft"):
         _ = Bench(options).draft
+
+
+def test_a_chart_shows_what_the_tables_say(tmp_path):
+    table = chart.read(chart.RESULTS / f"{chart.PAIR}.md")
+    written = (chart.RESULTS / f"{chart.PAIR}.md").read_text(encoding="utf-8")
+    gain = table.by_method["specdec-draft"]["coding"]
+    assert re.search(rf"\| specdec-draft +\|.*\| {gain:.2f}x ", written)
+    figure = chart.draw([table])
+    said = {text.get_text() for text in figure.axes[0].texts}
+    assert f"{gain:.2f}" in said
+    assert CliRunner().invoke(chart.app, [str(tmp_path / "a" / "chart.svg")]).exit_code == 0
+    assert "AMD EPYC" in (tmp_path / "a" / "chart.svg").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="no table of speed-ups"):
+        chart.read(chart.RESULTS / "coupling.md")

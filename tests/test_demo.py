@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -289,6 +290,29 @@ def test_the_command_runs_on_any_folder(folder, kind):
     assert result.exit_code == 0, result.output
     assert "float32 on" in result.output
     assert "Plain and speculative decoding" in result.output
+
+
+def test_a_picture_has_long_lines_whole(tokenizer):
+    console = Console(file=io.StringIO(), width=10, record=True, highlight=False)
+    streamer = ColourStreamer(tokenizer, console)
+    streamer.put(torch.tensor([[1]]))  # the prompt
+    for token in tokenizer("one line of 25 characters\nand the next").input_ids:
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    shown = console.export_text().splitlines()
+    assert shown == ["one line o", "f 25 chara", "cters", "and the ne", "xt"]
+
+
+def test_the_command_keeps_a_picture_of_one_prompt(folder, tmp_path):
+    picture = tmp_path / "a" / "demo.svg"
+    arguments = ["--target", folder, "--proposer", "ngram", "--max-new-tokens", "8", "--dtype", "float32"]
+    result = CliRunner().invoke(command.app, [*arguments, "--prompt", "rewrite", "--svg", str(picture)])
+    assert result.exit_code == 0, result.output
+    shown = picture.read_text(encoding="utf-8")
+    assert "</svg>" in shown
+    assert "rewrite:&#160;specdec,&#160;ngram" in shown
+    assert "explain" not in shown
+    assert f"specdec:&#160;{Path(folder).name}" in shown
 
 
 def test_the_command_says_what_is_missing_before_it_downloads(monkeypatch, tmp_path):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from specdec.data.prompts import PROMPTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show
@@ -16,6 +18,7 @@ from specdec.machine import best_device, in_words, number_format
 from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
 from specdec.proposers.named import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 
+SVG_COLUMNS = 88
 ONE_GB = 10**9  # Python, torch and the caches
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
@@ -27,10 +30,15 @@ def main(
     proposer: str = typer.Option("", help=f"{PROPOSERS_IN_WORDS}. Default: what suits the target."),
     small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
     max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
+    prompt: str = typer.Option("", help=f"One prompt alone: {', '.join(prompt.name for prompt in PROMPTS)}."),
+    svg: Path | None = typer.Option(None, help="Keep what the screen shows as a picture, too.", dir_okay=False),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
 ) -> None:
     """Show plain and speculative decoding side by side on three prompts."""
-    console = Console(highlight=False)
+    console = Console(highlight=False) if svg is None else Console(highlight=False, record=True, width=SVG_COLUMNS)
+    chosen = [one for one in PROMPTS if prompt in ("", one.name)]
+    if not chosen:
+        raise typer.BadParameter(f"there is no prompt {prompt!r}", param_hint="--prompt")
     try:
         if proposer:
             check_name(proposer)
@@ -43,7 +51,10 @@ def main(
     except (weights.UnknownWeights, room.NoRoom, parts.DownloadFailed, OSError, ValueError, ImportError) as error:
         console.print(f"error: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
-    show.run()
+    show.run(chosen)
+    if svg is not None:
+        svg.parent.mkdir(parents=True, exist_ok=True)
+        console.save_svg(str(svg), title=f"specdec: {Path(target).name}")
 
 
 def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
