@@ -5,6 +5,8 @@
 #   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH,
 #                                 eagle3:PATH or, behind ngram+, one of these with a model
 #   make test | make test-all | make lint
+#   make notebooks                the notebooks of examples/, run from top to bottom
+#   make docs                     the site, into build/site
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,7 +22,7 @@ ARGS     ?=
 INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
 DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
 
-.PHONY: demo test test-slow test-all lint format clean
+.PHONY: demo test test-slow test-all notebooks docs pictures lint format clean
 
 demo: $(VENV)/.demo
 	$(PY) -m specdec.demo $(DEMO) $(ARGS)
@@ -33,6 +35,17 @@ test-slow: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PY) -m pytest $(ARGS)
+
+notebooks: $(VENV)/.dev
+	$(PY) -m pytest tests/test_notebooks.py $(ARGS)
+
+docs: $(VENV)/.dev
+	$(PY) -m mkdocs build --strict
+
+# Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
+pictures: $(VENV)/.dev
+	$(PY) benchmarks/chart.py docs/images/speed-up.svg
+	$(PY) -m specdec.demo --small --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -1,0 +1,117 @@
+"""The pages: links lead somewhere, Python blocks run, commands exist, notebooks are whole, the site builds."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+import torch
+import typer
+from matplotlib import pyplot
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdec import SpeculativeGenerator
+from specdec.cli import app
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "heads/*.md", "heads/*/*.md", "benchmarks/results/*.md")
+    for path in ROOT.glob(pattern)
+)
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.M | re.S)
+FENCED = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.M | re.S)
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^    (specdec .*?)(?:\s{2,}#.*)?$", re.M)
+WITH_PYTHON = [  # a head's card shows how to use the head, which belongs to one model
+    page for page in PAGES if "heads" not in page.parts and BLOCK.search(page.read_text(encoding="utf-8"))
+]
+MOST_BYTES = 400_000  # of a notebook with its pictures
+
+
+def name(path):
+    return str(path.relative_to(ROOT))
+
+
+def anchors(path):
+    """Those of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_there_are_pages():
+    assert len(PAGES) > 30
+    assert len(NOTEBOOKS) == 6
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        if link.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{name(page)} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}"
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
+def test_python_blocks_run(page, tokenizer, monkeypatch):
+    """One after the other, with tiny models in place of those that are named, and what a reader would have by then."""
+    target = tiny.model("llama")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: target)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
+    monkeypatch.setattr("specdec.proposers.draft_model.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
+    matplotlib.use("Agg")
+    names = {
+        "torch": torch,
+        "model": target,
+        "draft_model": tiny.model("llama", seed=1),
+        "tokenizer": tokenizer,
+        "inputs": tiny.prompts(9),
+        "more_tokens": tiny.prompts(4)["input_ids"],
+        "spec": SpeculativeGenerator(target, "ngram"),
+        "__name__": "docs",
+    }
+    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        exec(compile(block, f"a block of {name(page)}", "exec"), names)
+    pyplot.close("all")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_exist(page):
+    commands = typer.main.get_command(app).commands
+    for line in COMMAND.findall(page.read_text(encoding="utf-8")):
+        words = shlex.split(line.removesuffix("\\"))[1:]
+        options = {option for parameter in commands[words[0]].params for option in parameter.opts}
+        unknown = {word for word in words if word.startswith("--")} - options
+        assert not unknown, f"{name(page)}: specdec {words[0]} has no {unknown}"
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
+def test_notebooks_are_kept_whole(notebook):
+    """Run from top to bottom, without an error, with pictures that are small, and no folder of whoever ran them."""
+    text = notebook.read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users)/", json.dumps(outputs))
+    assert len(text) < MOST_BYTES
+
+
+@pytest.mark.slow
+def test_the_site_builds(tmp_path):
+    """Without a warning: a page that is in no menu, a link or a name that leads nowhere."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Counters of one or more" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
