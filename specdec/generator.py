@@ -21,14 +21,12 @@ from specdec import acceptance
 from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
 from specdec.conversation import conversation
-from specdec.hook import callers_level, further_arguments, generate_frame, plain
-from specdec.kept_costs import KeptCosts
-from specdec.learnt import Learnt
+from specdec.drafting import Drafting
+from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
 from specdec.noise import noise_of_call
-from specdec.pacing import Pacer
-from specdec.proposers import Proposer
+from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
@@ -48,6 +46,9 @@ class SpeculativeGenerator:
     At T = 0 the output is the same token for token (in float32; in half precision a pass over several tokens rounds
     differently than one over a single token, and near ties may fall the other way); at T > 0 it has the same
     distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that says why.
+
+    A call's own `assistant_model`, or `prompt_lookup_num_tokens`, chooses what drafts in it: that draft model, or
+    n-grams; how far, and how drafts are verified, remains the generator's. A draft model is prepared once, and kept.
 
     Args:
         model: the target, a causal LM from transformers, also with PEFT's adapters or in `torch.compile`.
@@ -83,12 +84,10 @@ class SpeculativeGenerator:
         self.model, self._entrance = bare(model), entrance(model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.proposer.check(self.model)
-        self._taps = self.proposer.taps(self.model)
+        self._drafting = Drafting(self.proposer, self.model)
+        self._asked_for: dict[Any, Drafting] = {}  # by calls: "ngram", or a draft model
         self.report, self.last_report = Report(), Report()
-        self._learnt: dict[tuple[int, bool], Learnt] = {}
         self._watched: list[Round] | None = None
-        self._kept: dict[int, KeptCosts] = {}  # between processes, by batch size
         self._warned: set[str] = set()
         self._lock = Lock()  # of the reports: calls may run in several threads
 
@@ -116,9 +115,7 @@ class SpeculativeGenerator:
     def _generate(
         self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ):
-        streamer, synced_gpus = kwargs.get("streamer"), kwargs.get("synced_gpus")
-        if kwargs.pop("assistant_model", None) is not None:
-            self._warn("assistant_model is ignored: the proposer drafts. Pass it as SpeculativeGenerator's proposer.")
+        given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
         generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
         plain_generate = type(self._entrance).generate
         outside = decided_before(self.model, generation_config, kwargs)
@@ -127,10 +124,10 @@ class SpeculativeGenerator:
             return plain_generate(self._entrance, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
-            return self._decode(report, model, input_ids, streamer=streamer, synced_gpus=synced_gpus, **hook_kwargs)
+            return self._decode(report, model, input_ids, **given, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
-        kwargs.pop("tokenizer", None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("tokenizer", "assistant_model")}
         return plain_generate(
             self._entrance, inputs, generation_config=generation_config, custom_generate=decode, **kwargs
         )
@@ -146,7 +143,7 @@ class SpeculativeGenerator:
         if model is not self.model:
             raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
         caller = generate_frame()
-        given = {"streamer": caller.get("streamer"), "synced_gpus": caller.get("synced_gpus")}
+        given = {name: caller.get(name) for name in NOT_HANDED_OVER}
         with self._counted() as report:
             return self._decode(report, model, input_ids, **given, **kwargs)
 
@@ -166,10 +163,13 @@ class SpeculativeGenerator:
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
-        """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say)."""
+        """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say).
+
+        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too.
+        """
         theirs = self._entrance.__dict__
         before = theirs.get("generate")
-        theirs["generate"] = self.generate
+        theirs["generate"] = Installed(self.generate, self._entrance)
         try:
             yield self
         finally:
@@ -203,6 +203,7 @@ class SpeculativeGenerator:
         generation_config: GenerationConfig,
         streamer: Any = None,
         synced_gpus: bool | None = None,
+        assistant_model: Any = None,
         **model_kwargs: Any,
     ):
         report.num_rows = len(input_ids)
@@ -234,15 +235,24 @@ class SpeculativeGenerator:
         else:
             for name in ignored_fields(generation_config):
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
+            drafting = self._drafting_of_call(generation_config, assistant_model)
             with torch.no_grad():
                 output = self._speculate(
-                    input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, watch
+                    drafting,
+                    input_ids,
+                    logits_processor,
+                    stopping_criteria,
+                    generation_config,
+                    streamer,
+                    model_kwargs,
+                    watch,
                 )
         report.total_seconds = watch.elapsed()
         return output
 
     def _speculate(
         self,
+        drafting: Drafting,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
@@ -253,17 +263,17 @@ class SpeculativeGenerator:
     ):
         talk = conversation(self.model, input_ids, config, model_kwargs)
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        target = ModelRunner(self.model, self.capability.masks, self._taps)
+        target = ModelRunner(self.model, self.capability.masks, drafting.taps)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
         with talk.in_rows(target) as columns:
             read = prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
             coupled = sampling and self.rule == COUPLED
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
-                pacer = self._pacer(text.batch_size, sampling)
+                pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
                 loop = Loop(
                     target=target,
-                    proposer=copy.copy(self.proposer),  # what a call sets on it goes with the call
+                    proposer=copy.copy(drafting.proposer),  # what a call sets on it goes with the call
                     verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
                     processors=processors.without_unknown(),
                     noise=noise,
@@ -275,7 +285,7 @@ class SpeculativeGenerator:
                     watched=self._watched,
                 )
                 loop.run(read, talk.fresh)
-                self._kept[text.batch_size].keep(pacer.learnt.verify, pacer.learnt.draft)
+                drafting.keep(text.batch_size, pacer)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
         watch.report.num_output_tokens = text.num_output_tokens
         if not config.return_dict_in_generate:
@@ -300,14 +310,20 @@ class SpeculativeGenerator:
 
         return rule
 
-    def _pacer(self, batch_size: int, sampling: bool) -> Pacer:
-        """A call's own; costs and acceptance carry over from call to call of one kind, costs to other processes too."""
-        if batch_size not in self._kept:
-            self._kept[batch_size] = KeptCosts(self.model, batch_size, self.proposer.drafting_model())
-        if (batch_size, sampling) not in self._learnt:
-            learnt = Learnt(*self._kept[batch_size].read())
-            self._learnt.setdefault((batch_size, sampling), learnt)  # unless another thread did
-        return Pacer(self.draft_length, self._learnt[batch_size, sampling])
+    def _drafting_of_call(self, config: GenerationConfig, assistant: Any) -> Drafting:
+        """The generator's own, unless the call asks for another, in the order in which transformers looks (5.23)."""
+        if config.prompt_lookup_num_tokens is None and assistant is None:
+            return self._drafting
+        asked = "ngram" if config.prompt_lookup_num_tokens is not None else bare(assistant)
+        if _drafts_with(self.proposer, asked):
+            return self._drafting
+        if asked not in self._asked_for:
+            try:
+                self._asked_for[asked] = Drafting(as_proposer(asked, self.model), self.model)
+            except ValueError as error:  # a draft model that shares no tokenizer with this target
+                self._warn(f"assistant_model is ignored, {type(self.proposer).__name__} drafts: {error}")
+                self._asked_for[asked] = self._drafting
+        return self._asked_for[asked]
 
     def _fall_back(self, reason: str, report: Report) -> None:
         if self.on_unsupported == "error":
@@ -339,3 +355,10 @@ class SpeculativeGenerator:
         criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
         criteria.append(StopStringCriteria(stop_strings=given, tokenizer=tokenizer))
         return config, {**kwargs, "stopping_criteria": criteria}
+
+
+def _drafts_with(proposer: Proposer, asked: Any) -> bool:
+    """It is what a call asks for: n-grams, or a draft model."""
+    if asked == "ngram":
+        return isinstance(proposer, NgramProposer)
+    return isinstance(proposer, DraftModelProposer) and proposer.model is asked

@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
+from types import FrameType, MethodType
 from typing import Any
 
 from transformers.generation.utils import GenerationMixin
+
+NOT_HANDED_OVER = ("streamer", "synced_gpus", "assistant_model")  # by generate() to a custom_generate callable
+
+
+class Installed:
+    """Stands as a model's `generate`; a deep copy of the model gets back its class's own."""
+
+    def __init__(self, generate: Callable[..., Any], model: Any):
+        self._generate, self._model = generate, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._generate(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._model), self._model)
+        return MethodType(type(copied).generate, copied)
 
 
 def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus, model_kwargs):
@@ -56,8 +72,8 @@ def callers_level() -> int:
 def generate_frame() -> dict[str, Any]:
     """The local variables of transformers' `generate()` that is calling us.
 
-    It has the streamer and synced_gpus, but (5.17 to 5.23, generation/utils.py) drops them on the way to a
-    custom_generate callable, even to one that names them; a streamer would wait for its end forever.
+    It has what is `NOT_HANDED_OVER`, but (5.17 to 5.23, generation/utils.py) drops it on the way to a
+    custom_generate callable, even to one that names it; a streamer would wait for its end forever.
     """
     frame: FrameType | None = sys._getframe(2)
     wanted = inspect.unwrap(GenerationMixin.generate).__code__

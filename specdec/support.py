@@ -33,7 +33,7 @@ KNOWN_KWARGS = {
     "cache_position",
 }
 # Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
-ASSISTED_FIELDS = ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
+ASSISTED_FIELDS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
 
 
 class Unsupported(ValueError):

@@ -1,14 +1,13 @@
 """Every argument of `generate()`: the same sequences, side outputs, streams and errors as plain `generate()`."""
 
+import copy
 import threading
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
-    PreTrainedTokenizerFast,
     StoppingCriteriaList,
     TextIteratorStreamer,
     pipeline,
@@ -23,16 +22,11 @@ from tests import eagle3, tiny
 from tests.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
 
 NEW = 20
-LETTERS = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"  # token 0 pads
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One letter a token."""
-    made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS + "-")}, unk_token="_"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    made.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="_", padding_side="left")
+    return tiny.letters()
 
 
 @pytest.fixture(params=["ngram", "tree"])
@@ -376,6 +370,17 @@ def test_installed_is_undone_after_an_error(spec):
     assert "generate" not in vars(spec.model)
 
 
+def test_a_copy_of_the_model_generates_by_itself(spec, single):
+    arguments = {**single, "max_new_tokens": NEW, "do_sample": False}
+    expected = spec.model.generate(**arguments).tolist()
+    with spec.installed():
+        copied = copy.deepcopy(spec.model)
+    with torch.no_grad():
+        copied.lm_head.weight.neg_()
+    assert copied.generate(**arguments).tolist() != expected
+    assert spec.report.num_calls == 0
+
+
 def test_pipeline(spec, tokenizer):
     pipe = pipeline("text-generation", model=spec.model, tokenizer=tokenizer)
     arguments = {"max_new_tokens": NEW, "do_sample": False}
@@ -460,22 +465,89 @@ def test_plain_decoding_streams_and_stops_too(llama, single, tokenizer):
         )
 
 
-def test_assistant_model_is_named_and_ignored(spec, single, draft):
-    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
-    with tiny.specdec_warnings() as messages:
-        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_model=draft)
-    assert ours.tolist() == expected.tolist()
-    assert len(messages) == 1
-    assert "assistant_model" in messages[0]
+# What a call asks to draft with
 
 
-def test_prompt_lookup_num_tokens_is_named_and_ignored(spec, single):
-    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+WAYS_IN = {
+    "generate": lambda spec, **kwargs: spec.generate(**kwargs),
+    "custom_generate": lambda spec, **kwargs: spec.model.generate(**kwargs, custom_generate=spec),
+    "installed": lambda spec, **kwargs: _installed(spec, kwargs),
+}
+
+
+def _installed(spec, kwargs):
+    with spec.installed():
+        return spec.model.generate(**kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_assistant_model_drafts_in_its_call(spec, inputs, way):
+    """The target itself: all of its greedy drafts are right."""
+    arguments = {**inputs, "do_sample": False, "max_new_tokens": NEW}
+    expected, perfect = spec.model.generate(**arguments).tolist(), copy.deepcopy(spec.model)
     with tiny.specdec_warnings() as messages:
-        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, prompt_lookup_num_tokens=3)
+        assert WAYS_IN[way](spec, **arguments, assistant_model=perfect).tolist() == expected
+        asked = spec.last_report
+        assert WAYS_IN[way](spec, **arguments).tolist() == expected
+    assert messages == []
+    assert asked.num_draft_tokens == asked.num_accepted_tokens > 0
+    own = spec.last_report
+    assert own.num_draft_tokens > own.num_accepted_tokens
+    assert spec.report.num_calls == 2
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_prompt_lookup_drafts_in_its_call(llama, draft, single, way):
+    arguments = {**single, "do_sample": False, "max_new_tokens": NEW}
+    expected, ngram = llama.generate(**arguments).tolist(), SpeculativeGenerator(llama, "ngram", draft_length=4)
+    spec = SpeculativeGenerator(llama, draft, draft_length=4)
+    ngram.generate(**arguments)
+    with tiny.specdec_warnings() as messages:
+        assert WAYS_IN[way](spec, **arguments, prompt_lookup_num_tokens=3).tolist() == expected
+    assert messages == []
+    assert spec.report.num_accepted_tokens_per_pos == ngram.report.num_accepted_tokens_per_pos
+    assert spec.report.num_draft_tokens == ngram.report.num_draft_tokens
+
+
+def test_an_assistant_is_prepared_once(llama, single, draft, monkeypatch):
+    made, prepare = [], DraftModelProposer._settle
+    monkeypatch.setattr(DraftModelProposer, "_settle", lambda self: (made.append(self), prepare(self)))
+    spec = SpeculativeGenerator(llama, "ngram", draft_length=4)
+    for _ in range(2):
+        spec.generate(**single, max_new_tokens=4, assistant_model=draft)
+    assert len(made) == 1
+
+
+def test_an_assistant_that_drafts_anyway(llama, single, draft):
+    """As it was set up: with a vocabulary of its own, say."""
+    spec = SpeculativeGenerator(llama, DraftModelProposer(draft, vocab=40), draft_length=4)
+    reports = []
+    for asked in ({}, {"assistant_model": draft}):
+        spec.generate(**single, **asked, do_sample=False, max_new_tokens=NEW)
+        reports.append(spec.last_report)
+    assert reports[0].num_accepted_tokens_per_pos == reports[1].num_accepted_tokens_per_pos
+    assert spec._asked_for == {}
+
+
+def test_an_assistant_of_another_tokenizer_is_named_and_ignored(spec, single, models):
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    other = models("llama", vocab_size=tiny.VOCAB * 200)
+    with tiny.specdec_warnings() as messages:
+        for _ in range(2):
+            ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_model=other)
     assert ours.tolist() == expected.tolist()
     assert len(messages) == 1
-    assert "prompt_lookup_num_tokens" in messages[0]
+    assert "assistant_model is ignored" in messages[0]
+    assert "they don't share a tokenizer" in messages[0]
+
+
+def test_early_exit_is_named_and_ignored(spec, single):
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    with tiny.specdec_warnings() as messages:
+        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_early_exit=1)
+    assert ours.tolist() == expected.tolist()
+    assert len(messages) == 1
+    assert "assistant_early_exit" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -616,6 +688,7 @@ def test_warnings_point_at_the_callers_line():
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
     with pytest.warns(UserWarning, match="running as plain") as caught:
         spec.generate(**tiny.prompts(5), num_beams=2, max_new_tokens=4)
+    other = tiny.model("llama", vocab_size=tiny.VOCAB * 200)
     with pytest.warns(UserWarning, match="assistant_model is ignored") as also:
-        spec.generate(**tiny.prompts(5), assistant_model=tiny.model("llama"), max_new_tokens=4)
+        spec.generate(**tiny.prompts(5), assistant_model=other, max_new_tokens=4)
     assert {warning.filename for warning in [caught[0], also[0]]} == {__file__}

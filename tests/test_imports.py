@@ -14,6 +14,8 @@ FLOORS = {
     "specdec": "generator",
     "specdec.generator": "generator",
     "specdec.loop": "generator",
+    "specdec.drafting": "generator",
+    "specdec.hub": "generator",
     "specdec.chat": "uses",
     "specdec.serving": "uses",
     "specdec.data": "data",

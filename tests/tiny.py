@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec import Context, DraftTree, HybridProposer, Proposer
 
@@ -85,6 +86,15 @@ def _variety(model: PreTrainedModel) -> int:
     except Exception:  # plain decoding is out of order: whoever uses this model will see
         return 0
     return len(output[0, 9:].unique())
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """One letter a token, for all tokens of the tiny models; token 0 pads."""
+    alphabet = "_abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-"
+    made = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(alphabet)}, unk_token="_"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="_", padding_side="left")
 
 
 def prompts(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> dict[str, Tensor]:
