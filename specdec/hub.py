@@ -1,0 +1,69 @@
+"""What `model.generate(..., custom_generate="path-or-hub-id")` runs where that is ours (the folder `hub/`).
+
+Owns the generators that such calls share: one per model and settings. Knows nothing of how they generate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.generator import COUPLED, SpeculativeGenerator
+from specdec.proposers import Proposer
+
+# Arguments of `generate()` that are about getting the repository, not about generating (transformers 5.17 to 5.23).
+OF_THE_REPOSITORY = {
+    "revision",
+    "token",
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "repo_type",
+    "subfolder",
+    "user_agent",
+}
+KEPT_AT = "_specdec_generators"
+
+
+class Generators(dict[Any, SpeculativeGenerator]):
+    """A model's, by their settings. They lie at the model and go with it; a copy of the model makes its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Generators:
+        return Generators()
+
+    def __reduce__(self) -> tuple[type[Generators], tuple[()]]:
+        return Generators, ()
+
+
+def generate(
+    model: PreTrainedModel,
+    inputs: Any = None,
+    *,
+    proposer: Proposer | PreTrainedModel | str = "auto",
+    draft_length: int | None = None,
+    rule: str = COUPLED,
+    on_unsupported: str = "plain",
+    **kwargs: Any,
+):
+    """What `model.generate(inputs, **kwargs)` would return; the other arguments are `SpeculativeGenerator`'s."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_REPOSITORY}
+    return generator(model, proposer, draft_length, rule, on_unsupported).generate(inputs, **kwargs)
+
+
+def generator(
+    model: PreTrainedModel,
+    proposer: Proposer | PreTrainedModel | str = "auto",
+    draft_length: int | None = None,
+    rule: str = COUPLED,
+    on_unsupported: str = "plain",
+) -> SpeculativeGenerator:
+    """The one that such calls of this model share, made by the first of them; its `report` counts them."""
+    kept = vars(model).setdefault(KEPT_AT, Generators())
+    settings = (proposer, draft_length, rule, on_unsupported)
+    if settings not in kept or kept[settings].model is not model:  # a shallow copy of a model shares what it keeps
+        kept[settings] = SpeculativeGenerator(
+            model, proposer, draft_length=draft_length, rule=rule, on_unsupported=on_unsupported
+        )
+    return kept[settings]
