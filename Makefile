@@ -30,10 +30,10 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.dev
+test-slow: $(VENV)/.integrations
 	$(PY) -m pytest -m slow $(ARGS)
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.integrations
 	$(PY) -m pytest $(ARGS)
 
 notebooks: $(VENV)/.dev
@@ -70,3 +70,7 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(PY)
 $(VENV)/.dev: pyproject.toml constraints.txt | $(PY)
 	$(INSTALL) -e '.[demo,dev]'
 	touch $@ $(VENV)/.demo
+
+$(VENV)/.integrations: $(VENV)/.dev
+	$(INSTALL) -e '.[demo,dev,integrations]'
+	touch $@
