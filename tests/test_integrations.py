@@ -195,6 +195,7 @@ def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size):
     import datasets
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     answers = ["w8", "w9", "w10"]
@@ -203,9 +204,10 @@ def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size):
     data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(data)}}}
     lm = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=64, device="cpu")
+    manager = TaskManager(include_defaults=False)  # reading its thousands of tasks takes ten seconds
 
     def evaluated():
-        found = simple_evaluate(lm, tasks=[copy.deepcopy(task)], bootstrap_iters=0)
+        found = simple_evaluate(lm, tasks=[copy.deepcopy(task)], task_manager=manager, bootstrap_iters=0)
         return found["results"], [sample["resps"] for sample in found["samples"]["tiny"]]
 
     expected = evaluated()
