@@ -274,11 +274,10 @@ def test_torchao_target(models, tokenizer, bits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [8, 4])
-def test_bitsandbytes_target(llama, tokenizer, tmp_path, bits):
-    """On the CPU, as transformers loads it."""
+def test_bitsandbytes_target(llama, tokenizer, tmp_path):
+    """4 bits on the CPU, as transformers loads it; its 8 bits round activations, too, and run as plain decoding."""
     llama.save_pretrained(tmp_path)
-    settings = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    settings = BitsAndBytesConfig(load_in_4bit=True)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=settings, dtype=torch.float32, device_map="cpu"
     )
@@ -311,7 +310,7 @@ def test_gradio_chat(model, tokenizer, monkeypatch):
     from gradio_client import Client
 
     def respond(message, history):
-        chat = [*({"role": "user", "content": PROMPTS[1]} for _ in history), {"role": "user", "content": message}]
+        chat = [{"role": "user", "content": message}]  # alone: both are asked in one session
         inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         kwargs = {"input_ids": inputs["input_ids"], **ARGUMENTS, "streamer": streamer}
