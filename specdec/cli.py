@@ -16,7 +16,10 @@ from specdec.proposers.named import PROPOSERS_IN_WORDS, check_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdec.proposers import Proposer
+
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
+NUMBER_FORMAT = "auto (what is fastest here, in place of bfloat16), bfloat16, float16 or float32."
 
 format_of_others = warnings.formatwarning
 
@@ -33,15 +36,38 @@ def _bad_input_ends() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def _load(target: str, tokenizer: bool = True) -> tuple[PreTrainedModel, Any]:
-    """The model, in the precision it was saved in, on the best device there is; and its tokenizer."""
+def _load(target: str, tokenizer: bool = True, dtype: str | None = None) -> tuple[PreTrainedModel, Any]:
+    """The model on the best device there is, and its tokenizer.
+
+    Args:
+        dtype: number format by its name, "auto" for what is fastest here, which is said; None: as saved.
+    """
     from transformers import AutoTokenizer
 
-    from specdec.machine import best_device
+    from specdec.machine import best_device, format_for, number_format
     from specdec.proposers.draft_model import load
 
+    if dtype is not None:
+        number_format(dtype, best_device())  # raises, before the model is loaded, if there is no such format
     model = load(target).to(best_device())
+    if dtype is not None:
+        chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
+        model = model.to(chosen)
+        typer.echo(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}", err=True)
     return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
+
+
+def _drafting(proposer: str, target: PreTrainedModel) -> Proposer | str:
+    """What `proposer` names; a draft model in the target's number format, and on its device."""
+    from specdec.proposers import DraftModelProposer, HybridProposer
+    from specdec.proposers.draft_model import load
+    from specdec.proposers.named import WITH_NGRAMS
+
+    kind, _, source = proposer.partition(":")
+    if not kind.endswith("draft"):
+        return proposer
+    made = DraftModelProposer(load(source).to(target.device, target.dtype))
+    return HybridProposer(made) if kind.startswith(WITH_NGRAMS) else made
 
 
 def _in_words(
@@ -65,6 +91,7 @@ def generate(
     proposer: str = typer.Option("ngram", help=WHAT_DRAFTS),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    dtype: str = typer.Option("auto", help=NUMBER_FORMAT),
 ) -> None:
     """Write a continuation token by token, then print the report."""
     from transformers import TextStreamer
@@ -74,8 +101,8 @@ def generate(
 
     with _bad_input_ends():
         check_name(proposer)
-        model, tokenizer = _load(target)
-        spec = SpeculativeGenerator(model, proposer)
+        model, tokenizer = _load(target, dtype=dtype)
+        spec = SpeculativeGenerator(model, _drafting(proposer, model))
     inputs = Prompt("", prompt).encode(tokenizer, model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     spec.generate(
@@ -277,8 +304,9 @@ def doctor(
     limit: int = typer.Option(8, min=1, help="Use the first so many prompts."),
     max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
     temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    dtype: str = typer.Option("auto", help=NUMBER_FORMAT),
 ) -> None:
-    """Measure what limits the speed-up on this machine and these prompts, and say it in words."""
+    """Measure plain decoding and every way to draft, in turns: which is fastest on these prompts, what limits it."""
     import torch
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -290,7 +318,7 @@ def doctor(
     with _bad_input_ends():
         check_name(proposer)
         asked, count = first_questions(prompts, limit) if prompts else ([], 0)
-        model, tokenizer = _load(target)
+        model, tokenizer = _load(target, dtype=dtype)
         theirs = [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
         ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
         sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
@@ -299,7 +327,7 @@ def doctor(
             task = bar.add_task("", total=None)
             found = diagnose(
                 model,
-                proposer,
+                _drafting(proposer, model),
                 theirs or ours,
                 usual=ours if theirs else (),
                 max_new_tokens=max_new_tokens,
@@ -307,7 +335,8 @@ def doctor(
                 **sampling,
             )
     used = f"{len(theirs)} of {count:,}" if count > len(theirs) else f"{count:,}"
-    typer.echo(f"measured on {used} prompts of {prompts}" if prompts else "measured on two prompts of ours")
+    of_whom = f"{used} prompts of {prompts}" if prompts else f"{len(ours)} prompts of ours"
+    typer.echo(f"measured on {of_whom}, up to {max_new_tokens} new tokens each, in whole calls\n")
     typer.echo(found.in_words())
 
 

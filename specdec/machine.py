@@ -1,7 +1,8 @@
-"""The machine at hand: its best device, and the number format that it computes in."""
+"""The machine at hand: its best device, its memory, and the number format that it computes in."""
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Sequence
 from functools import cache
@@ -69,6 +70,38 @@ def _cpu() -> str:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def format_for(dtype: str, saved: torch.dtype, device: torch.device, numbers: int = 0) -> tuple[torch.dtype, str]:
+    """The format to compute in with weights of `saved`, and why.
+
+    Args:
+        dtype: its name; "auto": what is the fastest here in place of bfloat16, everything else as saved.
+        numbers: in the weights, of which twice as many bytes must be available for float32 in place of bfloat16.
+    """
+    if dtype != "auto":
+        return number_format(dtype, device), "as asked for"
+    if saved != torch.bfloat16:
+        return saved, "as saved"
+    best, available = best_dtype(device), available_memory()
+    if best == torch.float32 and available is not None and available < 2 * numbers:
+        return saved, f"as saved: float32 takes {2 * numbers / 1e9:.1f} GB more, {available / 1e9:.1f} GB are available"
+    return best, in_words(device) or ("as saved" if best == saved else "bfloat16 is only emulated there")
+
+
+def available_memory() -> int | None:
+    """Bytes of memory a new program can have; None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    try:
+        # All memory, used or not: macOS gives much of it back under pressure and does not say how much.
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None  # Windows
 
 
 def in_words(device: torch.device) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from specdec import SpeculativeGenerator
 from specdec.cli import app
 
 
@@ -13,6 +14,8 @@ from specdec.cli import app
     [
         (["generate", "TARGET", "a", "--proposer", "ngrams"], 'proposer must be "ngram"'),
         (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor a hub"),
+        (["generate", "TARGET", "a", "--dtype", "int3"], "dtype is 'int3' where one of auto, bfloat16"),
+        (["doctor", "TARGET", "ngram", "--dtype", "int3"], "dtype is 'int3' where one of auto, bfloat16"),
         (["doctor", "TARGET", "eagle"], 'proposer must be "ngram"'),
         (["doctor", "TARGET", "eagle3:OUT/head+ngram"], 'n-grams come first: "ngram+eagle3:OUT/head"'),
         (["doctor", "TARGET", "ngram", "--prompts", "EMPTY"], "empty.txt is empty: one prompt per line"),
@@ -45,3 +48,25 @@ def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
     result = CliRunner().invoke(app, [places.get(word, word) for word in command])
     assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("proposer", ["draft", "ngram+draft"])
+def test_target_and_draft_compute_in_the_format_asked_for(proposer, dtype, files, monkeypatch):
+    """It is said in one line, beside the text."""
+    made, begin = [], SpeculativeGenerator.__init__
+
+    def noted(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(SpeculativeGenerator, "__init__", noted)
+    model = str(files / "model")
+    asked = ["generate", model, "a b", "--proposer", f"{proposer}:{model}", "--max-new-tokens", "4", "--dtype", dtype]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("computing in ")]
+    assert line == f"computing in {dtype} on {made[0].model.device}: as asked for"
+    assert "computing in" not in result.stdout
+    drafts = getattr(made[0].proposer, "other", made[0].proposer)
+    assert str(made[0].model.dtype) == str(drafts.model.dtype) == f"torch.{dtype}"

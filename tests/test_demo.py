@@ -1,6 +1,7 @@
 """The demo on a tiny random model, through the real code path."""
 
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -274,6 +275,27 @@ def test_the_number_format_is_found_by_the_clock_or_given():
     assert number_format("float16", best_device()) == DTYPES["float16"]
     with pytest.raises(ValueError, match="dtype is 'int3' where one of auto, bfloat16, .* was expected"):
         number_format("int3", best_device())
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved", "numbers", "chosen", "why"),
+    [
+        pytest.param("auto", "bfloat16", 10, "float32", "1 and 8 tokens take .* ms in float32", id="the clock's"),
+        pytest.param(
+            "auto", "bfloat16", 10**9, "bfloat16", "as saved: float32 takes 2.0 GB more, 1.0 GB", id="no room"
+        ),
+        pytest.param("auto", "float32", 10, "float32", "as saved", id="saved in another"),
+        pytest.param("auto", "float16", 10, "float16", "as saved", id="in half precision"),
+        pytest.param("bfloat16", "float32", 10, "bfloat16", "as asked for", id="asked for"),
+    ],
+)
+def test_the_number_format_for_weights_and_why(monkeypatch, asked, saved, numbers, chosen, why):
+    table = {torch.float32: 0.002, torch.bfloat16: 0.004}
+    monkeypatch.setattr(machine, "product_seconds", lambda dtype, rows: table[dtype])
+    monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
+    found = machine.format_for(asked, DTYPES[saved], torch.device("cpu"), numbers)
+    assert found[0] == DTYPES[chosen]
+    assert re.match(why, found[1])
 
 
 def test_load_gives_the_asked_number_format(folder):

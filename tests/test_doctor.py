@@ -1,10 +1,12 @@
-"""What the doctor measures, simulates and says."""
+"""What the doctor measures, and what it says: nothing that its own figures contradict."""
 
 import copy
 import re
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -20,11 +22,10 @@ from specdec import (
 )
 from specdec.capability import Capability
 from specdec.cli import app
-from specdec.doctor import PROBED, Diagnosis, MeasuredTree, diagnose, first_questions, questions
+from specdec.diagnosis import NEAR, Diagnosis, Measured
+from specdec.doctor import Runs, diagnose, first_questions, questions
+from specdec.ways import CHAINS, TREE_SIZES, ways
 from tests import eagle3, tiny
-
-FLAT = {1: 0.1, 2: 0.1, 4: 0.1, 8: 0.1, 16: 0.1}
-STEEP = {1: 0.1, 2: 0.2, 4: 0.4, 8: 0.8, 16: 1.6}
 
 
 def test_prompts_are_read_as_regenerate_reads_them(tmp_path):
@@ -50,283 +51,314 @@ def test_the_first_questions_are_kept_and_all_are_counted(tmp_path):
         first_questions(file, 1)
 
 
-def diagnosis(acceptance=(0.8, 0.8), draft=0.0, target=FLAT, uncovered=0.0, elsewhere=None, **more):
-    return Diagnosis(acceptance, draft, target, uncovered, elsewhere, 1.0, **more)
+# What is said
 
 
-def tree(tokens, nodes, seconds=0.0, size=8):
-    return MeasuredTree(DynamicTree(depth=2, top_k=4, size=size), tokens, nodes, seconds)
+def plain(seconds=10.0):
+    return Measured("plain decoding", "model.generate()", 100, seconds)
 
 
-@pytest.mark.parametrize(
-    ("found", "length", "speed"),
-    [
-        (diagnosis(), 0, 1.0),
-        (diagnosis(), 1, 1.8),
-        (diagnosis(), 2, 1 + 0.8 + 0.64),
-        (diagnosis(), 3, 1 + 0.8 + 0.64 + 0.512),
-        (diagnosis(draft=0.05), 2, 2.44 / 2),
-        (diagnosis(target=STEEP), 2, 2.44 / 3),
-        (diagnosis(acceptance=()), 4, 1.0),
-    ],
-)
-def test_simulated_speed(found, length, speed):
-    assert found.speedup(length) == pytest.approx(speed)
+def drafting(name="as it comes", seconds=10.0, rounds=50, depth=3, accepted=1, draft=1.0, verify=6.0, passes=1):
+    """100 tokens in so many rounds, each with a draft of `depth` tokens of which `accepted` were taken."""
+    report = Report(num_draft_passes=passes)
+    for _ in range(rounds):
+        report.record_round([depth], [depth], [accepted], seconds=0.1, drafted_by=name)
+    report.seconds |= {"draft": draft, "verify": verify}
+    return Measured(name, f"<{name}>", 100, seconds, report)
 
 
-@pytest.mark.parametrize(
-    ("found", "measured", "speed"),
-    [
-        pytest.param(diagnosis(), tree(2.0, 7), 2.0, id="for nothing"),
-        pytest.param(diagnosis(draft=9.0), tree(2.0, 7, 0.1), 1.0, id="its own seconds, not the chains'"),
-        pytest.param(diagnosis(target=STEEP), tree(2.0, 3), 2 / 4, id="a pass over its nodes and the root"),
-        pytest.param(diagnosis(target=STEEP), tree(2.0, 1.5), 2 / 2.5, id="between the sizes"),
-        pytest.param(diagnosis(target=STEEP), tree(2.0, 31), 2 / 32, id="beyond the largest size"),
-    ],
-)
-def test_simulated_speed_of_a_tree(found, measured, speed):
-    assert found.speedup(measured) == pytest.approx(speed)
-
-
-def test_rounds_without_a_draft_cost_and_bring_what_plain_ones_do():
-    found = diagnosis(target=STEEP, drafted=0.5)  # a chain of one: 1.8 tokens in twice the time, every second round
-    assert found.speedup(1) == pytest.approx((1.8 + 1) / (2 + 1))
-    assert found.speedup(1, flat=True) == pytest.approx(1.4)
-
-
-def test_a_trees_limits():
-    found, measured = diagnosis(target=STEEP), tree(2.0, 3, 0.1)
-    assert found.speedup(measured) == pytest.approx(2 / 5)
-    assert found.speedup(measured, free=True) == pytest.approx(2 / 4)
-    assert found.speedup(measured, flat=True) == pytest.approx(2 / 2)
-    assert found.speedup(measured, sure=True) == pytest.approx(3 / 5)  # it is 2 deep
-    assert found.speedup(tree(1.5, 1, 0.1), sure=True) == pytest.approx(2 / 3)  # it had no second node
-
-
-SMALL, LARGE = tree(2.5, 7), tree(3.0, 23, size=24)
-FREE = dict.fromkeys((1, 64), 0.1)  # passes over any number of tokens cost the same
-DEAR = {1: 0.1, 8: 0.1, 24: 0.2}  # LARGE costs twice as much as SMALL
-MEAGRE = (0.5, 0.0)  # chains: 1.5 tokens a round
-OPTION = "the tree: Eagle3Proposer(HEAD, tree=DynamicTree(depth=2, top_k=4, size="
-
-
-@pytest.mark.parametrize(
-    ("found", "lines"),
-    [
-        pytest.param(
-            diagnosis(MEAGRE, draft=1e-6, target=FREE, trees=(SMALL, LARGE)),
-            {
-                "best chain": "1 tokens: 1.50x by these figures (1.50 tokens a round)",
-                "best tree": "24 nodes: 3.00x by these figures (3.00 tokens a round)",
-                "fastest by these figures": OPTION + "24))",
-            },
-            id="the larger tree",
-        ),
-        pytest.param(
-            diagnosis(MEAGRE, target=DEAR, trees=(SMALL, LARGE)),
-            {
-                "best tree": "8 nodes: 2.50x by these figures (2.50 tokens a round)",
-                "fastest by these figures": OPTION + "8))",
-            },
-            id="the smaller tree, where verifying costs",
-        ),
-        pytest.param(
-            diagnosis(MEAGRE, draft=0.02, trees=(tree(1.5, 7, 0.05),)),
-            {
-                "best chain": "1 tokens: 1.25x",
-                "best tree": "8 nodes: 1.00x",
-                "these figures": "the chain: draft_length=1",
-            },
-            id="a chain of what drafts chains",
-        ),
-        pytest.param(
-            diagnosis(MEAGRE, draft=0.02, trees=(tree(1.5, 7, 0.05),), drafts_trees=True),
-            {"fastest by these figures": "the chain: Eagle3Proposer(HEAD, branching=(1,) * 1)"},
-            id="a chain of what drafts trees",
-        ),
-        pytest.param(
-            diagnosis((0.1,), draft=0.2, trees=(tree(1.5, 7, 0.1),)),
-            {
-                "best chain": "0 tokens: 1.00x",
-                "best tree": "8 nodes: 0.75x",
-                "fastest by these figures": "plain decoding: draft_length=0",
-                "Drafting does not pay here:": "neither a chain nor a tree is faster than plain decoding.",
-            },
-            id="nothing",
-        ),
-        pytest.param(
-            diagnosis(MEAGRE, draft=0.01, trees=(tree(2.5, 7, 0.025),)),
-            {"drafting for nothing would bring": "2.50x instead of 2.00x"},
-            id="what limits a tree",
-        ),
-        pytest.param(
-            diagnosis(MEAGRE, target=FREE, drafted=0.4),
-            {
-                "rounds with a draft": "40%",
-                "best chain": "1 tokens: 1.20x by these figures (1.20 tokens a round)",
-            },
-            id="n-grams that often find nothing",
-        ),
-        pytest.param(
-            Diagnosis(MEAGRE, 0.0, FREE, 0.0, None, 1.45),
-            {"fastest by these figures": "the automatic length: leave it as it is"},
-            id="what is there already",
-        ),
-        pytest.param(diagnosis(alone="the head alone"), {"measured": "the head alone"}, id="part of a hybrid"),
-    ],
-)
-def test_it_says_which_draft_is_best(found, lines):
-    said = re.sub(" +", " ", found.in_words())
-    for name, value in lines.items():
-        assert f"{name} {value}" in said
-
-
-def test_of_trees_it_says_nothing_where_there_are_none():
-    assert "tree" not in diagnosis((0.9,), draft=0.01).in_words()
+def diagnosis(*drafted, seconds=10.0, step=0.1, **more):
+    return Diagnosis(plain(seconds), drafted or (drafting(),), step, **more)
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (diagnosis((0.3, 0.3)), "limits most: better drafts"),
-        (diagnosis((1.0, 1.0), draft=0.09), "limits most: drafting for nothing"),
-        (diagnosis((1.0, 1.0), target=STEEP), "limits most: verification at the price of one token"),
-        (diagnosis((0.1,), draft=0.2), "Drafting does not pay here"),
-        (diagnosis(draft=0.05), "The draft is slow beside its target"),
-        (diagnosis(uncovered=0.2), "20% of what the target writes is not in the draft's vocabulary"),
-        (diagnosis((0.4,), elsewhere=0.8), "does not know this kind of text, or the prompts miss the chat template"),
+        pytest.param(diagnosis(drafting(seconds=5.0)), "take: as it comes, <as it comes>: the fastest", id="it"),
+        pytest.param(
+            diagnosis(drafting(seconds=5.0), drafting("tree", 4.0)), "take: tree, <tree>: the fastest", id="a shape"
+        ),
+        pytest.param(
+            diagnosis(drafting(seconds=4.1), drafting("tree", 4.0)),
+            "take: as it comes, <as it comes>: about as fast as the fastest",
+            id="as it comes where a shape is hardly faster",
+        ),
+        pytest.param(
+            diagnosis(drafting(seconds=9.8)),
+            "take: plain decoding, model.generate(): no draft was more than 3% faster",
+            id="plain where drafts are hardly faster",
+        ),
+        pytest.param(
+            diagnosis(drafting(seconds=160.0), drafting("tree", 20.0)),
+            "take: plain decoding, model.generate(): no draft",
+            id="plain where drafts are slow",
+        ),
     ],
 )
-def test_it_says_what_limits(found, said):
-    assert said in found.in_words()
+def test_one_way_is_advised_by_its_seconds(found, said):
+    words = found.in_words()
+    assert said in words
+    assert words.count("take: ") == 1
 
 
-def test_best_length():
-    assert diagnosis((0.9, 0.1)).best_length >= 2
-    assert diagnosis((0.9, 0.01), draft=0.02).best_length == 1
-    assert diagnosis((0.1,), draft=0.2).best_length == 0
+def test_a_way_beside_the_others():
+    [line] = [
+        line for line in diagnosis(drafting(seconds=5.0)).in_words().splitlines() if line.startswith("as it comes  ")
+    ]
+    assert line.split()[3:] == ["50.0", "2.00x", "3.0", "2.00", "20.0", "120.0"]
 
 
-def test_it_measures():
+@pytest.mark.parametrize(
+    ("way", "means", "speed"),
+    [
+        # 50 rounds of 2 tokens in 7 seconds; were all 3 drafted tokens accepted, half of them
+        pytest.param(drafting(depth=3, draft=1.0, verify=6.0), "were all its drafts accepted", "1.54x", id="accepted"),
+        pytest.param(drafting(depth=1, draft=6.0, verify=1.0), "were drafting free", "2.50x", id="drafting"),
+        # 50 passes of 0.1 seconds, as plain decoding's
+        pytest.param(
+            drafting(depth=1, draft=0.0, verify=8.0),
+            "were its passes as quick as plain decoding's",
+            "1.43x",
+            id="passes",
+        ),
+    ],
+)
+def test_what_would_help_most_comes_first(way, means, speed):
+    found = diagnosis(way)
+    assert found.limits()[0].means == means
+    lines = found.in_words().splitlines()
+    assert lines[-4] == f"  {means}: {speed}"
+    assert lines[-1].startswith("The first limits most. ")
+
+
+@pytest.mark.parametrize(
+    ("found", "cure"),
+    [
+        (
+            diagnosis(),
+            "More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model, or n-",
+        ),
+        (
+            diagnosis(looks_up=True),
+            "More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model.",
+        ),
+        (diagnosis(uncovered=0.2), "Each token outside of the draft's vocabulary ends a draft"),
+        (diagnosis(acceptance=(0.4,), elsewhere=0.8), "Your prompts are unlike what the draft knows"),
+        (diagnosis(drafting(passes=0), uncovered=0.2, looks_up=True), "More is accepted"),
+        (diagnosis(drafting(depth=1, draft=6.0, verify=1.0)), "Quicker: a smaller draft model"),
+        (diagnosis(drafting(depth=1, draft=6.0, verify=1.0), has_head=True), "Quicker: a head with a smaller"),
+        (diagnosis(drafting(depth=1, draft=0.0, verify=8.0)), "One of its passes takes 1.60 of plain decoding's"),
+    ],
+)
+def test_one_cure_is_named(found, cure):
+    words = found.in_words()
+    assert f"The first limits most. {cure}" in words
+    cures = ("More is accepted", "Each token outside", "Your prompts are", "Quicker: ", "One of its passes")
+    assert sum(words.count(start) for start in cures) == 1
+
+
+def test_facts_are_said_where_they_were_measured():
+    words = diagnosis(acceptance=(0.4, 0.3), elsewhere=0.8, uncovered=0.2).in_words()
+    assert "accepted, of chains, by position: 0.40 0.30" in words
+    assert "accepted at the first position on prompts of ours: 0.80" in words
+    assert "of what the target wrote, 20% is not in the draft's vocabulary" in words
+    words = diagnosis().in_words()
+    assert "by position" not in words
+    assert "vocabulary" not in words
+
+
+def test_where_nothing_can_make_drafts_pay_it_says_so():
+    words = diagnosis(drafting(seconds=50.0)).in_words()
+    assert words.endswith("No one of these would make drafting pay here.")
+
+
+def test_where_nothing_was_drafted_nothing_is_said_of_drafts():
+    words = diagnosis(drafting(depth=0, accepted=0)).in_words()
+    assert words.endswith("as it comes drafted nothing on these prompts.")
+    assert "limits" not in words
+
+
+times = st.floats(0.01, 50.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 8), times, times, times), min_size=1, max_size=4), times, times)
+def test_nothing_it_says_contradicts_its_figures(shapes, alone, step):
+    """Whatever was measured: the advice is the fastest but for the clock, and no best case is worse than the case."""
+    ways_taken = [
+        drafting(f"way {i}", draft + verify + 5.0 + rest, 50, depth, min(depth, 1), draft, verify)
+        for i, (depth, draft, verify, rest) in enumerate(shapes)
+    ]
+    found = diagnosis(*ways_taken, seconds=alone, step=step)
+    words = found.in_words()
+    fastest = min(way.pace for way in (found.plain, *ways_taken))
+    assert found.best.pace <= NEAR * fastest
+    assert f"take: {found.best.name}, " in words
+    best = found.best_draft
+    assert all(0 < limit.seconds <= best.seconds * (1 + 1e-9) for limit in found.limits())
+    speeds = [float(speed) for speed in re.findall(r"^  were .*: ([0-9.]+)x$", words, re.MULTILINE)]
+    assert len(speeds) == 3
+    assert speeds == sorted(speeds, reverse=True)
+    assert ("would make drafting pay" in words) == (found.plain.pace * 100 / found.limits()[0].seconds < 1)
+
+
+# What is measured
+
+
+def names_of(target, proposer):
+    return [way.name for way in ways(target, proposer)]
+
+
+CHAIN_NAMES = [f"chain of {length}" for length in CHAINS]
+TREE_NAMES = [f"tree of {size} nodes" for size in TREE_SIZES]
+
+
+def test_the_ways_of_each_proposer():
+    target, head = tiny.model("llama"), eagle3.head()
+    usual = ["plain decoding", "as it comes"]
+    assert names_of(target, "ngram") == names_of(target, tiny.Garbage()) == [*usual, *CHAIN_NAMES]
+    assert names_of(target, target) == [*usual, *CHAIN_NAMES, *TREE_NAMES]
+    alone = ["n-grams alone", "the head alone"]
+    assert names_of(target, HybridProposer(Eagle3Proposer(head))) == [*usual, *alone, *CHAIN_NAMES, *TREE_NAMES]
+    assert names_of(target, HybridProposer(tiny.Garbage()))[3] == "Garbage alone"
+
+
+def test_a_target_that_takes_no_trees_is_offered_none(monkeypatch):
     target = tiny.model("llama")
-    prompts = [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(2)]
-    found = diagnose(target, target, prompts, usual=prompts[:1], max_new_tokens=16)
-    assert found.acceptance[0] == 1.0
-    assert found.elsewhere == 1.0
-    assert found.draft_pass > 0
-    assert set(found.target_pass) == {1, 2, 4, 8, 16, 32, 64}
-    assert [t.shape.size for t in found.trees] == [8, 24, 60]
-    assert not found.drafts_trees
-    ngrams = diagnose(target, "ngram", prompts, max_new_tokens=16)
-    assert ngrams.draft_pass == 0
-    assert ngrams.trees == ()
-
-
-@pytest.fixture(scope="module")
-def unseen():
-    """A head, its target, and prompts that it was not trained on: its first choice is wrong at times, not all are."""
-    head, target, _ = eagle3.trained()
-    return head, target, [tiny.prompts(8, seed=seed)["input_ids"][0] for seed in (50, 51)]
-
-
-def report_of(target, proposer, length, prompts) -> Report:
-    spec = SpeculativeGenerator(target, proposer, draft_length=length)
-    for prompt in prompts:
-        spec.generate(prompt[None], do_sample=False, max_new_tokens=24)
-    return spec.report
+    chains_only = Capability("own", "as if its attention took no masks")
+    for module in ("ways", "generator"):
+        monkeypatch.setattr(f"specdec.{module}.capability", lambda model: chains_only)
+    assert names_of(target, Eagle3Proposer(eagle3.head())) == ["plain decoding", "as it comes", *CHAIN_NAMES]
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda head: Eagle3Proposer(head), id="a head"),
-        pytest.param(lambda head: Eagle3Proposer(head, branching=(4, 2)), id="a head with a fixed tree"),
-        pytest.param(lambda head: HybridProposer(Eagle3Proposer(head)), id="a head beside n-grams"),
+        pytest.param(lambda target: "ngram", id="by name"),
+        pytest.param(lambda target: NgramProposer(), id="n-grams"),
+        pytest.param(lambda target: DraftModelProposer(target), id="a draft model"),
+        pytest.param(lambda target: DraftModelProposer(target, tree=DynamicTree(size=40)), id="a draft model's trees"),
+        pytest.param(lambda target: Eagle3Proposer(eagle3.head()), id="a head"),
+        pytest.param(lambda target: HybridProposer(Eagle3Proposer(eagle3.head())), id="a hybrid"),
     ],
 )
-def test_acceptance_is_that_of_chains_and_trees_have_their_own(unseen, make):
-    head, target, prompts = unseen
-    found = diagnose(target, make(head), prompts, usual=prompts[1:], max_new_tokens=24)
-    chain = report_of(target, Eagle3Proposer(head, branching=(1,) * PROBED), PROBED, prompts)
-    assert chain.num_draft_tokens_per_pos[PROBED - 1] > 0
-    assert found.acceptance == tuple(rate for rate in chain.conditional_acceptance_rate_per_pos if rate == rate)
-    whole = report_of(target, Eagle3Proposer(head), PROBED, prompts)
-    assert whole.conditional_acceptance_rate_per_pos[0] > found.acceptance[0]  # a tree accepts more: not what is meant
-    usual = report_of(target, Eagle3Proposer(head, branching=(1,) * PROBED), PROBED, prompts[1:])
-    assert found.elsewhere == usual.conditional_acceptance_rate_per_pos[0]
-    assert found.drafts_trees
-    assert [measured.shape.size for measured in found.trees] == [8, 24, 60]
-    for measured in found.trees:
-        by_hand = report_of(target, Eagle3Proposer(head, tree=measured.shape), measured.shape.depth, prompts)
-        assert measured.tokens == by_hand.mean_acceptance_length
-        assert measured.nodes == by_hand.num_draft_tokens / by_hand.num_drafts
-        assert 1 < measured.nodes < measured.shape.size
-        assert measured.seconds > 0
-    assert found.trees[2].nodes > 2 * found.trees[1].nodes > 4 * found.trees[0].nodes
-
-
-@pytest.mark.parametrize("shape", [None, DynamicTree(size=40)], ids=["chains", "trees"])
-def test_a_draft_models_chains_and_trees_are_measured_whatever_it_drafts(shape):
+def test_the_code_of_a_way_gives_that_way(make):
     target = tiny.model("llama")
-    draft, prompts = copy.deepcopy(target), [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(2)]
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in draft.parameters():  # so that some drafts are right
-            weight += 0.1 * weight.std() * torch.randn_like(weight)
-    proposer = DraftModelProposer(draft, tree=shape)
-    found = diagnose(target, proposer, prompts, max_new_tokens=24)
-    chain = report_of(target, DraftModelProposer(draft), PROBED, prompts)
-    assert found.acceptance == tuple(rate for rate in chain.conditional_acceptance_rate_per_pos if rate == rate)
-    for measured in found.trees:
-        by_hand = report_of(target, DraftModelProposer(draft, tree=measured.shape), measured.shape.depth, prompts)
-        assert measured.tokens == by_hand.mean_acceptance_length
-        assert by_hand.conditional_acceptance_rate_per_pos[0] > found.acceptance[0]
-    assert found.drafts_trees == (shape is not None)
-    assert (proposer.tree, proposer.branching) == (shape, None)  # as it was
-
-
-def test_a_target_that_takes_no_trees_is_offered_none(monkeypatch):
-    target, prompt = tiny.model("llama"), tiny.prompts(9)["input_ids"][0]
-    chains_only = Capability("own", "as if its attention took no masks")
-    for module in ("doctor", "generator"):
-        monkeypatch.setattr(f"specdec.{module}.capability", lambda model: chains_only)
-    found = diagnose(target, Eagle3Proposer(eagle3.head()), [prompt], max_new_tokens=16)
-    assert found.trees == ()
-    assert not found.drafts_trees  # draft_length=3 is a chain of 3 there
-
-
-def test_a_tree_of_no_drafts_is_none():
-    assert MeasuredTree.of(DynamicTree(), Report()) is None
-
-
-def test_of_a_hybrid_it_says_what_was_measured():
-    target, prompt = tiny.model("llama"), tiny.prompts(9)["input_ids"][0]
-    proposers = {
-        "the head alone, n-grams aside": HybridProposer(Eagle3Proposer(eagle3.head())),
-        "the draft model alone, n-grams aside": HybridProposer(DraftModelProposer(target)),
-        "Garbage alone, n-grams aside": HybridProposer(tiny.Garbage()),
-        "": NgramProposer(),
+    proposer = make(target)
+    names = {
+        "SpeculativeGenerator": SpeculativeGenerator,
+        "DraftModelProposer": DraftModelProposer,
+        "Eagle3Proposer": Eagle3Proposer,
+        "DynamicTree": DynamicTree,
+        "model": target,
+        "proposer": proposer,
+        "DRAFT": target,
+        "HEAD": eagle3.head(),
     }
-    for words, proposer in proposers.items():
-        assert diagnose(target, proposer, [prompt], max_new_tokens=8).alone == words
+    for way in ways(target, proposer)[1:]:
+        made = eval(way.code, names)
+        assert type(made.proposer) is type(way.spec.proposer)
+        assert made.draft_length == way.spec.draft_length
+        for shape in ("tree", "branching"):
+            assert getattr(made.proposer, shape, None) == getattr(way.spec.proposer, shape, None)
 
 
-def test_the_advice_names_the_proposer_that_was_measured():
-    class Ours(DraftModelProposer):
-        pass
+def test_the_proposer_is_left_as_it_was():
+    target, shape = tiny.model("llama"), DynamicTree(size=40)
+    proposer = DraftModelProposer(target, tree=shape)
+    diagnose(target, proposer, [tiny.prompts(9)["input_ids"][0]], max_new_tokens=8)
+    assert (proposer.tree, proposer.branching) == (shape, None)
 
-    target, prompt = tiny.model("llama"), tiny.prompts(9)["input_ids"][0]
-    assert diagnose(target, target, [prompt], max_new_tokens=8).maker == "DraftModelProposer(DRAFT, "
-    assert diagnose(target, Eagle3Proposer(eagle3.head()), [prompt], max_new_tokens=8).maker == "Eagle3Proposer(HEAD, "
-    assert diagnose(target, Ours(target), [prompt], max_new_tokens=8).maker == "Ours(..., "
+
+def by_hand(spec, prompts):
+    for prompt in prompts:
+        spec.generate(prompt[None], do_sample=False, max_new_tokens=24)
+    return spec.report
+
+
+def test_every_way_is_measured_on_every_prompt():
+    """Counts are those of calls by hand; the calls before them are not counted."""
+    head, target, _ = eagle3.trained()
+    prompts = [tiny.prompts(8, seed=seed)["input_ids"][0] for seed in (50, 51)]
+    found = diagnose(target, Eagle3Proposer(head), prompts, usual=prompts[1:], max_new_tokens=24)
+    assert found.plain.tokens == 2 * 24
+    assert found.plain.seconds > found.step * 2 * 23 > 0
+    by_name = {way.name: way for way in found.drafting}
+    assert [*by_name] == ["as it comes", *CHAIN_NAMES, *TREE_NAMES]
+    for way in found.drafting:
+        assert way.tokens == 2 * 24
+        assert way.report.num_calls == 2
+        assert way.seconds > way.report.round_seconds > 0
+    for length in CHAINS:
+        right = by_hand(
+            SpeculativeGenerator(target, Eagle3Proposer(head, branching=(1,) * length), draft_length=length), prompts
+        )
+        got = by_name[f"chain of {length}"].report
+        assert got.num_accepted_tokens_per_pos == right.num_accepted_tokens_per_pos
+    assert found.acceptance == tuple(rate for rate in right.conditional_acceptance_rate_per_pos if rate == rate)
+    usual = by_hand(
+        SpeculativeGenerator(target, Eagle3Proposer(head, branching=(1,) * CHAINS[-1]), draft_length=CHAINS[-1]),
+        prompts[1:],
+    )
+    assert found.elsewhere == usual.conditional_acceptance_rate_per_pos[0]
+    as_it_comes = Eagle3Proposer(head)
+    as_it_comes.check(target)
+    width = as_it_comes.tree.top_k
+    for size in TREE_SIZES:
+        shape = DynamicTree(6, width, size)
+        right = by_hand(SpeculativeGenerator(target, Eagle3Proposer(head, tree=shape), draft_length=6), prompts)
+        assert by_name[f"tree of {size} nodes"].report.num_draft_tokens == right.num_draft_tokens
+    assert found.has_head
+    assert not found.looks_up
+
+
+def test_ways_take_turns_after_a_call_each(monkeypatch):
+    target, order = tiny.model("llama"), []
+    asked = [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(2)]
+
+    def noted(self, prompt, **changed):
+        order.append((self.way.name, next(i for i, p in enumerate(asked) if torch.equal(p, prompt)), bool(changed)))
+        answer(self, prompt, **changed)
+
+    answer = Runs.answer
+    monkeypatch.setattr(Runs, "answer", noted)
+    diagnose(target, "ngram", asked, max_new_tokens=8)
+    names = ["plain decoding", "as it comes", *CHAIN_NAMES]
+    assert order == [(name, i, warm) for i, warm in ((0, True), (0, False), (1, False)) for name in names]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])
+def test_all_ways_write_the_same_text(sampling, monkeypatch):
+    """What they took is compared by the token; at T > 0 by the same seed, and the user's own stays where it was."""
+    made, begin = [], Runs.__init__
+
+    def noted(self, *args):
+        begin(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Runs, "__init__", noted)
+    target, state = tiny.model("llama"), torch.get_rng_state()
+    diagnose(target, copy.deepcopy(target), [tiny.prompts(9)["input_ids"][0]], max_new_tokens=16, **sampling)
+    assert torch.equal(torch.get_rng_state(), state)
+    texts = {tuple(run.texts[0].tolist()) for run in made if run.texts}
+    assert len(texts) == 1
 
 
 def test_progress_goes_from_nothing_to_all():
     target, steps = tiny.model("llama"), []
     prompts = [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(3)]
     diagnose(target, target, prompts, usual=prompts[:2], max_new_tokens=8, progress=lambda *step: steps.append(step))
-    total = 5 * 3 + 2 + 1  # chains, automatic and three trees; ours; the target's passes
+    total = 8 * (1 + 3) + 2  # plain, as it comes, three chains and three trees; ours
     assert steps == [(done, total) for done in range(total + 1)]
+
+
+def test_a_text_that_ends_at_once():
+    target = copy.deepcopy(tiny.model("llama"))
+    prompt = tiny.prompts(9)["input_ids"]
+    end = int(target.generate(prompt, do_sample=False, max_new_tokens=1)[0, -1])
+    found = diagnose(target, "ngram", [prompt[0]], max_new_tokens=8, eos_token_id=end, pad_token_id=0)
+    assert found.plain.tokens == 1
+    assert "drafted nothing on these prompts" in found.in_words()
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -338,7 +370,7 @@ def command(tmp_path, monkeypatch):
     inner = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("_abcde")}, unk_token="_"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
-    monkeypatch.setattr("specdec.cli._load", lambda target: (tiny.model("llama"), tokenizer))
+    monkeypatch.setattr("specdec.cli._load", lambda target, dtype: (tiny.model("llama"), tokenizer))
     (tmp_path / "mine.txt").write_text("abcab\n" * 5)
     asked = ["doctor", "TARGET", "ngram", "--prompts", str(tmp_path / "mine.txt"), "--max-new-tokens", "8"]
     return lambda *more: CliRunner().invoke(app, [*asked, *more])

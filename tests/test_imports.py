@@ -21,6 +21,8 @@ FLOORS = {
     "specdec.data": "data",
     "specdec.training": "training",
     "specdec.doctor": "measuring",
+    "specdec.diagnosis": "measuring",
+    "specdec.ways": "measuring",
     "specdec.tap_probe": "measuring",
     "specdec.demo": "demo",
     "specdec.cli": "cli",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+
+from specdec.machine import available_memory
 
 
 class NoRoom(RuntimeError):
@@ -34,21 +35,6 @@ def free_disk(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def available_memory() -> int | None:
-    """Bytes of memory a new program can have; None where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    try:
-        # All memory, used or not: macOS gives much of it back under pressure and does not say how much.
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None  # Windows
 
 
 def size_of(folder: Path) -> int:
