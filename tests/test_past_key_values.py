@@ -1,7 +1,10 @@
 """Conversations: a cache from an earlier call is taken over, speculated on, and given back as plain decoding does."""
 
+import gc
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
@@ -316,3 +319,55 @@ def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
     real = inputs["attention_mask"][..., None].bool()
     for a, b in zip(ours.hidden_states[0], plain.hidden_states[0], strict=True):
         torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
+
+
+def test_keys_and_values_take_no_more_than_plain_decodings():
+    """A quarter on top for what a draft needs behind a window: all slots everywhere would be five times as much."""
+    target = tiny.model("gemma3", sliding_window=16)
+
+    class Weigher:
+        """A streamer that adds up the keys and values there are, in their storages."""
+
+        most = 0
+
+        def put(self, tokens):
+            heads, width = target.config.num_key_value_heads, target.config.head_dim
+            found = [t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.dim() == 4]
+            kept = {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in found
+                if (t.shape[0], t.shape[1], t.shape[-1]) == (1, heads, width)
+            }
+            self.most = max(self.most, sum(kept.values()))
+
+        def end(self):
+            pass
+
+    spec = SpeculativeGenerator(target, "ngram", draft_length=4, on_unsupported="error")
+    taken = {}
+    for name, generate in (("plain", target.generate), ("ours", spec.generate)):
+        gc.collect()
+        weigher = Weigher()
+        generate(**tiny.prompts(300), max_new_tokens=40, do_sample=False, streamer=weigher)
+        taken[name] = weigher.most
+    assert 0 < taken["ours"] < 1.25 * taken["plain"]
+
+
+def test_a_ragged_prefill_makes_no_matrix_of_positions():
+    """(B, T, T) in 64-bit integers: 34 GB for four rows of 32k."""
+
+    class Largest(TorchDispatchMode):
+        numbers = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+                self.numbers = max(self.numbers, out.untyped_storage().nbytes() // 8)
+            return out
+
+    inputs = tiny.prompts(200, 60, 131)
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=4, on_unsupported="error")
+    assert spec.capability.trees
+    with Largest() as largest:
+        spec.generate(**inputs, max_new_tokens=3, do_sample=False)
+    assert 0 < largest.numbers < 200 * 200
