@@ -116,11 +116,18 @@ def test_one_proposer_in_two_generators():
     assert report.num_accepted_tokens_per_pos == alone.num_accepted_tokens_per_pos
 
 
+def tensors_alive():
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, (torch.Tensor, SpeculativeCache))]
+
+
+@pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("name", PROPOSERS)
-def test_nothing_of_a_call_stays(name, fails):
+def test_nothing_of_a_call_stays(name, fails, sample):
+    """Not even of a generator's first call; what the model itself makes once, another generator has it make."""
     model = tiny.model("llama")
-    spec = SpeculativeGenerator(model, PROPOSERS[name](), draft_length=3, on_unsupported="error")
+    specs = [SpeculativeGenerator(model, PROPOSERS[name](), draft_length=3, on_unsupported="error") for _ in range(2)]
 
     class Failing:
         columns = 0
@@ -133,18 +140,15 @@ def test_nothing_of_a_call_stays(name, fails):
         def end(self):
             pass
 
-    def call():
+    def call(spec):
         with pytest.raises(RuntimeError, match="enough") if fails else nullcontext():
-            spec.generate(**tiny.prompts(9), do_sample=False, max_new_tokens=12, streamer=Failing())
+            spec.generate(**tiny.prompts(9), do_sample=sample, max_new_tokens=12, streamer=Failing())
 
-    def alive():
-        gc.collect()
-        return [thing for thing in gc.get_objects() if isinstance(thing, (torch.Tensor, SpeculativeCache))]
-
-    call()
-    before = {id(thing) for thing in alive()}
-    call()
-    kept = [thing for thing in alive() if id(thing) not in before]
+    call(specs[0])
+    before = tensors_alive()  # held, so that no other object gets their ids
+    known = {id(thing) for thing in before}
+    call(specs[1])
+    kept = [thing for thing in tensors_alive() if id(thing) not in known]
     assert not any(isinstance(thing, SpeculativeCache) for thing in kept)
     assert sum(thing.numel() for thing in kept if isinstance(thing, torch.Tensor)) == 0
 
