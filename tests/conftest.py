@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
@@ -65,6 +65,18 @@ def files(tokenizer, tmp_path_factory):
         lines.append({"text": " ".join(WORDS[5 + token % 26] for token in ids.tolist())})
     written(folder / "data.jsonl", *lines)
     return folder
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer():
+    """A character a token, and a chat template."""
+    characters = [*"abcdefghijklmnopqrstuvwxyz:|ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][: tiny.VOCAB]
+    inner = Tokenizer(WordLevel({c: i for i, c in enumerate(characters)}, unk_token="a"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner)
+    made.chat_template = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '|' }}{% endfor %}a:"
+    return made
 
 
 @pytest.fixture(autouse=True)

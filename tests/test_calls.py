@@ -1,8 +1,10 @@
 """A call's state lives in the call: threads, calls within calls, shared proposers, nothing kept afterwards."""
 
 import gc
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +153,32 @@ def test_nothing_of_a_call_stays(name, fails, sample):
     kept = [thing for thing in tensors_alive() if id(thing) not in known]
     assert not any(isinstance(thing, SpeculativeCache) for thing in kept)
     assert sum(thing.numel() for thing in kept if isinstance(thing, torch.Tensor)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["draft tree", "ngram+head"])
+def test_a_thousand_calls_of_changing_shapes_leave_nothing(name):
+    model, sizes = tiny.model("llama"), Path("/proc/self/statm")
+    spec = SpeculativeGenerator(model, PROPOSERS[name](), on_unsupported="error")
+
+    def calls(numbers):
+        for i in numbers:
+            lengths = [1 + (7 * i + 5 * b) % 40 for b in range(1 + i % 3)]
+            spec.generate(**tiny.prompts(*lengths, seed=i), do_sample=i % 2 == 0, max_new_tokens=2 + i % 9)
+
+    def held():
+        numbers = sum(thing.numel() for thing in tensors_alive() if isinstance(thing, torch.Tensor))
+        resident = int(sizes.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if sizes.exists() else 0
+        return numbers, len(gc.get_objects()), resident
+
+    calls(range(200))
+    before = held()
+    calls(range(200, 1200))
+    after = held()
+    assert spec.report.num_calls == 1200
+    assert after[0] == before[0]
+    assert after[1] - before[1] < 500  # one object a call would be a thousand
+    assert after[2] - before[2] < 16 * 2**20
 
 
 def test_hooks_go_with_the_generator():

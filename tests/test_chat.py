@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeGenerator
@@ -13,19 +13,7 @@ from specdec.chat import Chat
 from specdec.streamer import ColourStreamer
 from tests import tiny
 
-TEMPLATE = "{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + '|' }}{% endfor %}a:"
 NEW = 6
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    characters = [*"abcdefghijklmnopqrstuvwxyz:|ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"][: tiny.VOCAB]
-    inner = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="a"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner)
-    made.chat_template = TEMPLATE
-    return made
 
 
 @pytest.fixture(params=["llama", "gemma3"])
@@ -34,43 +22,43 @@ def spec(request):
     return SpeculativeGenerator(tiny.model(request.param), "ngram", draft_length=3)
 
 
-def streamer(tokenizer, stop_after=None):
+def streamer(chat_tokenizer, stop_after=None):
     class Streamer(ColourStreamer):
         def put(self, value):
             super().put(value)
             if len(self.tokens) == stop_after:
                 raise KeyboardInterrupt
 
-    return Streamer(tokenizer, Console(file=StringIO()))
+    return Streamer(chat_tokenizer, Console(file=StringIO()))
 
 
-def chat_of(spec, tokenizer, **options):
-    return Chat(spec, tokenizer, do_sample=False, max_new_tokens=NEW, **options)
+def chat_of(spec, chat_tokenizer, **options):
+    return Chat(spec, chat_tokenizer, do_sample=False, max_new_tokens=NEW, **options)
 
 
-def alone(spec, tokenizer, messages):
+def alone(spec, chat_tokenizer, messages):
     """What plain decoding answers to the whole conversation."""
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = chat_tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
     out = spec.model.generate(
         torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False, max_new_tokens=NEW
     )
-    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+    return chat_tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
 
 
-def test_each_turn_is_what_plain_decoding_says(spec, tokenizer):
-    chat = chat_of(spec, tokenizer, system="be")
+def test_each_turn_is_what_plain_decoding_says(spec, chat_tokenizer):
+    chat = chat_of(spec, chat_tokenizer, system="be")
     for said in ("abcabc", "xyx", "no"):
-        chat.say(said, streamer(tokenizer))
+        chat.say(said, streamer(chat_tokenizer))
         *before, answer = chat.messages
         assert before[-1] == {"role": "user", "content": said}
-        assert answer["content"] == alone(spec, tokenizer, before)
+        assert answer["content"] == alone(spec, chat_tokenizer, before)
     assert [m["role"] for m in chat.messages] == ["system"] + 3 * ["user", "assistant"]
     assert spec.report.num_plain_calls == 0
 
 
-def test_a_turn_reads_only_what_is_new(tokenizer, monkeypatch):
+def test_a_turn_reads_only_what_is_new(chat_tokenizer, monkeypatch):
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=3)
-    chat, read = chat_of(spec, tokenizer), []
+    chat, read = chat_of(spec, chat_tokenizer), []
     forward = spec.model.forward
 
     def noting(*args, **kwargs):
@@ -78,27 +66,27 @@ def test_a_turn_reads_only_what_is_new(tokenizer, monkeypatch):
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(spec.model, "forward", noting)
-    chat.say("abcdefghabcdefgh", streamer(tokenizer))
+    chat.say("abcdefghabcdefgh", streamer(chat_tokenizer))
     assert read[0] == len("u:abcdefghabcdefgh|a:")
     read.clear()
-    chat.say("no", streamer(tokenizer))
+    chat.say("no", streamer(chat_tokenizer))
     assert read[0] <= 2 + len("|u:no|a:")  # the last token of the answer is in no cache yet
 
 
-def test_interrupted_it_goes_on_from_what_was_said(spec, tokenizer):
-    chat = chat_of(spec, tokenizer)
-    chat.say("abcabc", streamer(tokenizer))
+def test_interrupted_it_goes_on_from_what_was_said(spec, chat_tokenizer):
+    chat = chat_of(spec, chat_tokenizer)
+    chat.say("abcabc", streamer(chat_tokenizer))
     with pytest.raises(KeyboardInterrupt):
-        chat.say("xyx", streamer(tokenizer, stop_after=2))
+        chat.say("xyx", streamer(chat_tokenizer, stop_after=2))
     assert len(chat.messages[-1]["content"]) == 2
     assert chat.messages[-1]["role"] == "assistant"
-    chat.say("no", streamer(tokenizer))
-    assert chat.messages[-1]["content"] == alone(spec, tokenizer, chat.messages[:-1])
+    chat.say("no", streamer(chat_tokenizer))
+    assert chat.messages[-1]["content"] == alone(spec, chat_tokenizer, chat.messages[:-1])
 
 
-def test_a_turn_that_failed_never_was(spec, tokenizer):
-    chat = chat_of(spec, tokenizer)
-    chat.say("abcabc", streamer(tokenizer))
+def test_a_turn_that_failed_never_was(spec, chat_tokenizer):
+    chat = chat_of(spec, chat_tokenizer)
+    chat.say("abcabc", streamer(chat_tokenizer))
     before = list(chat.messages)
 
     class Broken(ColourStreamer):
@@ -106,10 +94,10 @@ def test_a_turn_that_failed_never_was(spec, tokenizer):
             raise RuntimeError("broken")
 
     with pytest.raises(RuntimeError, match="broken"):
-        chat.say("xyx", Broken(tokenizer, Console(file=StringIO())))
+        chat.say("xyx", Broken(chat_tokenizer, Console(file=StringIO())))
     assert chat.messages == before
-    chat.say("no", streamer(tokenizer))
-    assert chat.messages[-1]["content"] == alone(spec, tokenizer, chat.messages[:-1])
+    chat.say("no", streamer(chat_tokenizer))
+    assert chat.messages[-1]["content"] == alone(spec, chat_tokenizer, chat.messages[:-1])
 
 
 def test_without_a_chat_template_it_says_so(spec):

@@ -1,12 +1,15 @@
 """What the commands say of bad input, before any work is done."""
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import specdec
 from specdec import SpeculativeGenerator
 from specdec.cli import app
+from tests import tiny
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,52 @@ def test_target_and_draft_compute_in_the_format_asked_for(proposer, dtype, files
     assert "computing in" not in result.stdout
     drafts = getattr(made[0].proposer, "other", made[0].proposer)
     assert str(made[0].model.dtype) == str(drafts.model.dtype) == f"torch.{dtype}"
+
+
+def test_a_prompt_from_standard_input_and_a_report_as_json(files):
+    """The text on standard output, all else on standard error."""
+    asked = ["generate", str(files / "model"), "--json", "--compare", "--max-new-tokens", "8", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="a b a b")
+    assert result.exit_code == 0, result.output
+    report = next(json.loads(line) for line in result.stderr.splitlines() if line.startswith("{"))
+    assert report["num_output_tokens"] == 8
+    assert "num_output_tokens" not in result.stdout
+    assert "x plain decoding" in result.stderr
+
+
+def test_the_same_seed_gives_the_same_text(files):
+    def text(seed):
+        asked = [
+            "generate",
+            str(files / "model"),
+            "a b",
+            "--temperature",
+            "1",
+            "--seed",
+            str(seed),
+            "--dtype",
+            "float32",
+        ]
+        return CliRunner().invoke(app, [*asked, "--max-new-tokens", "24"]).stdout
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_conversation(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    asked = ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="abc\n\nno\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("5 tokens in ") == 2
+    assert "2 (0)" in result.stdout  # calls, as plain decoding: of the report at the end
+
+
+def test_a_model_that_cannot_chat(files):
+    result = CliRunner().invoke(app, ["chat", str(files / "model"), "--proposer", "ngram"])
+    assert result.exit_code == 2
+    assert "no chat template" in result.output
+
+
+def test_version():
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"specdec {specdec.__version__}\n"

@@ -371,7 +371,7 @@ def command(tmp_path, monkeypatch):
     inner = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("_abcde")}, unk_token="_"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
-    monkeypatch.setattr("specdec.cli._load", lambda target, dtype: (tiny.model("llama"), tokenizer))
+    monkeypatch.setattr("specdec.cli.doctor.load", lambda target, dtype: (tiny.model("llama"), tokenizer))
     (tmp_path / "mine.txt").write_text("abcab\n" * 5)
     asked = ["doctor", "TARGET", "ngram", "--prompts", str(tmp_path / "mine.txt"), "--max-new-tokens", "8"]
     return lambda *more: CliRunner().invoke(app, [*asked, *more])

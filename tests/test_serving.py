@@ -9,7 +9,6 @@ import torch
 from specdec import SpeculativeGenerator
 from specdec.serving import serve
 from tests import tiny
-from tests.test_chat import tokenizer  # noqa: F401  a fixture
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
@@ -19,11 +18,11 @@ NEW = 8
 
 
 @pytest.fixture
-def served(tmp_path, tokenizer):  # noqa: F811
+def served(tmp_path, chat_tokenizer):
     """The client, the model's name, the generators that were made, and what plain decoding answers."""
     model = tiny.model("llama")
     model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
     made = []
 
     def generator_of(loaded):
@@ -35,13 +34,13 @@ def served(tmp_path, tokenizer):  # noqa: F811
         port = free.getsockname()[1]
     server = serve(str(tmp_path), generator_of, port=port, non_blocking=True, dtype="float32", device="cpu")
     ids = torch.tensor(
-        [tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]]
+        [chat_tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]]
     )
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
     try:
         _wait_for(port)
         client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=30)
-        yield client, str(tmp_path), made, tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+        yield client, str(tmp_path), made, chat_tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
     finally:
         server.kill_server()
 

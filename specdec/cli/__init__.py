@@ -1,0 +1,36 @@
+"""The command line: thin commands over the library, a file each."""
+
+from __future__ import annotations
+
+import warnings
+
+import typer
+
+from specdec.cli import chat, data, doctor, generate, heads, serve, training
+from specdec.cli.common import in_words
+
+app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
+for command in (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    doctor.doctor,
+    heads.inspect,
+    heads.export,
+    data.regenerate,
+    training.train,
+):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: bool = typer.Option(False, "--version", help="Print specdec's version.", is_eager=True),
+) -> None:
+    """Speculative decoding for Hugging Face models."""
+    if version:
+        from specdec import __version__
+
+        typer.echo(f"specdec {__version__}")
+        raise typer.Exit
+    warnings.formatwarning = in_words

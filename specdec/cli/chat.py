@@ -1,0 +1,77 @@
+"""`specdec chat`: a conversation in the terminal, accepted draft tokens in colour."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+
+from specdec.cli.common import (
+    DEVICE,
+    DRAFT_LENGTH,
+    NUMBER_FORMAT,
+    SEED,
+    WHAT_DRAFTS,
+    bad_input_ends,
+    drafting,
+    load,
+    sampling,
+)
+from specdec.proposers.named import check_name
+
+if TYPE_CHECKING:
+    from specdec.report import Report
+
+
+def chat(
+    target: str = typer.Argument(help="Path or hub id of a chat model."),
+    proposer: str = typer.Option("auto", help=WHAT_DRAFTS),
+    system: str | None = typer.Option(None, help="What the conversation begins with."),
+    max_new_tokens: int = typer.Option(512, min=1, help="Tokens per answer at most."),
+    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
+    seed: int | None = typer.Option(None, help=SEED),
+    draft_length: int | None = typer.Option(None, min=0, help=DRAFT_LENGTH),
+    dtype: str = typer.Option("auto", help=NUMBER_FORMAT),
+    device: str | None = typer.Option(None, help=DEVICE),
+) -> None:
+    """Talk to a model. Ctrl-C ends its answer and keeps the conversation; Ctrl-D ends the conversation."""
+    from specdec import SpeculativeGenerator
+    from specdec.chat import Chat
+    from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
+
+    console = Console(highlight=False)
+    with bad_input_ends():
+        check_name(proposer)
+        model, tokenizer = load(target, dtype=dtype, device=device)
+        spec = SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length)
+        talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+    console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
+    console.print("[dim]Ctrl-C ends an answer, Ctrl-D the conversation.[/dim]")
+    while (said := _asked(console)) is not None:
+        if not said:
+            continue
+        try:
+            report = talk.say(said, ColourStreamer(tokenizer, console))
+        except KeyboardInterrupt:
+            console.print("\n[dim](stopped; the conversation goes on)[/dim]")
+            continue
+        console.print(f"[dim]{_in_a_line(report)}[/dim]")
+    if spec.report.num_calls:
+        console.print(f"\n{spec.report}", markup=False)
+
+
+def _in_a_line(report: Report) -> str:
+    return (
+        f"{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, {report.tokens_per_second:.1f} a second; "
+        f"{report.tokens_per_round:.2f} for each pass of the model"
+    )
+
+
+def _asked(console: Console) -> str | None:
+    """A line of the user's; None when there is no more."""
+    try:
+        return console.input("[bold]> [/bold]").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None

@@ -1,0 +1,66 @@
+"""`specdec regenerate`: a target answers prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import perf_counter
+
+import typer
+
+from specdec.cli.common import bad_input_ends, load
+
+
+def regenerate(
+    target: str = typer.Argument(help="Path or hub id of the target model."),
+    prompts: Path = typer.Argument(
+        help="Prompts or conversations: JSONL (.gz), .txt, one a line, or a datasets folder.", exists=True
+    ),
+    out: Path = typer.Argument(
+        help="JSONL to write; conversations finished in an earlier run are kept.", dir_okay=False
+    ),
+    temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
+    batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
+    max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
+    max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
+    limit: int | None = typer.Option(None, min=1, help="Use the first so many prompts."),
+    max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
+    seed: int = typer.Option(0),
+) -> None:
+    """Have a target answer prompts: the texts that a head for it is trained on."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specdec.data.conversations import read_prompts
+    from specdec.data.regenerate import regenerate as answer
+    from specdec.machine import computed_in
+
+    with bad_input_ends():
+        for _ in read_prompts(prompts):
+            pass  # a broken line is said before the model is loaded
+        model, tokenizer = load(target)
+        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+        with Progress(*columns) as bar:
+            task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
+
+            def progress(done: int, total: int, tokens: int) -> None:
+                speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
+                bar.update(task, completed=done, total=total, speed=speed)
+
+            tokens = answer(
+                model,
+                tokenizer,
+                prompts,
+                out,
+                temperatures=temperature,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                max_prompt_tokens=max_prompt_tokens,
+                limit=limit,
+                seed=seed,
+                progress=progress,
+                go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
+            )
+            finished = bar.finished
+    left_over = "" if finished else " so far: the same command goes on"
+    typer.echo(f"the answers are in {out}{left_over}")
+    typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "nothing was left to answer")

@@ -1,0 +1,61 @@
+"""Commands about EAGLE heads: `inspect` and `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from specdec.cli.common import bad_input_ends, load
+
+
+def inspect(
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE head."),
+    target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they fit."),
+    probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
+) -> None:
+    """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
+    from specdec.eagle3.checkpoint import read
+    from specdec.eagle3.inspection import describe
+    from specdec.proposers import Eagle3Proposer
+    from specdec.tap_probe import probe_taps
+
+    if probe and target is None:
+        raise typer.BadParameter("--probe needs --target", param_hint="--probe")
+    with bad_input_ends():
+        checkpoint = read(head)
+        typer.echo(describe(checkpoint))
+        module = checkpoint.head()
+        if target is None:
+            return
+        model, tokenizer = load(target, tokenizer=probe)
+        proposer = Eagle3Proposer(module.to(model.device))
+        proposer.check(model)
+        typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
+        if probe:
+            typer.echo(probe_taps(module, model, tokenizer))
+
+
+def export(
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE-3 head, in any known layout."),
+    out: str = typer.Argument(help="Folder to write."),
+    layout: str = typer.Option(
+        "sglang", help='"sglang" (SafeAILab, SpecForge, SGLang), "speculators" (vLLM) or "int8" (half the size, ours).'
+    ),
+    target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
+) -> None:
+    """Write an EAGLE-3 head in another layout."""
+    from specdec.eagle3 import load, save
+    from specdec.eagle3.layouts import lost_in
+
+    with bad_input_ends():
+        if Path(out).resolve() == Path(head).resolve():
+            raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
+        loaded = load(head)
+        save(loaded, out, layout, target)
+    for lost in lost_in(loaded.config, layout):
+        typer.secho(f"warning: {lost}", fg="yellow", err=True)
+    if layout == "speculators" and not target:
+        typer.secho("warning: vLLM looks the target up in this layout's config: give --target", fg="yellow", err=True)
+    size = (Path(out) / "model.safetensors").stat().st_size
+    typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")

@@ -1,0 +1,77 @@
+"""`specdec train`: a head for a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from specdec.cli.common import bad_input_ends
+
+
+def train(
+    target: str = typer.Argument(help="Path or hub id of the target model."),
+    data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
+    out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
+    start_from: str | None = typer.Option(
+        None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
+    ),
+    start_from_target: str | None = typer.Option(
+        None, "--from-target", help="What the head of --from is for, if another: a smaller model with the same tokens."
+    ),
+    draft_vocab: int | None = typer.Option(
+        None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
+    ),
+    intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
+    attention_bias: bool = typer.Option(
+        True,
+        help="Biases in a fresh head's attention if the target's has them; SafeAILab's and SGLang's code takes none.",
+    ),
+    steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
+    loss: str = typer.Option(
+        "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with.'
+    ),
+    length: int = typer.Option(512, min=8, help="Tokens per packed row."),
+    epochs: float = typer.Option(2.0, min=0.0),
+    learning_rate: float = typer.Option(1e-3, min=0.0),
+    batch_size: int = typer.Option(4, min=1, help="Rows per update, of all processes."),
+    rows_at_once: int | None = typer.Option(None, min=1, help="Rows per process and pass: fewer need less memory."),
+    cache_states: bool = typer.Option(
+        False, "--cache-states", help="Keep the target's states on disk: several epochs then cost one pass of it."
+    ),
+    flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
+    max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
+    held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),
+    held_out_data: Path | None = typer.Option(
+        None, help="Texts only evaluated on, in a file of their own; nothing of DATA is held out then.", exists=True
+    ),
+    save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
+    evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
+    max_minutes: float | None = typer.Option(
+        None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
+    ),
+    seed: int = typer.Option(0),
+    device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
+) -> None:
+    """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
+    options = dict(locals())
+    from accelerate import PartialState
+
+    from specdec.training import Recipe
+    from specdec.training import train as train_head
+
+    with bad_input_ends():
+        found = train_head(Recipe(**options))
+    if not PartialState().is_main_process:
+        return
+    if found is None:
+        typer.echo("not finished yet: the same command goes on")
+        return
+    typer.echo(
+        f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
+        f"{found.tree_length_sampled:.2f} at T=1; chains of {steps}: {found.mean_acceptance_length:.2f}, simulated "
+        f"{found.simulated_length:.2f}"
+    )
+    if found.warning:
+        typer.secho(f"warning: {found.warning}", fg="yellow", err=True)
+    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, 'eagle3:{out / 'head'}')")
