@@ -1,5 +1,6 @@
 """What the commands say of bad input, before any work is done."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -114,8 +115,12 @@ def test_a_conversation(tmp_path, chat_tokenizer):
     assert "2 (0)" in result.stdout  # calls, as plain decoding: of the report at the end
 
 
-def test_a_model_that_cannot_chat(files):
-    result = CliRunner().invoke(app, ["chat", str(files / "model"), "--proposer", "ngram"])
+def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    untuned = copy.deepcopy(chat_tokenizer)
+    untuned.chat_template = None
+    untuned.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["chat", str(tmp_path), "--proposer", "ngram"])
     assert result.exit_code == 2
     assert "no chat template" in result.output
 
