@@ -1,5 +1,6 @@
 """A conversation in turns: each reads only what is new, and is what plain decoding of the whole text would say."""
 
+from functools import wraps
 from io import StringIO
 
 import pytest
@@ -61,6 +62,7 @@ def test_a_turn_reads_only_what_is_new(chat_tokenizer, monkeypatch):
     chat, read = chat_of(spec, chat_tokenizer), []
     forward = spec.model.forward
 
+    @wraps(forward)
     def noting(*args, **kwargs):
         read.append(kwargs["input_ids"].shape[1])
         return forward(*args, **kwargs)

@@ -22,7 +22,7 @@ from specdec import (
     NgramProposer,
     Proposer,
     SpeculativeGenerator,
-    generator,
+    drafting,
 )
 from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
 from specdec.pacing import Pacer
@@ -256,7 +256,7 @@ class Flat(PassCost):
 
 @pytest.fixture(autouse=True)
 def free_drafts(monkeypatch):
-    monkeypatch.setattr(generator, "Learnt", Free)
+    monkeypatch.setattr(drafting, "Learnt", Free)
 
 
 def sampled(spec: SpeculativeGenerator, calls: int, rows: int = ROWS, eos: int | None = None, **sampling) -> dict:
