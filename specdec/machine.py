@@ -57,7 +57,8 @@ def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = 
 def name_of(device: torch.device) -> str:
     """Of a device what its speed goes by: a GPU's name, or a CPU's and its vectors' width."""
     if device.type != "cpu":
-        named = getattr(torch.get_device_module(device), "get_device_name", None)
+        module = getattr(torch, device.type, None)  # none of "meta", where accelerate leaves what it offloads
+        named = getattr(module, "get_device_name", None)
         return named(device) if named else device.type
     return f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
 
