@@ -60,6 +60,7 @@ def test_each_turn_is_what_plain_decoding_says(spec, chat_tokenizer):
 def test_a_turn_reads_only_what_is_new(chat_tokenizer, monkeypatch):
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=3)
     chat, read = chat_of(spec, chat_tokenizer), []
+    assert spec.capability.trees  # tried out before anyone listens
     forward = spec.model.forward
 
     @wraps(forward)
