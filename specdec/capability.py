@@ -195,7 +195,7 @@ def _apart(model: M) -> M:
     """
     shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
     shared += [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]  # accelerate's: offloaded
-    shared += [vars(module)["generate"] for module in model.modules() if "generate" in vars(module)]  # `installed`'s
+    shared += [vars(module)["generate"] for module in model.modules() if "generate" in vars(module)]  # a user's
     view = copy.deepcopy(model, {id(kept): kept for kept in shared})
     config = view.config.get_text_config(decoder=True)
     types = getattr(config, "layer_types", None)

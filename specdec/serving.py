@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec.generator import SpeculativeGenerator
+from specdec.hook import Installed
 
 
 def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], **options: Any) -> Any:
@@ -46,7 +47,7 @@ def _speculating(generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]
     class Speculating(plain):  # type: ignore[misc, valid-type]
         def _load_model(self, *args: Any, **kwargs: Any) -> PreTrainedModel:
             model = super()._load_model(*args, **kwargs)
-            model.generate = generator_of(model).generate
+            model.generate = Installed(generator_of(model).generate, model)
             return model
 
     model_manager.ModelManager = Speculating

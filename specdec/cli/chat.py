@@ -14,8 +14,7 @@ from specdec.cli.common import (
     SEED,
     WHAT_DRAFTS,
     bad_input_ends,
-    drafting,
-    load,
+    generator,
     sampling,
 )
 from specdec.proposers.named import check_name
@@ -36,15 +35,13 @@ def chat(
     device: str | None = typer.Option(None, help=DEVICE),
 ) -> None:
     """Talk to a model. Ctrl-C ends its answer and keeps the conversation; Ctrl-D ends the conversation."""
-    from specdec import SpeculativeGenerator
     from specdec.chat import Chat
     from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
 
     console = Console(highlight=False)
     with bad_input_ends():
         check_name(proposer)
-        model, tokenizer = load(target, dtype=dtype, device=device)
-        spec = SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length)
+        spec, tokenizer = generator(target, proposer, draft_length, dtype, device)
         talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
     console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
     console.print("[dim]Ctrl-C ends an answer, Ctrl-D the conversation.[/dim]")

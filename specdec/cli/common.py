@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from specdec import SpeculativeGenerator
     from specdec.proposers import Proposer
 
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
@@ -93,6 +94,16 @@ def drafting(proposer: str, target: PreTrainedModel) -> Proposer | str:
         return proposer
     made = DraftModelProposer(loaded(source).to(target.device, target.dtype))
     return HybridProposer(made) if kind.startswith(WITH_NGRAMS) else made
+
+
+def generator(
+    target: str, proposer: str, draft_length: int | None, dtype: str, device: str | None
+) -> tuple[SpeculativeGenerator, Any]:
+    """A generator of what the options name, and the tokenizer."""
+    from specdec import SpeculativeGenerator
+
+    model, tokenizer = load(target, dtype=dtype, device=device)
+    return SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length), tokenizer
 
 
 def in_words(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import NUMBER_FORMAT, WHAT_DRAFTS, bad_input_ends, drafting, load
+from specdec.cli.common import NUMBER_FORMAT, WHAT_DRAFTS, bad_input_ends, drafting, load, sampling
 from specdec.proposers.named import check_name
 
 
@@ -36,7 +36,6 @@ def doctor(
         model, tokenizer = load(target, dtype=dtype)
         theirs = [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
         ours = [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:2]]
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
         columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             task = bar.add_task("", total=None)
@@ -47,7 +46,7 @@ def doctor(
                 usual=ours if theirs else (),
                 max_new_tokens=max_new_tokens,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
-                **sampling,
+                **sampling(temperature),
             )
     used = f"{len(theirs)} of {count:,}" if count > len(theirs) else f"{count:,}"
     of_whom = f"{used} prompts of {prompts}" if prompts else f"{len(ours)} prompts of ours"

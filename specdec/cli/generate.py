@@ -14,8 +14,7 @@ from specdec.cli.common import (
     SEED,
     WHAT_DRAFTS,
     bad_input_ends,
-    drafting,
-    load,
+    generator,
     sampling,
 )
 from specdec.proposers.named import check_name
@@ -42,19 +41,17 @@ def generate(
     """
     from transformers import TextStreamer
 
-    from specdec import SpeculativeGenerator
     from specdec.data.prompts import Prompt
 
     with bad_input_ends():
         check_name(proposer)
         asked = _asked(prompt)
-        model, tokenizer = load(target, dtype=dtype, device=device)
-        spec = SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length)
-    inputs = Prompt("", asked).encode(tokenizer, model.device)
+        spec, tokenizer = generator(target, proposer, draft_length, dtype, device)
+    inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
     plain = 0.0
     if compare:
         start = perf_counter()
-        out = model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+        out = spec.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
         plain = (perf_counter() - start) / (out.shape[1] - inputs["input_ids"].shape[1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
