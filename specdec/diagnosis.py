@@ -13,6 +13,7 @@ from specdec.report import Report
 NEAR = 1.03  # times the fastest's seconds: as fast as that, for the clock
 MISSING = 0.05  # of the target's tokens: more of them outside of the draft's vocabulary are a fault
 UNUSUAL = 0.1  # less acceptance than on usual prompts is the prompts' doing
+WORTH = 0.01  # of a way's seconds: what would spare less of them is no limit
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,15 @@ class Measured:
 
     Attributes:
         name: in words. code: what gives it. tokens: written, over all prompts.
-        seconds: of the whole calls, prefill included. report: of them; empty for plain decoding.
+        seconds: of the whole calls, prefill included. first: until a call's first token, in the mean.
+        report: of the calls; empty for plain decoding.
     """
 
     name: str
     code: str
     tokens: int
     seconds: float
+    first: float
     report: Report = field(default_factory=Report)
 
     @property
@@ -37,7 +40,7 @@ class Measured:
 
     def row(self, plain: Measured) -> list[str]:
         """Of the table: name, seconds, speed-up; what was drafted in a round, what it brought and what it took."""
-        found = [self.name, f"{1e3 * self.pace:.1f}", f"{plain.pace / self.pace:.2f}x"]
+        found = [self.name, f"{1e3 * self.first:.0f}", f"{1e3 * self.pace:.1f}", f"{plain.pace / self.pace:.2f}x"]
         rounds = self.report.num_row_rounds
         if not rounds:
             return [*found, "-", "-", "-", "-"]
@@ -46,7 +49,8 @@ class Measured:
         return [*found, f"{drafted:.1f}", f"{brought:.2f}", f"{drafting:.1f}", f"{verifying:.1f}"]
 
 
-COLUMNS = ["", "ms a token", "speed-up", "drafted", "tokens a round", "ms drafting", "ms target pass"]
+COLUMNS = ["", "ms to the first", "ms a token", "speed-up"]
+COLUMNS += ["drafted", "tokens a round", "ms drafting", "ms target pass"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,9 @@ class Diagnosis:
         way = self.best_draft
         if not way.report.num_drafts:
             return [f"{way.name} drafted nothing on these prompts."]
-        limits = self.limits()
+        limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * way.seconds]
+        if not limits:
+            return ["", f"Neither its drafts nor its passes hold {way.name} back."]
         listed = [f"  {limit.means}: {self._speed_up(limit.seconds, way):.2f}x" for limit in limits]
         most = limits[0]
         if self._speed_up(most.seconds, way) < 1:
