@@ -8,10 +8,25 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests import tiny
+from tests import pretend, tiny
 from tests.training import TEMPLATE, WORDS, some_texts, written
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, or decides by what it finds there
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--device",
+        choices=("cpu", "pretend"),
+        default="cpu",
+        help='where tiny models live: "pretend" is a CUDA device played by the CPU (tests/pretend.py)',
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == "pretend":
+        pretend.install()
+        tiny.DEVICE = "cuda"
 
 
 @pytest.fixture(scope="session")

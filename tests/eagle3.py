@@ -49,7 +49,7 @@ def head(name: str = "plain", seed: int = 0, **changes) -> Eagle3Head:
     if config.draft_vocab_size < config.vocab_size:
         ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
         made.d2t.copy_(ids - torch.arange(len(ids)))
-    return made
+    return made.to(tiny.DEVICE)
 
 
 @torch.no_grad()
@@ -64,8 +64,8 @@ def states_of(target, ids: torch.Tensor, taps) -> torch.Tensor:
 @functools.cache
 def trained(steps: int = 5, updates: int = 400):
     """A head overfitted to a tiny target's own greedy texts; the target, and the prompts it was trained on."""
-    target = tiny.model("llama", num_hidden_layers=4, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
-    prompts = tiny.prompts(*[8] * 24)["input_ids"]
+    target = tiny.on_host("llama", num_hidden_layers=4, hidden_size=48, num_attention_heads=4, num_key_value_heads=2)
+    prompts = tiny.prompts(*[8] * 24)["input_ids"].cpu()
     texts = target.generate(prompts, do_sample=False, max_new_tokens=40, attention_mask=torch.ones_like(prompts))
     config = Eagle3Config(**SHAPE | {"hidden_size": 48, "target_hidden_size": 48, "head_dim": 12})
     torch.manual_seed(0)
@@ -88,4 +88,4 @@ def trained(steps: int = 5, updates: int = 400):
         loss.backward()
         optimizer.step()
         schedule.step()
-    return made.eval(), target, prompts
+    return tuple(trained.to(tiny.DEVICE) for trained in (made.eval(), target, prompts))

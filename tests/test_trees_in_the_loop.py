@@ -71,7 +71,7 @@ class OnlyRare:
     stateless = True
 
     def __call__(self, ids, scores):
-        return scores.masked_fill(torch.arange(scores.shape[-1]) < 30, float("-inf"))
+        return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) < 30, float("-inf"))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from specdec import Context, DraftTree, HybridProposer, Proposer
 
 PAD, VOCAB, WINDOW = 0, 64, 6
+DEVICE = "cpu"  # of models and prompts; "cuda" under `pytest --device pretend`
 BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -53,6 +54,11 @@ MODEL_TYPES = {"gemma3": "gemma3_text"}
 @functools.cache
 def model(name: str, seed: int = 0, **changes) -> PreTrainedModel:
     """The tiny model of a family; the same object for the same arguments."""
+    return on_host(name, seed, **changes).to(DEVICE)
+
+
+def on_host(name: str, seed: int = 0, **changes) -> PreTrainedModel:
+    """The same model on the CPU, where it can be trained."""
     config = AutoConfig.for_model(MODEL_TYPES.get(name, name), **CONFIGS[name] | changes)
     return randomised(config, seed)
 
@@ -82,7 +88,7 @@ def randomised(config, seed: int = 0) -> PreTrainedModel:
 def _variety(model: PreTrainedModel) -> int:
     """Different tokens among the first 16 written."""
     try:
-        output = model.generate(prompts(9)["input_ids"], do_sample=False, max_new_tokens=16)
+        output = model.generate(prompts(9)["input_ids"].cpu(), do_sample=False, max_new_tokens=16)
     except Exception:  # plain decoding is out of order: whoever uses this model will see
         return 0
     return len(output[0, 9:].unique())
@@ -104,7 +110,7 @@ def prompts(*lengths: int, seed: int = 0, vocab: int = VOCAB) -> dict[str, Tenso
     for row, length in zip(ids, lengths, strict=True):
         phrase = torch.randint(1, vocab, (length // 2 + 1,), generator=generator)
         row[len(row) - length :] = phrase.repeat(2)[:length]
-    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+    return {"input_ids": ids.to(DEVICE), "attention_mask": (ids != PAD).long().to(DEVICE)}
 
 
 class Garbage(Proposer):
