@@ -5,7 +5,16 @@ from specdec.namesake import refuse_namesake
 refuse_namesake()  # before anything of it is imported
 
 from specdec.generator import SpeculativeGenerator
-from specdec.proposers import Context, DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
+from specdec.proposers import (
+    Context,
+    DraftModelProposer,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    Proposer,
+    SuffixProposer,
+    TextMemory,
+)
 from specdec.report import Report
 from specdec.rounds import Round
 from specdec.support import Unsupported
@@ -24,6 +33,8 @@ __all__ = [
     "Report",
     "Round",
     "SpeculativeGenerator",
+    "SuffixProposer",
+    "TextMemory",
     "Unsupported",
     "Verdict",
 ]

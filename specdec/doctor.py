@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdec.data.conversations import read_prompts
 from specdec.diagnosis import Diagnosis, Measured
-from specdec.proposers import Eagle3Proposer, HybridProposer, NgramProposer, Proposer
+from specdec.proposers import Eagle3Proposer, HybridProposer, Lookup, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.report import Report
 from specdec.runner import device_of
@@ -158,7 +158,7 @@ def diagnose(
         uncovered=_uncovered(drafts, torch.cat(plain.texts)),
         elsewhere=next(iter(_rates(chains.report)), 0.0) if usual else None,
         has_head=isinstance(drafts, Eagle3Proposer),
-        looks_up=isinstance(whole, (HybridProposer, NgramProposer)),
+        looks_up=isinstance(whole, (HybridProposer, Lookup)),
     )
 
 

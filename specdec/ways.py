@@ -13,12 +13,20 @@ from transformers import PreTrainedModel
 
 from specdec.capability import capability
 from specdec.generator import SpeculativeGenerator
-from specdec.proposers import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Proposer
+from specdec.proposers import (
+    DraftModelProposer,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    Proposer,
+    SuffixProposer,
+)
 from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.tree import DynamicTree
 
 CHAINS = (2, 4, 8)  # tokens; the last shows the acceptance at so many positions
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)
+LOOKUPS: dict[type, str] = {NgramProposer: '"ngram"', SuffixProposer: '"suffix"'}
 MODEL_OF: dict[type, str] = {DraftModelProposer: "DRAFT", Eagle3Proposer: "HEAD"}  # as the code calls it
 
 
@@ -53,7 +61,7 @@ def ways(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) ->
     drafts = whole.spec.proposer
     found = [Way("plain decoding", "model.generate()", target.generate), whole]
     if isinstance(drafts, HybridProposer):
-        found.append(way("n-grams alone", drafts.ngram, '"ngram"'))
+        found.append(way(f"{_name(drafts.ngram)} alone", drafts.ngram, _code(drafts.ngram)))
         drafts = drafts.other
         found.append(way(f"{_name(drafts)} alone", drafts, _code(drafts)))
     found += [
@@ -93,12 +101,13 @@ def _chain_code(proposer: Proposer, length: int) -> str:
 
 
 def _code(proposer: Proposer, shape: str = "") -> str:
-    if isinstance(proposer, NgramProposer):
-        return '"ngram"'
+    if type(proposer) in LOOKUPS:
+        return LOOKUPS[type(proposer)]
     model = MODEL_OF.get(type(proposer), "...")
     return f"{type(proposer).__name__}({', '.join(part for part in (model, shape) if part)})"
 
 
 def _name(proposer: Proposer) -> str:
-    names = {Eagle3Proposer: "the head", DraftModelProposer: "the draft model"}
+    names: dict[type, str] = {Eagle3Proposer: "the head", DraftModelProposer: "the draft model"}
+    names |= {NgramProposer: "n-grams", SuffixProposer: "suffixes"}
     return names.get(type(proposer), type(proposer).__name__)

@@ -20,13 +20,22 @@ import transformers
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    DraftModelProposer,
+    DynamicTree,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    SuffixProposer,
+)
 from tests import eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")
 PROPOSERS = (
     "ngram",
     "ngram tree",
+    "suffix",
     "draft",
     "itself",
     "draft tree",
@@ -182,6 +191,7 @@ def proposer(name: str, model: str, answer: torch.Tensor, draft_length: int | No
     return {
         "ngram": lambda: NgramProposer(),
         "ngram tree": lambda: NgramProposer(continuations=3),
+        "suffix": lambda: SuffixProposer(),
         "draft": lambda: other,
         "itself": lambda: target,
         "draft tree": lambda: DraftModelProposer(other, branching=(3, 2, 1)),

@@ -30,6 +30,7 @@ import compare
 import long_prompts
 import losses
 import overhead
+import repeated
 import second_turn
 import shapes
 import small_pair
@@ -361,6 +362,19 @@ def test_overhead_runs(files, tmp_path):
     assert result.exit_code == 0, result.output
     assert (tmp_path / "o.md").read_text().strip() == result.output.strip()
     assert first_cells(result.output)[2:4] == ["plain", "specdec, draft length 0"]
+
+
+def test_calls_that_repeat_each_other(files, tokenizer, monkeypatch):
+    monkeypatch.setitem(repeated.JOBS, "words", lambda: iter(["ab " * 9, "ab " * 9]))
+    command = f"--target {files}/target --job words --max-new-tokens 8"
+    result = CliRunner().invoke(repeated.app, command.split())
+    assert result.exit_code == 0, result.output
+    rows = [line.split("|")[2].strip() for line in result.output.splitlines() if line.startswith("| words")]
+    assert rows == ["plain", "ngram", "suffix"]
+    assert result.output.count("2 of 2") == 3
+    for name in ("edits", "queries", "questions"):
+        texts = list(repeated.JOBS[name]())
+        assert len(set(texts)) == len(texts) >= 10
 
 
 @pytest.mark.slow

@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    DraftModelProposer,
+    DynamicTree,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    SuffixProposer,
+    TextMemory,
+)
 from specdec.cache import SpeculativeCache
 from tests import eagle3, tiny
 
 PROPOSERS = {
     "ngram": lambda: NgramProposer(),
+    "suffix": lambda: SuffixProposer(TextMemory(capacity=0)),
     "draft": lambda: DraftModelProposer(tiny.model("llama", seed=1)),
     "draft tree": lambda: DraftModelProposer(tiny.model("llama", seed=1), tree=DynamicTree(depth=3, top_k=2)),
     "head": lambda: Eagle3Proposer(eagle3.head(tap_ids=(0, 1, 2))),

@@ -22,6 +22,7 @@ from specdec import (
     NgramProposer,
     Proposer,
     SpeculativeGenerator,
+    SuffixProposer,
     drafting,
 )
 from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
@@ -190,6 +191,7 @@ PROPOSERS = {
     "turns, eagle3": lambda: tiny.TakingTurns(Eagle3Proposer(trained_eagle_head(), tree=SMALL_TREE)),
     "n-gram": lambda: NgramProposer(),
     "n-gram tree": lambda: NgramProposer(continuations=2),
+    "suffix": lambda: SuffixProposer(),
     "garbage, chosen": lambda: Garbage(drawn=False),
     "garbage, drawn": lambda: Garbage(drawn=True),
 }

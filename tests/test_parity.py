@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
 from tests import tiny
 
 MODELS = list(tiny.CONFIGS)
@@ -11,6 +11,7 @@ BATCHES = {"single": (9,), "ragged": (9, 1, 5), "one token": (1,), "past the win
 PROPOSERS = {
     "ngram": lambda target: NgramProposer(),
     "ngram tree": lambda target: NgramProposer(continuations=3),
+    "suffix": lambda target: SuffixProposer(),
     "draft": lambda target: draft_of(target),
     "target itself": lambda target: target,
     "draft tree": lambda target: DraftModelProposer(draft_of(target), branching=(3, 2, 1)),

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    DraftModelProposer,
+    DynamicTree,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    SuffixProposer,
+)
 from specdec.noise import Noise, noise_of_call
 from tests import eagle3, tiny
 
@@ -24,6 +32,7 @@ def head(model):
 PROPOSERS = {
     "ngram": lambda model, name: NgramProposer(),
     "ngram tree": lambda model, name: NgramProposer(continuations=2),
+    "suffix": lambda model, name: SuffixProposer(),
     "draft": lambda model, name: DraftModelProposer(tiny.model(name, seed=1)),
     "itself": lambda model, name: DraftModelProposer(model),
     "draft tree": lambda model, name: DraftModelProposer(tiny.model(name, seed=1), tree=DynamicTree(depth=3, top_k=2)),

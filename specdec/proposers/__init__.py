@@ -4,6 +4,19 @@ from specdec.proposers.base import Context, Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.lookup import Lookup
 from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.suffix import SuffixProposer
+from specdec.proposers.text_memory import TextMemory
 
-__all__ = ["Context", "DraftModelProposer", "Eagle3Proposer", "HybridProposer", "NgramProposer", "Proposer"]
+__all__ = [
+    "Context",
+    "DraftModelProposer",
+    "Eagle3Proposer",
+    "HybridProposer",
+    "Lookup",
+    "NgramProposer",
+    "Proposer",
+    "SuffixProposer",
+    "TextMemory",
+]

@@ -18,6 +18,7 @@ from specdec.learnt import Learnt, PassCost
 from specdec.pacing import Pacer
 from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
+from specdec.proposers.lookup import Lookup
 from specdec.proposers.ngram import NgramProposer
 from specdec.taps import Taps
 from specdec.tree import DraftTree, Verdict
@@ -61,13 +62,14 @@ class HybridProposer(Proposer):
 
     Args:
         other: an EAGLE-3 head, a draft model, or a proposer of your own (see `Proposer.follow`).
-        ngram: looks the text up; by default `NgramProposer()`.
+        ngram: looks the text up: `NgramProposer()` by default, or a `SuffixProposer`.
     """
 
-    def __init__(self, other: Proposer, ngram: NgramProposer | None = None):
+    def __init__(self, other: Proposer, ngram: Lookup | None = None):
         if not isinstance(other, Proposer):
             raise TypeError(f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got {other!r}")
-        self.other, self.ngram = other, NgramProposer() if ngram is None else ngram
+        self.other = other
+        self.ngram: Lookup = NgramProposer() if ngram is None else ngram
         self._rounds: WeakKeyDictionary[Learnt, Rounds] = WeakKeyDictionary()  # by what calls of a kind learnt
         self._looking_up = False  # in this round
 

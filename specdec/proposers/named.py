@@ -17,11 +17,12 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.suffix import SuffixProposer
 
 WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
+PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
 PROPOSERS_IN_WORDS = (
-    '"ngram", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
+    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
     '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto"'
 )
 
@@ -47,6 +48,8 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
         )
     check_name(proposer)
     kind, _, source = proposer.partition(":")
+    if kind == "suffix":
+        return SuffixProposer()
     if kind.startswith(WITH_NGRAMS):
         return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
     if kind == "draft":

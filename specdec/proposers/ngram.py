@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from specdec.pacing import Pacer
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Context
+from specdec.proposers.lookup import Lookup, gained, laid_out
 from specdec.tree import DraftTree
 
 KEY_DEPTHS = 32  # acceptance is told apart by depth in the draft up to here
 
 
-class NgramProposer(Proposer):
+class NgramProposer(Lookup):
     """The longest n-gram first, the most recent occurrence first.
 
     Args:
@@ -40,32 +39,27 @@ class NgramProposer(Proposer):
         self._found: list[list[_Guess]] = []  # this round's
         self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
 
-    def propose(self, context: Context) -> DraftTree:
-        return self.draft(context, self.expect(context))
-
     def expect(self, context: Context) -> list[float]:
-        """Look the text up; per depth, how many of the rows' first guesses are expected to be right so far."""
+        """Of the rows' first guesses, per depth."""
         pacer = context.pacer
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
             return []
-        gained = {b: context.ends[b] - context.pads[b] - len(self._texts[b]) for b in context.rows}
-        width = max(gained.values(), default=0)
-        recent = context.last_tokens(width).tolist()
-        for b, count in gained.items():
-            self._read(b, recent[b][width - count :], pacer)
+        for b, tokens in gained(context, [len(text) for text in self._texts]).items():
+            self._read(b, tokens, pacer)
             self._found[b] = self._lookup(b, pacer.limit)
             self._guesses[b] = self._found[b][0] if self._found[b] else None
         return self._gains(context, pacer)
 
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
-        """As much as pays of what `expect` found. gains: what it returned."""
         length = context.pacer.best_length(gains, context.batch_size)
         if length == 0:
             return DraftTree.root_only(context.root)
         if self.continuations > 1 and not context.chains_only:
             cut = [min(length, room) for room in context.room]
-            return _tree(context, [[guess.tokens[: cut[b]] for guess in row] for b, row in enumerate(self._found)])
+            return laid_out(
+                context, [_side_by_side([g.tokens[: cut[b]] for g in row]) for b, row in enumerate(self._found)]
+            )
         return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
 
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
@@ -128,22 +122,12 @@ def _common(guess: Sequence[int], text: Sequence[int]) -> int:
     return min(len(guess), len(text))
 
 
-def _tree(context: Context, continuations: Sequence[Sequence[Sequence[int]]]) -> DraftTree:
-    """Continuations with different first tokens, side by side behind the root."""
-    roots = context.root.tolist()
-    tokens, parents = [], []
-    for root, row in zip(roots, continuations, strict=True):
-        row_tokens, row_parents = [root], [-1]
-        for continuation in row:
-            for i, token in enumerate(continuation):
-                row_parents.append(len(row_tokens) - 1 if i else 0)
-                row_tokens.append(token)
-        tokens.append(row_tokens)
-        parents.append(row_parents)
-    size = max(map(len, tokens))
-    device = context.tokens.device
-    return DraftTree(
-        torch.tensor([row + [0] * (size - len(row)) for row in tokens], device=device),
-        torch.tensor([row + [-1] * (size - len(row)) for row in parents], device=device),
-        chain=all(len(row) < 2 for row in continuations),
-    )
+def _side_by_side(guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Continuations with different first tokens, behind one root: tokens and parents."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for guess in guesses:
+        for i, token in enumerate(guess):
+            parents.append(len(tokens) - 1 if i else -1)
+            tokens.append(token)
+    return tokens, parents

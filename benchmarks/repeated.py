@@ -1,0 +1,153 @@
+"""Calls that repeat each other, as agents make them: plain decoding, n-grams, and a memory of earlier calls, in turns.
+
+    python benchmarks/repeated.py --target PATH --dtype float32
+
+Three jobs, all of text that comes with Python: the same file edited call after call, a table queried again and again,
+questions about the same passages. Every method sees the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from itertools import islice
+from time import perf_counter
+from typing import Annotated, Any
+
+import machine
+import torch
+import typer
+from table import table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from specdec import SpeculativeGenerator
+from specdec.data.prompts import Prompt
+
+app = typer.Typer(add_completion=False)
+
+
+def edits() -> Iterator[str]:
+    """A function's source; each call asks for one more name to be changed in it."""
+    source = inspect.getsource(textwrap.TextWrapper._split_chunks) + inspect.getsource(textwrap.TextWrapper.fill)
+    source += inspect.getsource(textwrap.dedent)
+    names = ["text", "chunks", "margin", "indent", "lines", "line", "self", "indents", "width", "fill"]
+    for name in names:
+        yield (
+            f"```python\n{source}```\nRename `{name}` to `{name}_new` everywhere in this file. Answer with the whole "
+            "file and nothing else."
+        )
+        source = source.replace(name, f"{name}_new")
+
+
+def queries() -> Iterator[str]:
+    """A table; each call asks for another query."""
+    schema = (
+        "CREATE TABLE orders (order_id INTEGER PRIMARY KEY, customer_name TEXT, country TEXT, ordered_on DATE, "
+        "shipped_on DATE, product TEXT, quantity INTEGER, unit_price NUMERIC);"
+    )
+    wanted = [
+        f"{what} {where}"
+        for where in ("per country in 2024", "per product in 2023", "for Norway", "for orders shipped late")
+        for what in (
+            "the total revenue",
+            "the number of orders",
+            "the average quantity",
+            "the five best customers by revenue",
+            "the longest time between order and shipping",
+        )
+    ]
+    for one in wanted:
+        yield f"{schema}\n\nWrite one SQLite query: {one}. Order the rows. Answer with the query and nothing else."
+
+
+def questions() -> Iterator[str]:
+    """Passages, the same in every call; each asks something else about them."""
+    passages = "\n\n".join(
+        filter(None, map(inspect.getdoc, (heapq.merge, heapq.nlargest, textwrap.wrap, textwrap.dedent)))
+    )
+    about = heapq.__about__  # type: ignore[attr-defined]
+    asked = [
+        "What is a heap, and which property do its entries keep?",
+        "How does the tournament use the heap?",
+        "Which function puts sorted inputs together, and what does it need of them?",
+        "Why are heaps good for sorting on disk?",
+        "What does textwrap.dedent do with tabs and spaces?",
+        "How long are the lines that wrap makes?",
+        "What does the text say about schedulers?",
+        "Summarise the passages in three sentences.",
+        "Which of these functions return lists?",
+        "What is said about the memory that heaps take?",
+    ]
+    for one in asked:
+        yield f"{about[:1800]}\n\n{passages}\n\nAnswer from the text above, and quote it: {one}"
+
+
+JOBS: dict[str, Callable[[], Iterator[str]]] = {"edits": edits, "queries": queries, "questions": questions}
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
+    proposer: Annotated[
+        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+    ] = None,
+    job: Annotated[list[str] | None, typer.Option(help=f"{', '.join(JOBS)}; all by default.")] = None,
+    calls: Annotated[int, typer.Option(min=1, help="Of each job at most.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+) -> None:
+    logging.set_verbosity_error()
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    print(f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens.\n")
+    rows = [row for name in job or JOBS for row in compared(model, tokenizer, name, proposer, calls, max_new_tokens)]
+    columns = ["job", "method", "calls", "s decoding", "speed-up", "whole calls", "tokens per pass", "plain's text"]
+    print(table(columns, rows))
+
+
+def compared(
+    model: PreTrainedModel, tokenizer: Any, job: str, names: list[str] | None, calls: int, new: int
+) -> Iterator[list[str]]:
+    """Rows of the table. A call per method that is not counted comes first, with a prompt that is not the job's."""
+    specs = {name: SpeculativeGenerator(model, name, on_unsupported="error") for name in names or ["ngram", "suffix"]}
+    methods: dict[str, Any] = {"plain": model.generate, **{name: spec.generate for name, spec in specs.items()}}
+    taken = {name: [0.0, 0.0] for name in methods}  # seconds of whole calls, and after their first tokens
+    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
+    for generate in methods.values():
+        generate(**Prompt("warm up", "Count to twenty.").encode(tokenizer), max_new_tokens=8, do_sample=False)
+    for spec in specs.values():
+        spec.report.reset()
+    for text in islice(JOBS[job](), calls):
+        inputs = Prompt(job, text).encode(tokenizer)
+        for name, generate in methods.items():
+            clock, start = Clock(), perf_counter()
+            output = generate(**inputs, max_new_tokens=new, do_sample=False, streamer=clock)
+            taken[name][0] += perf_counter() - start
+            taken[name][1] += clock.seen[-1] - clock.seen[1]
+            texts[name].append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    whole, decoding = taken["plain"]
+    for name, (seconds, later) in taken.items():
+        same = sum(ours == theirs for ours, theirs in zip(texts[name], texts["plain"], strict=True))
+        tokens = f"{specs[name].report.tokens_per_round:.2f}" if name in specs else "1"
+        speeds = [f"{later:.1f}", f"{decoding / later:.2f}x", f"{whole / seconds:.2f}x"]
+        yield [job, name, str(len(texts[name])), *speeds, tokens, f"{same} of {len(texts[name])}"]
+
+
+class Clock:
+    """A streamer that notes when tokens came; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.seen.append(perf_counter())
+
+    def end(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    app()

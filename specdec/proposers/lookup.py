@@ -1,0 +1,57 @@
+"""`Lookup`: a proposer that finds its drafts instead of computing them, and so knows beforehand what to expect of them.
+
+Owns what n-grams and suffixes have in common: taking in what rows gained, and laying out what was found.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from specdec.proposers.base import Context, Proposer
+from specdec.tree import DraftTree
+
+
+class Lookup(Proposer):
+    """Drafting is free: what pays of what was found is decided once it is known (see `HybridProposer`, too)."""
+
+    def propose(self, context: Context) -> DraftTree:
+        return self.draft(context, self.expect(context))
+
+    @abstractmethod
+    def expect(self, context: Context) -> list[float]:
+        """Look the text up; per node of a row, best first, how many of them are expected to be accepted, over all
+        rows. What `draft` would draft is right with these chances; nothing found: []."""
+
+    @abstractmethod
+    def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
+        """As much as pays of what `expect` found. gains: what it returned."""
+
+
+def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
+    """Of each row worth drafting for, the tokens behind the first `known[b]`."""
+    counts = {b: context.ends[b] - context.pads[b] - known[b] for b in context.rows}
+    width = max(counts.values(), default=0)
+    recent = context.last_tokens(width).tolist()
+    return {b: recent[b][width - count :] for b, count in counts.items()}
+
+
+def laid_out(context: Context, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+    """A deterministic draft.
+
+    Args:
+        rows: for each its tokens, and for each of these the place of its parent among them, -1: the root. Parents
+            come first.
+    """
+    size = 1 + max((len(tokens) for tokens, _ in rows), default=0)
+    if size == 1:
+        return DraftTree.root_only(context.root)
+    device = context.tokens.device
+    tokens = [[0, *tokens] + [0] * (size - 1 - len(tokens)) for tokens, _ in rows]
+    parents = [[-1, *(1 + parent for parent in parents)] + [-1] * (size - 1 - len(parents)) for _, parents in rows]
+    padded = torch.tensor(tokens, device=device)
+    padded[:, 0] = context.root
+    chain = all(parent == i - 1 for _, parents in rows for i, parent in enumerate(parents))
+    return DraftTree(padded, torch.tensor(parents, device=device), chain=chain)
