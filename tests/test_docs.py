@@ -62,9 +62,10 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
-def test_python_blocks_run(page, tokenizer, monkeypatch):
+def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
     """One after the other, with tiny models in place of those that are named, and what a reader would have by then."""
     target = tiny.model("llama")
+    monkeypatch.chdir(tmp_path)  # blocks may write files
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: target)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
     monkeypatch.setattr("specdec.proposers.draft_model.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
