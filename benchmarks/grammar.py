@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 from xgrammar.contrib.hf import LogitsProcessor
 
-from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
 
 SCHEMA: dict[str, Any] = {
@@ -73,9 +73,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(target)
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
     grammar = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-    specs = {
-        name: SpeculativeGenerator(model, _made(name, dtype), on_unsupported="error") for name in proposer or ["ngram"]
-    }
+    specs = {name: SpeculativeGenerator(model, name, on_unsupported="error") for name in proposer or ["ngram"]}
     methods: dict[str, Any] = {"plain": model.generate, **{name: spec.generate for name, spec in specs.items()}}
     taken = {name: Taken() for name in methods}
     prompts = [Prompt("", _asked(text)).encode(tokenizer) for text in TEXTS[:texts]]
@@ -110,14 +108,6 @@ def main(
         ]
         rows.append([name.partition(":")[0], *speeds, per_pass, f"{same} of {texts}"])
     print(table(["method", "tokens/s", "speed-up", "tokens a pass", "plain's text"], rows))
-
-
-def _made(name: str, dtype: str) -> Any:
-    """A draft model is loaded in the target's number format."""
-    kind, _, source = name.partition(":")
-    if kind != "draft":
-        return name
-    return DraftModelProposer(AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval())
 
 
 def _asked(text: str) -> str:

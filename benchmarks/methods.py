@@ -13,7 +13,7 @@ from options import Bench
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
-from specdec.generator import COUPLED
+from specdec.choices import COUPLED, RuleName
 from specdec.proposers.named import as_proposer
 
 PLAIN = "plain"
@@ -122,7 +122,7 @@ def assisted(target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None
 
 
 def speculative(
-    name: str, target: PreTrainedModel, proposer: Proposer, length: int | None, rule: str = COUPLED
+    name: str, target: PreTrainedModel, proposer: Proposer, length: int | None, rule: RuleName = COUPLED
 ) -> Method:
     """specdec. A call it cannot speculate on is an error: measured as plain decoding it would pass for a result."""
     spec = SpeculativeGenerator(target, proposer, draft_length=length, rule=rule, on_unsupported="error")
@@ -138,6 +138,6 @@ def _call(name: str, make: Callable[[], Callable[..., Any]], singles: bool = Fal
 
 
 def _speculative(
-    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: str = COUPLED
+    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName = COUPLED
 ) -> Method:
     return speculative(name, bench.target, proposer(), length, rule)

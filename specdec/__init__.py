@@ -1,24 +1,59 @@
-"""specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes."""
+"""specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes.
+
+Names are imported when they are first asked for: the command line checks what it was given before torch is there.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from specdec.namesake import refuse_namesake
 
 refuse_namesake()  # before anything of it is imported
 
-from specdec.generator import SpeculativeGenerator
-from specdec.proposers import (
-    Context,
-    DraftModelProposer,
-    Eagle3Proposer,
-    HybridProposer,
-    NgramProposer,
-    Proposer,
-    SuffixProposer,
-    TextMemory,
-)
-from specdec.report import Report
-from specdec.rounds import Round
-from specdec.support import Unsupported
-from specdec.tree import DraftTree, DynamicTree, Verdict
+if TYPE_CHECKING:
+    from specdec.generator import SpeculativeGenerator
+    from specdec.proposers import (
+        Context,
+        DraftModelProposer,
+        Eagle3Proposer,
+        HybridProposer,
+        NgramProposer,
+        Proposer,
+        SuffixProposer,
+        TextMemory,
+    )
+    from specdec.report import Report
+    from specdec.rounds import Round
+    from specdec.support import Unsupported
+    from specdec.tree import DraftTree, DynamicTree, Verdict
+else:
+    _FILES = {
+        "Context": "proposers",
+        "DraftModelProposer": "proposers",
+        "DraftTree": "tree",
+        "DynamicTree": "tree",
+        "Eagle3Proposer": "proposers",
+        "HybridProposer": "proposers",
+        "NgramProposer": "proposers",
+        "Proposer": "proposers",
+        "Report": "report",
+        "Round": "rounds",
+        "SpeculativeGenerator": "generator",
+        "SuffixProposer": "proposers",
+        "TextMemory": "proposers",
+        "Unsupported": "support",
+        "Verdict": "tree",
+    }
+
+    def __getattr__(name):
+        if name not in _FILES:
+            raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+        found = globals()[name] = getattr(import_module(f"specdec.{_FILES[name]}"), name)
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __version__ = "0.1.0"
 __all__ = [

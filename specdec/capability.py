@@ -8,6 +8,7 @@ share is touched: what is tried is a view of the model, with its weights and wit
 from __future__ import annotations
 
 import copy
+import logging
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdec.runner import SLIDING, ModelRunner, default_masks, device_of, forward_parameters
 from specdec.tree import DraftTree
+
+log = logging.getLogger(__name__)
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
 SMALL = 65_536  # numbers in a buffer that is state (RoPE's frequencies, which a pass may write) rather than weights
@@ -50,6 +53,7 @@ def capability(model: PreTrainedModel) -> Capability:
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     key = (model.dtype, device_of(model), attention, model.training)
     if key not in known:
+        log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
         known[key] = probe(model)
     return known[key]
 

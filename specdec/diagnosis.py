@@ -6,6 +6,7 @@ seconds alone, one of them is advised, and one limit is named, so that no senten
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.report import Report
@@ -53,6 +54,15 @@ COLUMNS = ["", "ms to the first", "ms a token", "speed-up"]
 COLUMNS += ["drafted", "tokens a round", "ms drafting", "ms target pass"]
 
 
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines whose columns are aligned, the first on the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True)
 class Limit:
     """A way's seconds if one thing were as good as it can be: never more than they are."""
@@ -73,6 +83,7 @@ class Diagnosis:
         uncovered: share of the target's tokens that the draft's vocabulary lacks.
         elsewhere: acceptance at the first position on prompts of ours, None if not measured.
         has_head: an EAGLE head drafts. looks_up: n-grams take part.
+        answered: prompts that every way answered. stopped: before all was measured.
     """
 
     plain: Measured
@@ -83,6 +94,8 @@ class Diagnosis:
     elsewhere: float | None = None
     has_head: bool = False
     looks_up: bool = False
+    answered: int = 0
+    stopped: bool = False
 
     @property
     def best(self) -> Measured:
@@ -116,12 +129,7 @@ class Diagnosis:
     def in_words(self) -> str:
         """The ways beside each other, which to take, and what limits the fastest of the drafts."""
         rows = [COLUMNS, *(way.row(self.plain) for way in (self.plain, *self.drafting))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-            for row in rows
-        ]
-        return "\n".join([*table, "", self._advice(), *self._facts(), *self._limits_in_words()])
+        return "\n".join([*table(rows), "", self._advice(), *self._facts(), *self._limits_in_words()])
 
     def _advice(self) -> str:
         best, others = self.best, [way for way in (self.plain, *self.drafting) if way is not self.best]

@@ -1,109 +1,30 @@
 """`diagnose`: how fast a target answers prompts, plainly and in each way that a proposer offers, taking turns.
 
-Owns the measurement. What is said of it stands in `diagnosis`, what there is to measure in `ways`.
+Owns what is measured. What is said of it stands in `diagnosis`, what there is to measure in `ways`, how in `turns`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from time import perf_counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
-from specdec.data.conversations import read_prompts
-from specdec.diagnosis import Diagnosis, Measured
+from specdec.choices import ProposerName
+from specdec.diagnosis import Diagnosis
 from specdec.proposers import Eagle3Proposer, HybridProposer, Lookup, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.report import Report
 from specdec.runner import device_of
+from specdec.turns import Runs, take_turns
 from specdec.ways import Way, chain, ways
-
-WARM_UP = 16  # tokens of the calls that are not counted
-
-
-def questions(path: Path) -> Iterator[list[dict[str, str]]]:
-    """Messages up to where the target is to answer, of what `regenerate` reads."""
-    for _, messages in read_prompts(path):
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        yield messages[: last + 1]
-
-
-def first_questions(path: Path, limit: int) -> tuple[list[list[dict[str, str]]], int]:
-    """The first `limit` of them, and how many there are; a broken line further down is said, too."""
-    kept, count = [], 0
-    for count, messages in enumerate(questions(path), start=1):
-        if count <= limit:
-            kept.append(messages)
-    return kept, count
-
-
-class Clock(BaseStreamer):
-    """Notes when tokens came; what comes first is the prompt."""
-
-    def __init__(self) -> None:
-        self.moments: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        self.moments.append(perf_counter())
-
-    def end(self) -> None:
-        pass
-
-
-class Runs:
-    """The calls of one way: what they wrote and how long they took.
-
-    Attributes:
-        texts: new tokens, (T,) int64 each. seconds: of whole calls. decoding: of them, after the first token.
-    """
-
-    def __init__(self, way: Way, device: torch.device, arguments: dict[str, Any]):
-        self.way, self._device, self._arguments = way, device, arguments
-        self.texts: list[Tensor] = []
-        self.seconds = self.decoding = 0.0
-
-    def warm_up(self, prompt: Tensor) -> None:
-        """A call that is not counted; what it taught pacing stays."""
-        self.answer(prompt, max_new_tokens=WARM_UP)
-        self.texts, self.seconds, self.decoding = [], 0.0, 0.0
-        if self.way.spec is not None:
-            self.way.spec.report.reset()
-
-    def answer(self, prompt: Tensor, **changed: Any) -> None:
-        ids, clock = prompt[None].to(self._device), Clock()
-        mask = torch.ones_like(ids)  # without one, a pad token in a prompt would be taken for padding
-        torch.manual_seed(0)  # the same text in every way
-        start = perf_counter()
-        output = self.way.generate(ids, attention_mask=mask, streamer=clock, **self._arguments | changed)
-        text = output[0, len(prompt) :].cpu()  # on an accelerator, this waits for it
-        self.seconds += perf_counter() - start
-        self.decoding += clock.moments[-1] - clock.moments[1]
-        self.texts.append(text)
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.texts))
-
-    @property
-    def step(self) -> float:
-        """Seconds per token after the first; of all, if there are no others."""
-        later = self.tokens - len(self.texts)
-        return self.decoding / later if later else self.seconds / self.tokens
-
-    def measured(self) -> Measured:
-        report = Report() if self.way.spec is None else self.way.spec.report
-        first = (self.seconds - self.decoding) / len(self.texts)
-        return Measured(self.way.name, self.way.code, self.tokens, self.seconds, first, report)
 
 
 def diagnose(
     target: PreTrainedModel,
-    proposer: Proposer | PreTrainedModel | str,
+    proposer: Proposer | PreTrainedModel | ProposerName | str,
     prompts: Sequence[Tensor],
     *,
     usual: Sequence[Tensor] = (),
@@ -112,6 +33,8 @@ def diagnose(
     **arguments: Any,
 ) -> Diagnosis:
     """Have a target answer prompts (T,) int64 in every way there is, after a call in each that is not counted.
+
+    Interrupted (Ctrl-C), what was measured until then is the diagnosis, if every way has answered one prompt.
 
     Args:
         usual: prompts that most drafts are good at, to tell a bad draft from unusual prompts.
@@ -138,27 +61,25 @@ def diagnose(
         for run in runs:
             run.warm_up(prompts[0])
             step()
-        for prompt in prompts:
-            for run in runs:
-                run.answer(prompt)
-                step()
+        answered = take_turns(runs, prompts, step)
+        if not answered:
+            raise KeyboardInterrupt
         chains = chain(target, drafts)
         elsewhere = Runs(Way("usual prompts", "", chains.generate, chains), device, arguments)
-        for prompt in usual:
-            elsewhere.answer(prompt)
-            step()
+        on_usual = take_turns([elsewhere], usual, step) if answered == len(prompts) else 0
     plain = runs[0]
-    longest = next(run.way.spec for run in reversed(runs) if run.way.name.startswith("chain"))
-    assert longest is not None
+    longest = next(run for run in reversed(runs) if run.way.name.startswith("chain"))
     return Diagnosis(
         plain=plain.measured(),
         drafting=tuple(run.measured() for run in runs[1:]),
         step=plain.step,
         acceptance=_rates(longest.report),
-        uncovered=_uncovered(drafts, torch.cat(plain.texts)),
-        elsewhere=next(iter(_rates(chains.report)), 0.0) if usual else None,
+        uncovered=_uncovered(drafts, torch.cat([call.text for call in plain.calls])),
+        elsewhere=next(iter(_rates(elsewhere.report)), 0.0) if on_usual else None,
         has_head=isinstance(drafts, Eagle3Proposer),
         looks_up=isinstance(whole, (HybridProposer, Lookup)),
+        answered=answered,
+        stopped=answered < len(prompts) or on_usual < len(usual),
     )
 
 

@@ -10,16 +10,19 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from threading import Lock
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation.utils import GenerateOutput
 
 from specdec import acceptance
 from specdec.call import prefill, transcript
 from specdec.capability import Capability, capability
+from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.conversation import conversation
 from specdec.drafting import Drafting
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, plain
@@ -35,9 +38,6 @@ from specdec.support import Unsupported, decided_before, ignored_fields, why_pla
 from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
-
-COUPLED = "coupled"
-RULES = (COUPLED, "block", "token", "typical")
 
 
 class SpeculativeGenerator:
@@ -68,19 +68,17 @@ class SpeculativeGenerator:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        proposer: Proposer | PreTrainedModel | str,
+        model: PreTrainedModel | nn.Module,
+        proposer: Proposer | PreTrainedModel | ProposerName | str = "auto",
         *,
         draft_length: int | None = None,
-        rule: str = COUPLED,
-        on_unsupported: str = "plain",
+        rule: RuleName = COUPLED,
+        on_unsupported: OnUnsupported = "plain",
     ):
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
-        if rule not in RULES:
-            raise ValueError(f"rule must be one of {', '.join(map(repr, RULES))}, got {rule!r}")
-        if on_unsupported not in ("plain", "error"):
-            raise ValueError(f'on_unsupported must be "plain" or "error", got {on_unsupported!r}')
+        check_choice("rule", rule, RuleName)
+        check_choice("on_unsupported", on_unsupported, OnUnsupported)
         self.model, self._entrance = bare(model), entrance(model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
@@ -105,10 +103,41 @@ class SpeculativeGenerator:
 
     # Ways in
 
+    @overload
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *more: Any,
+        return_dict_in_generate: Literal[True],
+        **kwargs: Any,
+    ) -> GenerateOutput: ...
+    @overload
+    def generate(self, inputs: Tensor | None = None, generation_config: None = None, **kwargs: Any) -> Tensor: ...
+    @overload
     def generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
-    ):
-        """Everything `model.generate()` takes; returns what it returns."""
+    ) -> Tensor | GenerateOutput: ...
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
+    ) -> Tensor | GenerateOutput:
+        """What `model.generate()` gives for the same arguments.
+
+        Args:
+            inputs: prompts (B, T) int64, the shorter ones padded on the left; also as `input_ids` or `inputs_embeds`.
+            generation_config: settings; keyword arguments go before it. None: the model's own.
+            more: what `model.generate()` takes by position behind these.
+            kwargs: what it takes by name: `attention_mask` (B, T), `max_new_tokens`, `do_sample`, `streamer`, ...
+                `stop_strings` needs `tokenizer`; `assistant_model` and `prompt_lookup_num_tokens` choose what drafts.
+
+        Returns:
+            Prompts and what follows, (B, T + new) int64, rows that end before others padded on the right. With
+            `return_dict_in_generate`, by argument or config, transformers' output object, whose `sequences` they are.
+
+        Raises:
+            Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
+            ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
+        """
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 
@@ -150,11 +179,11 @@ class SpeculativeGenerator:
     @contextmanager
     def _counted(self) -> Iterator[Report]:
         """A call's report, which counts once the call is over, however it ends."""
-        report = Report(num_calls=1)
+        report, start = Report(num_calls=1), perf_counter()
         try:
             yield report
-        except BaseException:
-            report.num_failed_calls = 1
+        except BaseException:  # an interrupted call counts with the tokens that it wrote
+            report.num_failed_calls, report.total_seconds = 1, perf_counter() - start
             raise
         finally:
             with self._lock:
@@ -284,10 +313,12 @@ class SpeculativeGenerator:
                     trees=self.capability.trees,
                     watched=self._watched,
                 )
-                loop.run(read, talk.fresh)
+                try:
+                    loop.run(read, talk.fresh)
+                finally:
+                    watch.report.num_output_tokens = text.num_output_tokens
                 drafting.keep(text.batch_size, pacer)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
-        watch.report.num_output_tokens = text.num_output_tokens
         if not config.return_dict_in_generate:
             return text.sequences
         return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=talk.cache, **text.recorded())

@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from specdec.generator import COUPLED, SpeculativeGenerator
+from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName
+from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Proposer
 
 # Arguments of `generate()` that are about getting the repository, not about generating (transformers 5.17 to 5.23).
@@ -41,10 +42,10 @@ def generate(
     model: PreTrainedModel,
     inputs: Any = None,
     *,
-    proposer: Proposer | PreTrainedModel | str = "auto",
+    proposer: Proposer | PreTrainedModel | ProposerName | str = "auto",
     draft_length: int | None = None,
-    rule: str = COUPLED,
-    on_unsupported: str = "plain",
+    rule: RuleName = COUPLED,
+    on_unsupported: OnUnsupported = "plain",
     **kwargs: Any,
 ):
     """What `model.generate(inputs, **kwargs)` would return; the other arguments are `SpeculativeGenerator`'s."""
@@ -54,10 +55,10 @@ def generate(
 
 def generator(
     model: PreTrainedModel,
-    proposer: Proposer | PreTrainedModel | str = "auto",
+    proposer: Proposer | PreTrainedModel | ProposerName | str = "auto",
     draft_length: int | None = None,
-    rule: str = COUPLED,
-    on_unsupported: str = "plain",
+    rule: RuleName = COUPLED,
+    on_unsupported: OnUnsupported = "plain",
 ) -> SpeculativeGenerator:
     """The one that such calls of this model share, made by the first of them; its `report` counts them."""
     kept = vars(model).setdefault(KEPT_AT, Generators())

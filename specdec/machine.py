@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from specdec.choices import NumberFormat, check_choice
 from specdec.products import TRIES, QuickLinear
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -25,13 +26,10 @@ def best_device() -> torch.device:
     return accelerator or torch.device("cpu")
 
 
-def number_format(dtype: str, device: torch.device) -> torch.dtype:
+def number_format(dtype: NumberFormat | str, device: torch.device) -> torch.dtype:
     """`dtype` by its name, "auto" for the best one."""
-    if dtype == "auto":
-        return best_dtype(device)
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r} where one of auto, {', '.join(DTYPES)} was expected")
-    return DTYPES[dtype]
+    check_choice("dtype", dtype, NumberFormat)
+    return best_dtype(device) if dtype == "auto" else DTYPES[dtype]
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
@@ -73,7 +71,9 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def format_for(dtype: str, saved: torch.dtype, device: torch.device, numbers: int = 0) -> tuple[torch.dtype, str]:
+def format_for(
+    dtype: NumberFormat | str, saved: torch.dtype, device: torch.device, numbers: int = 0
+) -> tuple[torch.dtype, str]:
     """The format to compute in with weights of `saved`, and why.
 
     Args:

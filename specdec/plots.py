@@ -5,7 +5,7 @@ Owns matplotlib (`pip install matplotlib`), which is imported when something is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.report import PHASES, Report
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 ACCEPTED, REJECTED, TARGETS_OWN = "#2e7d32", "#9e9e9e", "#1565c0"
 PART_COLOURS = {"prefill": "#90a4ae", "draft": "#fb8c00", "verify": "#1e88e5", "accept": "#43a047", "other": "#8e24aa"}
+BAR, DOT = "#80cbc4", "#00695c"
 Reports = Report | Mapping[str, Report]
 
 
@@ -95,6 +96,25 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
     ax.invert_yaxis()  # the first on top
     ax.set_xlabel("ms per new token")
     ax.legend(ncols=len(PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", frameon=False)
+    return ax
+
+
+def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
+    """Draw how many times as fast as plain decoding proposers were: a dot per prompt, their mean as a bar.
+
+    Args:
+        by_prompt: by proposer, as `Bench.speed_ups` has them.
+    """
+    ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
+    for height, speeds in enumerate(by_prompt.values()):
+        mean = sum(speeds) / len(speeds)
+        bars = ax.barh(height, mean, color=BAR, height=0.7)
+        ax.bar_label(bars, [f"{mean:.2f}x"], label_type="center", fontsize="small")
+        ax.plot(speeds, [height] * len(speeds), "o", color=DOT, markersize=4, alpha=0.7)
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.set_yticks(range(len(by_prompt)), list(by_prompt))
+    ax.invert_yaxis()  # the first on top
+    ax.set(xlabel="times as fast as plain decoding: a dot per prompt, and the mean", xlim=(0, None))
     return ax
 
 

@@ -4,7 +4,8 @@ import copy
 
 import pytest
 
-from specdec.data.conversations import encode_prompt, read_prompts, read_texts
+from specdec.data.conversations import encode_prompt, read_texts
+from specdec.data.messages import read_prompts
 from tests.training import (
     words,
     written,

@@ -22,8 +22,10 @@ from specdec import (
 )
 from specdec.capability import Capability
 from specdec.cli import app
+from specdec.data.messages import first_questions, questions
 from specdec.diagnosis import NEAR, Diagnosis, Measured
-from specdec.doctor import Runs, diagnose, first_questions, questions
+from specdec.doctor import diagnose
+from specdec.turns import Runs
 from specdec.ways import CHAINS, TREE_SIZES, ways
 from tests import eagle3, tiny
 
@@ -349,7 +351,7 @@ def test_all_ways_write_the_same_text(sampling, monkeypatch):
     target, state = tiny.model("llama"), torch.get_rng_state()
     diagnose(target, copy.deepcopy(target), [tiny.prompts(9)["input_ids"][0]], max_new_tokens=16, **sampling)
     assert torch.equal(torch.get_rng_state(), state)
-    texts = {tuple(run.texts[0].tolist()) for run in made if run.texts}
+    texts = {tuple(run.calls[0].text.tolist()) for run in made if run.calls}
     assert len(texts) == 1
 
 

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -11,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.choices import HeadLayout
 from specdec.cli import app
 from specdec.eagle3 import Eagle3Head, load, save
 from specdec.eagle3.checkpoint import read
 from specdec.eagle3.config import default_taps, infer_convention
-from specdec.eagle3.layouts import LAYOUTS
 from tests import eagle3, tiny
 
-EXACT = [layout for layout in LAYOUTS if layout != "int8"]
+EXACT = [layout for layout in get_args(HeadLayout) if layout != "int8"]
 
 
 def drafts(head, seed=0):

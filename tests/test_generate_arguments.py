@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +16,8 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
+from specdec.choices import HeadLayout
 from specdec.eagle3 import save
-from specdec.eagle3.layouts import LAYOUTS
 from specdec.transcript import Transcript
 from tests import eagle3, tiny
 from tests.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
@@ -672,7 +673,7 @@ def test_a_draft_that_is_not_there(tmp_path):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path / 'nothing'}")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", get_args(HeadLayout))
 def test_a_draft_that_is_a_head(layout, tmp_path):
     save(eagle3.head(), tmp_path, layout)
     with pytest.raises(ValueError, match='is an EAGLE head, no model of its own: pass "eagle3:'):

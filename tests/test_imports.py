@@ -1,10 +1,15 @@
-"""Which folder of the package may import which: never upwards, and no file in a circle."""
+"""Which folder of the package may import which: never upwards, and no file in a circle; and what is imported when."""
 
 import ast
+import json
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+import specdec
 
 PACKAGE = Path(__file__).resolve().parents[1] / "specdec"
 # A floor is a folder, or files beside the folders; what is not named is of the parts. As in docs/architecture.md.
@@ -23,6 +28,8 @@ FLOORS = {
     "specdec.doctor": "measuring",
     "specdec.diagnosis": "measuring",
     "specdec.ways": "measuring",
+    "specdec.turns": "measuring",
+    "specdec.bench": "measuring",
     "specdec.tap_probe": "measuring",
     "specdec.demo": "demo",
     "specdec.cli": "cli",
@@ -113,3 +120,78 @@ def test_an_import_upwards_is_found(tmp_path, file, line):
 def test_a_circle_is_found():
     with pytest.raises(CycleError):
         TopologicalSorter(imports_of(PACKAGE) | {"specdec.tree": {"specdec.acceptance"}}).prepare()
+
+
+# What is imported when
+
+HEAVY = ("torch", "transformers", "accelerate", "numpy", "matplotlib")
+
+
+def loaded(code: str, *arguments: str) -> tuple[int, set[str]]:
+    """Exit code of a process that runs `code`, and the modules that it had imported by then."""
+    last = "import atexit, json, sys; atexit.register(lambda: print('\\n' + json.dumps(sorted(sys.modules))))\n"
+    done = subprocess.run([sys.executable, "-c", last + code, *arguments], capture_output=True, text=True)
+    return done.returncode, set(json.loads(done.stdout.splitlines()[-1]))
+
+
+COMMAND = "import sys; from specdec.__main__ import main; sys.argv[0] = 'specdec'; main()"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        ("bench --help", 0),
+        ("generate MODEL text --rule blok", 2),
+        ("generate MODEL text --dtype int3", 2),
+        ("generate MODEL text --proposer ngrams", 2),
+        ("generate /no/such/model text", 2),
+        ("chat MODEL --proposer draft:/no/such/model", 2),
+        ("serve /no/such/model", 2),
+        ("doctor MODEL ngram --prompts /no/such/file", 2),
+        ("doctor MODEL ngram --prompts EMPTY", 2),
+        ("bench MODEL --prompts EMPTY", 2),
+        ("bench MODEL --chart picture.bmp", 2),
+        ("regenerate MODEL EMPTY OUT", 2),
+        ("regenerate /no/such/model PROMPTS OUT", 2),
+        ("train /no/such/model PROMPTS OUT", 2),
+        ("train MODEL /no/such/file OUT", 2),
+        ("inspect /no/such/head", 2),
+        ("export /no/such/head OUT", 2),
+        ("export HEAD OUT --layout gguf", 2),
+    ],
+)
+def test_commands_say_what_is_wrong_before_torch_is_imported(command, code, tmp_path):
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "PROMPTS").write_text('{"prompt": "a"}')
+    places = {name: str(tmp_path / name) for name in ("EMPTY", "PROMPTS", "OUT")}
+    found, modules = loaded(COMMAND, *(places.get(word, word) for word in command.split()))
+    assert found == code
+    assert not modules & {*HEAVY}
+
+
+def test_the_package_alone_imports_no_torch():
+    _, modules = loaded("import specdec; assert specdec.__version__; dir(specdec)")
+    assert not modules & {*HEAVY}
+
+
+def test_the_packages_names_are_all_there():
+    assert {*specdec.__all__} == {*specdec._FILES} <= {*dir(specdec)}
+    for name in specdec.__all__:
+        assert getattr(specdec, name).__name__ == name
+    with pytest.raises(AttributeError, match="'Nothing'"):
+        specdec.Nothing  # noqa: B018
+
+
+def test_beside_a_loaded_model_it_imports_of_transformers_what_it_uses():
+    """A process that loads and runs a model has imported the rest of what is found here already."""
+    theirs = "from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache\n"
+    theirs += "from transformers.generation import GenerationMixin\n"
+    _, before = loaded(theirs)
+    _, after = loaded(theirs + "from specdec import SpeculativeGenerator")
+    new = {name for name in after - before if name.startswith("transformers.")}
+    assert {name.split(".")[1] for name in new} <= {"models"}
+    assert {name.split(".")[2] for name in new if name.count(".") > 1} <= {"auto", "llama"}
+    packages = {name.partition(".")[0] for name in after - before}
+    assert not packages & {"matplotlib", "rich", "typer", "accelerate", "datasets", "scipy", "pandas", "sklearn"}

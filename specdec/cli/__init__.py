@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
-
 import typer
 
-from specdec.cli import chat, data, doctor, generate, heads, serve, training
-from specdec.cli.common import in_words
+from specdec.cli import bench, chat, data, doctor, generate, heads, serve, training
+from specdec.cli.common import speak
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 for command in (
     generate.generate,
     chat.chat,
     serve.serve,
+    bench.bench,
     doctor.doctor,
     heads.inspect,
     heads.export,
@@ -33,4 +32,4 @@ def main(
 
         typer.echo(f"specdec {__version__}")
         raise typer.Exit
-    warnings.formatwarning = in_words
+    speak()

@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from specdec.choices import COUPLED
 from specdec.cli.common import (
-    DEVICE,
-    DRAFT_LENGTH,
-    NUMBER_FORMAT,
-    SEED,
-    WHAT_DRAFTS,
+    Device,
+    DraftLength,
+    Format,
+    ProposerOption,
+    Rule,
+    Seed,
+    Temperature,
     bad_input_ends,
+    check,
     generator,
+    interrupted,
     sampling,
 )
-from specdec.proposers.named import check_name
 
 if TYPE_CHECKING:
     from specdec.report import Report
@@ -25,37 +29,45 @@ if TYPE_CHECKING:
 
 def chat(
     target: str = typer.Argument(help="Path or hub id of a chat model."),
-    proposer: str = typer.Option("auto", help=WHAT_DRAFTS),
+    proposer: ProposerOption = "auto",
     system: str | None = typer.Option(None, help="What the conversation begins with."),
     max_new_tokens: int = typer.Option(512, min=1, help="Tokens per answer at most."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
-    seed: int | None = typer.Option(None, help=SEED),
-    draft_length: int | None = typer.Option(None, min=0, help=DRAFT_LENGTH),
-    dtype: str = typer.Option("auto", help=NUMBER_FORMAT),
-    device: str | None = typer.Option(None, help=DEVICE),
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    draft_length: DraftLength = None,
+    rule: Rule = COUPLED,
+    dtype: Format = "auto",
+    device: Device = None,
 ) -> None:
     """Talk to a model. Ctrl-C ends its answer and keeps the conversation; Ctrl-D ends the conversation."""
-    from specdec.chat import Chat
-    from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
-
     console = Console(highlight=False)
     with bad_input_ends():
-        check_name(proposer)
-        spec, tokenizer = generator(target, proposer, draft_length, dtype, device)
+        check(target, proposer)
+        from specdec.chat import Chat
+        from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
+
+        spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
         talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
     console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
     console.print("[dim]Ctrl-C ends an answer, Ctrl-D the conversation.[/dim]")
-    while (said := _asked(console)) is not None:
-        if not said:
-            continue
-        try:
-            report = talk.say(said, ColourStreamer(tokenizer, console))
-        except KeyboardInterrupt:
-            console.print("\n[dim](stopped; the conversation goes on)[/dim]")
-            continue
-        console.print(f"[dim]{_in_a_line(report)}[/dim]")
+    stopped = False
+    try:
+        while (said := _asked(console)) is not None:
+            if not said:
+                continue
+            try:
+                report = talk.say(said, ColourStreamer(tokenizer, console))
+            except KeyboardInterrupt:
+                console.print("\n[dim](stopped; the conversation goes on)[/dim]")
+                continue
+            console.print(f"[dim]{_in_a_line(report)}[/dim]")
+    except KeyboardInterrupt:  # where a question was awaited
+        stopped = True
+        console.print()
     if spec.report.num_calls:
         console.print(f"\n{spec.report}", markup=False)
+    if stopped:
+        raise interrupted()
 
 
 def _in_a_line(report: Report) -> str:
@@ -69,6 +81,6 @@ def _asked(console: Console) -> str | None:
     """A line of the user's; None when there is no more."""
     try:
         return console.input("[bold]> [/bold]").strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         console.print()
         return None

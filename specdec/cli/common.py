@@ -1,31 +1,62 @@
-"""What the commands share: loading what they are asked for, and saying what is wrong with it."""
+"""What the commands share: their options, loading what these name, and saying what is wrong with it."""
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from specdec.proposers.named import PROPOSERS_IN_WORDS
+from specdec.choices import PROPOSERS_IN_WORDS, NumberFormat, ProposerName, RuleName, check_name
+from specdec.paths import require_folder_or_id
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from specdec import SpeculativeGenerator
-    from specdec.proposers import Proposer
+
+INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
+
+
+def proposer_names(incomplete: str) -> list[str]:
+    """For a shell that completes one."""
+    return [name for name in (*get_args(ProposerName), "draft:", "ngram+draft:") if name.startswith(incomplete)]
+
 
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
-DEVICE = '"cpu", "cuda", ...: the best there is if left out.'
-DRAFT_LENGTH = "Tokens to draft per round, 0: none; by measured costs if left out."
-SEED = "Of what is drawn: the same seed gives the same text."
-NUMBER_FORMAT = "auto (what is fastest here, in place of bfloat16), bfloat16, float16 or float32."
+Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.")]
+ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
+Seed = Annotated[int | None, typer.Option(help="Of what is drawn: the same seed gives the same text.")]
+DraftLength = Annotated[
+    int | None, typer.Option(min=0, help="Tokens to draft per round, 0: none; by measured costs if left out.")
+]
+Rule = Annotated[RuleName, typer.Option(help='How drafts are verified above temperature 0; "typical" is lossy.')]
+Format = Annotated[NumberFormat, typer.Option(help="auto: what is fastest here, in place of bfloat16.")]
+Device = Annotated[str | None, typer.Option(help='"cpu", "cuda", ...: the best there is if left out.')]
 
 format_of_others = warnings.formatwarning
+
+
+class Said(logging.Handler):
+    """What the library does that takes long, a line each on standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        typer.echo(record.getMessage(), err=True)
+
+
+def speak() -> None:
+    """From now on the library's messages and warnings are lines for people."""
+    warnings.formatwarning = in_words
+    log = logging.getLogger("specdec")
+    log.setLevel(logging.INFO)
+    if not any(isinstance(handler, Said) for handler in log.handlers):
+        log.addHandler(Said())
 
 
 @contextmanager
@@ -38,8 +69,22 @@ def bad_input_ends() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def interrupted(what: str = "stopped") -> typer.Exit:
+    """To be raised after Ctrl-C, when all that is to be said was said."""
+    typer.echo(what, err=True)
+    return typer.Exit(INTERRUPTED)
+
+
+def check(target: str, proposer: str = "auto") -> None:
+    """Raise ValueError for what can be seen to be wrong before torch is imported."""
+    check_name(proposer)
+    source = proposer.partition(":")[2]
+    for name in (target, *([source] if source else [])):
+        require_folder_or_id(name)
+
+
 def load(
-    target: str, tokenizer: bool = True, dtype: str | None = None, device: str | None = None
+    target: str, tokenizer: bool = True, dtype: NumberFormat | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """The model and its tokenizer.
 
@@ -49,12 +94,10 @@ def load(
     """
     from transformers import AutoTokenizer
 
-    from specdec.machine import best_device, format_for, number_format
+    from specdec.machine import best_device, format_for
     from specdec.proposers.draft_model import load as loaded
 
     place = _device(device) if device else best_device()
-    if dtype is not None:
-        number_format(dtype, place)  # raises, before the model is loaded, if there is no such format
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
@@ -83,27 +126,14 @@ def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
     return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
 
 
-def drafting(proposer: str, target: PreTrainedModel) -> Proposer | str:
-    """What `proposer` names; a draft model in the target's number format, and on its device."""
-    from specdec.proposers import DraftModelProposer, HybridProposer
-    from specdec.proposers.draft_model import load as loaded
-    from specdec.proposers.named import WITH_NGRAMS
-
-    kind, _, source = proposer.partition(":")
-    if not kind.endswith("draft"):
-        return proposer
-    made = DraftModelProposer(loaded(source).to(target.device, target.dtype))
-    return HybridProposer(made) if kind.startswith(WITH_NGRAMS) else made
-
-
 def generator(
-    target: str, proposer: str, draft_length: int | None, dtype: str, device: str | None
+    target: str, proposer: str, draft_length: int | None, rule: RuleName, dtype: NumberFormat, device: str | None
 ) -> tuple[SpeculativeGenerator, Any]:
     """A generator of what the options name, and the tokenizer."""
     from specdec import SpeculativeGenerator
 
     model, tokenizer = load(target, dtype=dtype, device=device)
-    return SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length), tokenizer
+    return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer
 
 
 def in_words(

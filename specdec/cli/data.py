@@ -7,11 +7,11 @@ from time import perf_counter
 
 import typer
 
-from specdec.cli.common import bad_input_ends, load
+from specdec.cli.common import Target, bad_input_ends, check, interrupted, load
 
 
 def regenerate(
-    target: str = typer.Argument(help="Path or hub id of the target model."),
+    target: Target,
     prompts: Path = typer.Argument(
         help="Prompts or conversations: JSONL (.gz), .txt, one a line, or a datasets folder.", exists=True
     ),
@@ -29,13 +29,15 @@ def regenerate(
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specdec.data.conversations import read_prompts
-    from specdec.data.regenerate import regenerate as answer
-    from specdec.machine import computed_in
+    from specdec.data.messages import read_prompts
 
     with bad_input_ends():
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
+        check(target)
+        from specdec.data.regenerate import regenerate as answer
+        from specdec.machine import computed_in
+
         model, tokenizer = load(target)
         model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
@@ -46,20 +48,23 @@ def regenerate(
                 speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
                 bar.update(task, completed=done, total=total, speed=speed)
 
-            tokens = answer(
-                model,
-                tokenizer,
-                prompts,
-                out,
-                temperatures=temperature,
-                batch_size=batch_size,
-                max_new_tokens=max_new_tokens,
-                max_prompt_tokens=max_prompt_tokens,
-                limit=limit,
-                seed=seed,
-                progress=progress,
-                go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
-            )
+            try:
+                tokens = answer(
+                    model,
+                    tokenizer,
+                    prompts,
+                    out,
+                    temperatures=temperature,
+                    batch_size=batch_size,
+                    max_new_tokens=max_new_tokens,
+                    max_prompt_tokens=max_prompt_tokens,
+                    limit=limit,
+                    seed=seed,
+                    progress=progress,
+                    go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
+                )
+            except KeyboardInterrupt:
+                raise interrupted(f"stopped: the answers in {out} are whole, the same command goes on") from None
             finished = bar.finished
     left_over = "" if finished else " so far: the same command goes on"
     typer.echo(f"the answers are in {out}{left_over}")

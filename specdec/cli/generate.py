@@ -7,31 +7,37 @@ from time import perf_counter
 
 import typer
 
+from specdec.choices import COUPLED
 from specdec.cli.common import (
-    DEVICE,
-    DRAFT_LENGTH,
-    NUMBER_FORMAT,
-    SEED,
-    WHAT_DRAFTS,
+    Device,
+    DraftLength,
+    Format,
+    ProposerOption,
+    Rule,
+    Seed,
+    Target,
+    Temperature,
     bad_input_ends,
+    check,
     generator,
+    interrupted,
     sampling,
 )
-from specdec.proposers.named import check_name
 
 
 def generate(
-    target: str = typer.Argument(help="Path or hub id of the target model."),
+    target: Target,
     prompt: str | None = typer.Argument(
         None, help="What to say to it, in its chat template if it has one; read from standard input if left out."
     ),
-    proposer: str = typer.Option("auto", help=WHAT_DRAFTS),
+    proposer: ProposerOption = "auto",
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
-    temperature: float = typer.Option(0.0, min=0.0, help="0 is greedy."),
-    seed: int | None = typer.Option(None, help=SEED),
-    draft_length: int | None = typer.Option(None, min=0, help=DRAFT_LENGTH),
-    dtype: str = typer.Option("auto", help=NUMBER_FORMAT),
-    device: str | None = typer.Option(None, help=DEVICE),
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    draft_length: DraftLength = None,
+    rule: Rule = COUPLED,
+    dtype: Format = "auto",
+    device: Device = None,
     as_json: bool = typer.Option(False, "--json", help="The report as JSON."),
     compare: bool = typer.Option(False, "--compare", help="Plain decoding first, and how much faster this was."),
 ) -> None:
@@ -39,14 +45,14 @@ def generate(
 
     Ctrl-C ends the text; the report of what was written is printed all the same.
     """
-    from transformers import TextStreamer
-
-    from specdec.data.prompts import Prompt
-
     with bad_input_ends():
-        check_name(proposer)
+        check(target, proposer)
         asked = _asked(prompt)
-        spec, tokenizer = generator(target, proposer, draft_length, dtype, device)
+        from transformers import TextStreamer
+
+        from specdec.data.prompts import Prompt
+
+        spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
     inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
     plain = 0.0
     if compare:
@@ -54,15 +60,18 @@ def generate(
         out = spec.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
         plain = (perf_counter() - start) / (out.shape[1] - inputs["input_ids"].shape[1])
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    stopped = False
     try:
         spec.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling(temperature, seed))
     except KeyboardInterrupt:
+        stopped = True
         streamer.end()
-        typer.echo("stopped", err=True)
     report = spec.last_report
     typer.echo(report.to_json() if as_json else f"\n{report}", err=True)
     if plain and report.num_output_tokens:
         typer.echo(f"{plain * report.tokens_per_second:.2f}x plain decoding, {1 / plain:.1f} tokens/s", err=True)
+    if stopped:
+        raise interrupted()
 
 
 def _asked(prompt: str | None) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import typer
 
+from specdec.choices import HeadLayout
 from specdec.cli.common import bad_input_ends, load
+from specdec.paths import require_folder_or_id
 
 
 def inspect(
@@ -15,14 +17,16 @@ def inspect(
     probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
 ) -> None:
     """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
-    from specdec.eagle3.checkpoint import read
-    from specdec.eagle3.inspection import describe
-    from specdec.proposers import Eagle3Proposer
-    from specdec.tap_probe import probe_taps
-
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
     with bad_input_ends():
+        for name in (head, *([target] if target else [])):
+            require_folder_or_id(name)
+        from specdec.eagle3.checkpoint import read
+        from specdec.eagle3.inspection import describe
+        from specdec.proposers import Eagle3Proposer
+        from specdec.tap_probe import probe_taps
+
         checkpoint = read(head)
         typer.echo(describe(checkpoint))
         module = checkpoint.head()
@@ -39,18 +43,22 @@ def inspect(
 def export(
     head: str = typer.Argument(help="Folder or hub id of an EAGLE-3 head, in any known layout."),
     out: str = typer.Argument(help="Folder to write."),
-    layout: str = typer.Option(
+    layout: HeadLayout = typer.Option(
         "sglang", help='"sglang" (SafeAILab, SpecForge, SGLang), "speculators" (vLLM) or "int8" (half the size, ours).'
     ),
     target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
+    force: bool = typer.Option(False, "--force", help="Write over a head that lies in OUT."),
 ) -> None:
     """Write an EAGLE-3 head in another layout."""
-    from specdec.eagle3 import load, save
-    from specdec.eagle3.layouts import lost_in
-
     with bad_input_ends():
+        require_folder_or_id(head)
         if Path(out).resolve() == Path(head).resolve():
             raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
+        if not force and Path(out).is_dir() and any(Path(out).iterdir()):
+            raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
+        from specdec.eagle3 import load, save
+        from specdec.eagle3.layouts import lost_in
+
         loaded = load(head)
         save(loaded, out, layout, target)
     for lost in lost_in(loaded.config, layout):

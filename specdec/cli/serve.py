@@ -6,8 +6,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.cli.common import DRAFT_LENGTH, SEED, WHAT_DRAFTS, bad_input_ends, drafting
-from specdec.proposers.named import check_name
+from specdec.choices import COUPLED, NumberFormat
+from specdec.cli.common import (
+    INTERRUPTED,
+    DraftLength,
+    ProposerOption,
+    Rule,
+    Seed,
+    Target,
+    bad_input_ends,
+    check,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,27 +25,33 @@ if TYPE_CHECKING:
 
 
 def serve(
-    target: str = typer.Argument(help="Path or hub id of the target model."),
-    proposer: str = typer.Option("auto", help=WHAT_DRAFTS),
+    target: Target,
+    proposer: ProposerOption = "auto",
     host: str = typer.Option("localhost", help="Address to listen at."),
     port: int = typer.Option(8000, help="Port to listen at."),
-    seed: int | None = typer.Option(None, help=SEED),
-    draft_length: int | None = typer.Option(None, min=0, help=DRAFT_LENGTH),
-    dtype: str = typer.Option("auto", help="auto (as saved), bfloat16, float16 or float32."),
+    seed: Seed = None,
+    draft_length: DraftLength = None,
+    rule: Rule = COUPLED,
+    dtype: NumberFormat = typer.Option("auto", help="auto: as saved."),
     device: str = typer.Option("auto", help='"cpu", "cuda", ...: the best there is by default.'),
 ) -> None:
     """Serve a model by OpenAI's protocol: transformers' own server, with specdec inside. Ctrl-C ends it."""
-    from specdec import SpeculativeGenerator
-    from specdec.serving import serve as serve_model
-
     made: list[SpeculativeGenerator] = []
 
     def generator_of(model: PreTrainedModel) -> SpeculativeGenerator:
-        made.append(SpeculativeGenerator(model, drafting(proposer, model), draft_length=draft_length))
+        from specdec import SpeculativeGenerator
+
+        made.append(SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule))
         return made[-1]
 
-    with bad_input_ends():
-        check_name(proposer)
-        serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
-    for spec in made:
-        typer.echo(f"\n{spec.report}")
+    try:
+        with bad_input_ends():
+            check(target, proposer)
+            from specdec.serving import serve as serve_model
+
+            serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
+    except KeyboardInterrupt:  # the server has let go of everything by now
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        for spec in made:
+            typer.echo(f"\n{spec.report}")

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import bad_input_ends
+from specdec.choices import LossName
+from specdec.cli.common import Target, bad_input_ends, check, interrupted
 
 
 def train(
-    target: str = typer.Argument(help="Path or hub id of the target model."),
+    target: Target,
     data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
     start_from: str | None = typer.Option(
@@ -28,7 +29,7 @@ def train(
         help="Biases in a fresh head's attention if the target's has them; SafeAILab's and SGLang's code takes none.",
     ),
     steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
-    loss: str = typer.Option(
+    loss: LossName = typer.Option(
         "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with.'
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
@@ -55,13 +56,17 @@ def train(
 ) -> None:
     """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
     options = dict(locals())
-    from accelerate import PartialState
-
-    from specdec.training import Recipe
-    from specdec.training import train as train_head
-
     with bad_input_ends():
-        found = train_head(Recipe(**options))
+        check(target)
+        from accelerate import PartialState
+
+        from specdec.training import Recipe
+        from specdec.training import train as train_head
+
+        try:
+            found = train_head(Recipe(**options))
+        except KeyboardInterrupt:
+            raise interrupted("stopped: the same command goes on from the last checkpoint") from None
     if not PartialState().is_main_process:
         return
     if found is None:

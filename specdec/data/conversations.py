@@ -1,4 +1,4 @@
-"""Conversations: an entry's messages, and its tokens through the target's chat template.
+"""Conversations: an entry's tokens through the target's chat template.
 
 Owns which of a text's tokens the target wrote itself, and so may be learnt from.
 """
@@ -16,10 +16,8 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.entries import FORMATS, read_entries
+from specdec.data.messages import messages_of
 from specdec.data.texts import Text
-
-PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 
 
 def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
@@ -53,35 +51,6 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
         )
 
 
-def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """The messages of entries that ask something, prompts or conversations, and where each stood.
-
-    Args:
-        data: what `read_entries` reads, but of a `.txt` every line is a prompt.
-    """
-    if isinstance(data, (str, Path)) and Path(data).suffix == ".txt":
-        entries = _prompts_of_lines(Path(data))
-    else:
-        entries = read_entries(data, PROMPT_FORMATS)
-    for place, entry in entries:
-        try:
-            messages = messages_of(entry, PROMPT_FORMATS)
-        except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if not any(message["role"] == "user" for message in messages):
-            raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
-        yield place, messages
-
-
-def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    number = 0
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate((line for line in file if line.strip()), start=1):
-            yield f"{path}, prompt {number}", {"prompt": line.rstrip("\n")}
-    if number == 0:
-        raise ValueError(f"{path} is empty: one prompt per line is expected")
-
-
 def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     """One entry of a training file."""
     if not isinstance(entry, dict):
@@ -109,20 +78,6 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     return _conversation(messages, tokenizer, cut)
 
 
-def messages_of(entry: Any, formats: str = FORMATS) -> list[dict[str, str]]:
-    """The messages of an entry that is a conversation, or a prompt alone; `formats`: what an error asks for."""
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected {formats}")
-    messages = entry.get("messages") or entry.get("conversations")
-    if not messages and "prompt" in entry:
-        messages = [{"role": "user", "content": entry["prompt"]}]
-    if not messages:
-        raise ValueError(f"expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
-    if not isinstance(messages, (list, tuple)):
-        raise ValueError(f"messages must be a list, got {messages!r}")
-    return [_message(message) for message in messages]
-
-
 def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Text:
     """All answers are learnt from that stand in the conversation as they stood when they were given.
 
@@ -148,17 +103,6 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
         if cut and i == answers[-1] and end > start and ids[end - 1] == tokenizer.eos_token_id:
             learn[end - 1] = False
     return _text(ids, learn)
-
-
-def _message(message: dict[str, str]) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ValueError(f"a message needs a role and content, got {message!r}")
-    role = ROLES.get(str(message.get("role") or message.get("from")))
-    content = message.get("content") if "content" in message else message.get("value")
-    if role is None or not isinstance(content, str):
-        names = ", ".join(sorted(ROLES))
-        raise ValueError(f"a message needs a role ({names}) and a string as its content, got {message}")
-    return {"role": role, "content": content}
 
 
 def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:

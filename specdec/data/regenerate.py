@@ -18,7 +18,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data.answering import Answering, Request
-from specdec.data.conversations import context_of, encode_prompt, read_prompts
+from specdec.data.conversations import context_of, encode_prompt
+from specdec.data.messages import read_prompts
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
 MOST_TURNS = 1000  # by which the seeds of conversations are apart

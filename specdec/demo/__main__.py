@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import typer
 from rich.console import Console
 
+from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 from specdec.data.prompts import PROMPTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import load, locate
@@ -15,8 +15,7 @@ from specdec.demo.show import Show
 from specdec.eagle3 import registry
 from specdec.generator import SpeculativeGenerator
 from specdec.machine import best_device, in_words, number_format
-from specdec.proposers import DraftModelProposer, HybridProposer, Proposer
-from specdec.proposers.named import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
+from specdec.proposers.named import as_proposers
 
 SVG_COLUMNS = 88
 ONE_GB = 10**9  # Python, torch and the caches
@@ -89,19 +88,15 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
     why = f": {measured}" if measured else ""
     console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}{why}")
 
-    @cache
-    def draft(source: str) -> DraftModelProposer:
-        """Loaded here, to be in the target's number format and on its device."""
-        return DraftModelProposer(load(locate(source), dtype)[0])
-
-    generators = {}
-    for proposer in proposers:
-        kind, _, source = proposer.partition(":")
-        made: str | Proposer = draft(source) if kind.endswith("draft") else proposer
-        if isinstance(made, Proposer) and kind.startswith(WITH_NGRAMS):
-            made = HybridProposer(made)
-        generators[kind] = SpeculativeGenerator(model, made)
+    made = as_proposers([_located(proposer) for proposer in proposers], model)
+    generators = {name.partition(":")[0]: SpeculativeGenerator(model, proposer) for name, proposer in made.items()}
     return Show(model, tokenizer, generators, console, max_new_tokens)
+
+
+def _located(proposer: str) -> str:
+    """Its model where it lies, fetched if it is one of the demo's own."""
+    kind, colon, source = proposer.partition(":")
+    return kind + colon + (locate(source) if source else "")
 
 
 if __name__ == "__main__":

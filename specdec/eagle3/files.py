@@ -6,6 +6,7 @@ Knows nothing of what they mean. Nothing in a file is executed.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from specdec.paths import require_folder_or_id
 
+log = logging.getLogger(__name__)
+
 
 def folder_of(path: str | Path) -> Path:
     folder = Path(path)
@@ -26,6 +29,7 @@ def folder_of(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
+    log.info("fetching %s from the hub, if it is not here yet", path)
     try:
         return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
     except (HFValidationError, OSError) as error:

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from specdec.choices import HeadLayout, check_choice
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.files import read_config
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.int8 import as_int8
 
-LAYOUTS = ("sglang", "speculators", "int8")
 
-
-def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: str = "") -> None:
+def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", target: str = "") -> None:
     """Write a head: config.json and model.safetensors.
 
     Args:
@@ -32,8 +31,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: str = "sglang", target: s
     Raises:
         ValueError: unknown layout, not an EAGLE-3 head, or a folder that holds another model's weights.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    check_choice("layout", layout, HeadLayout)
     c = head.config
     if c.version != 3:
         raise ValueError("only EAGLE-3 heads can be exported: EAGLE-1 and 2 checkpoints have one layout already")
@@ -75,7 +73,7 @@ def _refuse_others(folder: Path) -> None:
         raise ValueError(f"{folder} holds the weights of another model, which would be lost: choose another folder")
 
 
-def lost_in(c: Eagle3Config, layout: str) -> list[str]:
+def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:
     """What of a head other engines leave out without a word when they read this layout, and what to do instead."""
     lost = []
     if layout == "sglang" and c.attention_bias:

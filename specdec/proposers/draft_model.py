@@ -6,6 +6,7 @@ than the target: token ids it has none for are read as its last one, and behind 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
+from specdec.machine import DTYPES
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
@@ -24,12 +26,16 @@ from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
 from specdec.wrapped import bare
 
+log = logging.getLogger(__name__)
+
 
 class DraftModelProposer(AutoregressiveProposer):
     """A smaller model drafts chains, or trees.
 
     Args:
         model: the draft model, or a path or hub id to load one from.
+        like: a model loaded here has this one's number format and device, which a target's draft does best in; None:
+            the format as saved, and the target's device.
         branching, tree, draw: the draft's shape and how it is chosen, see `AutoregressiveProposer`; chains by default.
         vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
             vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
@@ -48,10 +54,11 @@ class DraftModelProposer(AutoregressiveProposer):
         draw: bool = True,
         vocab: Tensor | int | None = None,
         int8: bool | None = None,
+        like: PreTrainedModel | None = None,
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._path = model if isinstance(model, str) else None  # then it goes where the target is
-        self.model = load(model) if isinstance(model, str) else bare(model)
+        self.model = load(model, like) if isinstance(model, str) else bare(model)
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
         self._settle()
@@ -70,7 +77,7 @@ class DraftModelProposer(AutoregressiveProposer):
                 f"differ, at token id {differing} first. Choose a draft model of the target's family."
             )
         if self._path is not None and device_of(target) != self.model.device:
-            self.model = load(self._path).to(device_of(target))
+            self.model = load(self._path).to(device_of(target), self.model.dtype)
             self._settle()
         if device_of(target).type != device_of(self.model).type:
             raise ValueError(
@@ -160,18 +167,23 @@ class DraftModelProposer(AutoregressiveProposer):
         return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
-def load(path: str) -> PreTrainedModel:
-    """Load a model in the precision it was saved in."""
+def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
+    """Load a model in the precision it was saved in; or in another's, and on its device."""
     require_folder_or_id(path)
+    log.info("loading %s", path)
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
         if "draft_vocab_size" in config or "speculators_model_type" in config:
             raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
-        return AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path} is neither a folder with a model nor a hub repository that can be reached: {error}"
         ) from error
+    if like is None:
+        return model
+    # Of a quantized model the format may be one that nothing else is computed in.
+    return model.to(device_of(like), like.dtype if like.dtype in DTYPES.values() else model.dtype)
 
 
 def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:

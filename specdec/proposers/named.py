@@ -1,16 +1,17 @@
 """Proposers by their short names: `"ngram"`, `"draft:PATH_OR_ID"`, `"auto"` and the others.
 
-Owns the names and what they stand for. Knows nothing of the loop.
+Owns what the names of `choices` stand for. Knows nothing of the loop.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
+from collections.abc import Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
 from specdec.eagle3 import registry
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
@@ -19,25 +20,23 @@ from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
 
-WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
-PROPOSERS_IN_WORDS = (
-    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
-    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto"'
-)
+
+def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Proposer]:
+    """Several by their names; what two of them draft with is loaded once."""
+    made: dict[str, Proposer] = {}
+    for name in names:
+        alone = name.removeprefix(WITH_NGRAMS)
+        if alone not in made:
+            made[alone] = as_proposer(alone, target)
+        made[name] = HybridProposer(made[alone]) if name != alone else made[alone]
+    return {name: made[name] for name in names}
 
 
-def check_name(proposer: str) -> None:
-    """Raise ValueError unless it is one of the short forms."""
-    first, plus, last = proposer.rpartition("+")
-    if plus and last == "ngram":
-        raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
-    if not PROPOSERS.fullmatch(proposer):
-        raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, target: PreTrainedModel) -> Proposer:
+    """A `Proposer` from an object, a loaded draft model, or a short string.
 
-
-def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedModel) -> Proposer:
-    """A `Proposer` from an object, a loaded draft model, or a short string."""
+    A draft model that is loaded here has the target's number format, and is on its device.
+    """
     if isinstance(proposer, Proposer):
         return proposer
     if isinstance(proposer, nn.Module):
@@ -53,7 +52,7 @@ def as_proposer(proposer: Proposer | PreTrainedModel | str, target: PreTrainedMo
     if kind.startswith(WITH_NGRAMS):
         return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
     if kind == "draft":
-        return DraftModelProposer(source)
+        return DraftModelProposer(source, like=target)
     if kind == "eagle3":
         return Eagle3Proposer(source or registry.find(target))
     head = _known_head(target) if kind == "auto" else None

@@ -21,14 +21,17 @@ from specdec.training.teacher import TargetLogits, embedding_of
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def initialize(target: PreTrainedModel, draft_vocab: Tensor, **changes: Any) -> Eagle3Head:
+def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: Any) -> Eagle3Head:
     """A fresh head for a target.
 
     Args:
-        draft_vocab: (K,) int64 ascending, the target's ids that the head can draft.
+        draft_vocab: (K,) int64 ascending, the target's ids that the head can draft; or how many: the lowest ids, which
+            in BPE vocabularies are the earliest merges and so the most frequent tokens.
         changes: of `Eagle3Config`'s fields; by default the layer is like one of the target's.
     """
     text = target.config.get_text_config(decoder=True)
+    if isinstance(draft_vocab, int):
+        draft_vocab = torch.arange(draft_vocab)
     layers = decoder_layers(target)
     attention = getattr(layers[-1], "self_attn", None)
     H, heads = text.hidden_size, text.num_attention_heads

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.choices import LossName, check_choice
 from specdec.eagle3.head import Eagle3Head
 from specdec.training.teacher import TargetLogits
 from specdec.training.unroll import unroll
@@ -33,7 +34,7 @@ def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]
     return -accepted.log(), q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(accepted[:, None])
 
 
-LOSSES = {"ce": cross_entropy, "lk": likelihood_of_acceptance}
+LOSSES: dict[LossName, Any] = {"ce": cross_entropy, "lk": likelihood_of_acceptance}
 
 
 class Objective(nn.Module):
@@ -57,12 +58,11 @@ class Objective(nn.Module):
         *,
         steps: int = 5,
         decay: float = 0.8,
-        loss: str = "ce",
+        loss: LossName = "ce",
         flex: bool = False,
     ):
         super().__init__()
-        if loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {loss!r}")
+        check_choice("loss", loss, LossName)
         self.loss = loss
         self.head, self.steps, self.decay, self.flex = head, steps, decay, flex
         self.state_weight = 0.0

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from specdec.choices import LossName, check_choice
 from specdec.paths import named, require_folder_or_id
-from specdec.training.objective import LOSSES
 
 DRAFT_VOCAB = 8192
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
@@ -29,7 +29,7 @@ class Recipe:
         draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
             8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
         attention_bias: a fresh head's attention has biases if the target's has.
-        steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (`objective.LOSSES`).
+        steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (see `objective`).
         length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
             of one update count alike, however many tokens are learnt in each.
@@ -51,7 +51,7 @@ class Recipe:
     intermediate_size: int | None = None
     attention_bias: bool = True
     steps: int = 3
-    loss: str = "ce"
+    loss: LossName = "ce"
     length: int = 512
     epochs: float = 2.0
     learning_rate: float = 1e-3
@@ -80,8 +80,7 @@ class Recipe:
                 )
         if self.start_from_target is not None and self.start_from is None:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
-        if self.loss not in LOSSES:
-            raise ValueError(f"loss must be one of {', '.join(LOSSES)}, got {self.loss!r}")
+        check_choice("loss", self.loss, LossName)
         for name in (self.target, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)

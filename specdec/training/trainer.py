@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from specdec.choices import LossName
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.taps import FINAL, Taps, decoder_layers
@@ -38,7 +39,7 @@ class Eagle3Trainer(Trainer):
         args: TrainingArguments,
         *,
         steps: int = 3,
-        loss: str = "ce",
+        loss: LossName = "ce",
         state_weight: float = STATE_WEIGHT,
         flex: bool = False,
         **kwargs: Any,

@@ -1,0 +1,39 @@
+"""What users choose among by name: what drafts, rules, number formats, layouts of heads.
+
+Owns the names and whether a string is one. Imports nothing that takes time: commands check them before torch is there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, get_args
+
+ProposerName = Literal["auto", "ngram", "suffix", "eagle3", "ngram+eagle3"]  # others hold a path or hub id
+RuleName = Literal["coupled", "block", "token", "typical"]
+OnUnsupported = Literal["plain", "error"]
+NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
+HeadLayout = Literal["sglang", "speculators", "int8"]
+LossName = Literal["ce", "lk"]
+
+COUPLED: RuleName = "coupled"
+WITH_NGRAMS = "ngram+"
+PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
+PROPOSERS_IN_WORDS = (
+    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
+    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto"'
+)
+
+
+def check_choice(what: str, chosen: Any, choices: Any) -> None:
+    """Raise ValueError unless it is one of a `Literal`'s values."""
+    if chosen not in get_args(choices):
+        raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {chosen!r}")
+
+
+def check_name(proposer: str) -> None:
+    """Raise ValueError unless it is one of the short forms."""
+    first, plus, last = proposer.rpartition("+")
+    if plus and last == "ngram":
+        raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
+    if not PROPOSERS.fullmatch(proposer):
+        raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")

@@ -1,0 +1,45 @@
+"""What the commands that measure share: prompts as the model takes them, and a bar on standard error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def encoded(asked: Sequence[Sequence[dict[str, str]]], tokenizer: Any) -> list[Tensor]:
+    """Conversations up to where the model is to answer, (T,) int64 each."""
+    import torch
+
+    from specdec.data.conversations import encode_prompt
+
+    return [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
+
+
+def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:
+    """The first of specdec's own prompts, (T,) int64 each."""
+    from specdec.data.prompts import PROMPTS
+
+    return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
+
+
+def on_prompts(answered: int, there_are: int, file: Path | None) -> str:
+    """How many were answered, of how many, and whose they are."""
+    count = f"{answered:,} of {there_are:,}" if answered < there_are else f"{there_are:,}"
+    return f"{count} prompts of {file or 'ours'}"
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[int, int], None]]:
+    """What to tell the calls done and those there are."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
