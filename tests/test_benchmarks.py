@@ -394,6 +394,18 @@ def test_a_second_turn_runs(files):
     assert result.output.count("| yes          |") == 4  # all wrote plain decoding's text
 
 
+def test_json_by_grammar_runs(files):
+    """The draft model is loaded in the target's number format, as every proposer that is named."""
+    pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
+    import grammar
+
+    command = f"--target {files}/target --proposer ngram --proposer draft:{files}/draft --texts 1 --max-new-tokens 40"
+    result = CliRunner().invoke(grammar.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert first_cells(result.output)[2:] == ["plain", "ngram", "draft"]
+    assert result.output.count("| 1 of 1 ") == 3
+
+
 @pytest.fixture(scope="module")
 def head(files, pair):
     torch.manual_seed(0)

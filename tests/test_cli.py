@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 import specdec
 from specdec import SpeculativeGenerator
 from specdec.cli import app
-from tests import tiny
+from specdec.eagle3 import save
+from tests import eagle3, tiny
 
 
 @pytest.mark.parametrize(
@@ -137,3 +138,52 @@ def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
 
 def test_version():
     assert CliRunner().invoke(app, ["--version"]).stdout == f"specdec {specdec.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("specdec re", {"regenerate"}),
+        ("specdec doctor MODEL n", {"ngram", "ngram+eagle3", "ngram+draft:"}),
+        ("specdec generate MODEL --proposer e", {"eagle3"}),
+        ("specdec generate MODEL --rule t", {"token", "typical"}),
+    ],
+)
+def test_a_shell_completes(words, offered, monkeypatch):
+    monkeypatch.setenv("_SPECDEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    result = CliRunner().invoke(app, prog_name="specdec")
+    assert {*result.stdout.split()} == offered
+
+
+def test_completion_can_be_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    result = CliRunner().invoke(app, ["--install-completion", "bash"], prog_name="specdec")
+    assert result.exit_code == 0, result.output
+    assert "_SPECDEC_COMPLETE" in (tmp_path / ".bash_completions" / "specdec.sh").read_text()
+
+
+def test_export_keeps_what_lies_there(tmp_path):
+    save(eagle3.head(), tmp_path / "head")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    asked = ["export", str(tmp_path / "head"), str(tmp_path / "out")]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2
+    assert "is not empty: choose another folder, or write over the head in it with --force" in " ".join(
+        refused.output.split()
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    assert CliRunner().invoke(app, [*asked, "--force"]).exit_code == 0
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_what_takes_long_is_said_a_line_each(files):
+    asked = ["generate", str(files / "model"), "a b", "--proposer", f"draft:{files / 'model'}", "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, asked)
+    lines = result.stderr.splitlines()
+    assert lines.count(f"loading {files / 'model'}") == 2  # the target, and the draft model
+    assert any(line.startswith("trying out how LlamaForCausalLM can draft") for line in lines)
+    assert "loading" not in result.stdout

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import matplotlib
@@ -106,6 +107,55 @@ def test_notebooks_are_kept_whole(notebook):
     assert any("image/png" in output.get("data", {}) for output in outputs)
     assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users)/", json.dumps(outputs))
     assert len(text) < MOST_BYTES
+
+
+INTEGRATIONS = {  # the README's list, and the tests that each of them stands for
+    "pipeline": ["test_pipeline", "test_pipeline_with_an_assistant"],
+    "streamers": ["test_text_streamer", "test_text_iterator_streamer", "test_async_text_iterator_streamer"],
+    "PEFT": ["test_lora_target_and_its_base_as_draft"],
+    "GGUF": ["test_gguf_target"],
+    "torchao": ["test_torchao_target"],
+    "bitsandbytes": ["test_bitsandbytes_target"],
+    "lm-eval": ["test_lm_eval"],
+    "TRL": ["test_grpo_rollouts"],
+    "datasets": ["test_datasets_map"],
+    "gradio": ["test_gradio_chat"],
+    "xgrammar": ["test_grammar.py: by_xgrammar"],
+    "outlines": ["test_grammar.py: by_outlines"],
+    "openai": ["test_serving.py: test_answers_are_plain_decodings"],
+    "vision-language": ["test_multimodal.py: test_"],
+}
+
+
+def test_every_integration_of_the_readme_is_tested_and_every_test_is_in_the_readme():
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Integrations\n")[2].partition("\n## ")[0]
+    assert {*re.findall(r"\*\*(.*?)\*\*", section)} == {*INTEGRATIONS}
+    source = (ROOT / "tests" / "test_integrations.py").read_text(encoding="utf-8")
+    named = [name for names in INTEGRATIONS.values() for name in names]
+    assert {*re.findall(r"^def (test_\w+)", source, re.M)} == {name for name in named if ":" not in name}
+    for name in named:
+        file, _, function = name.rpartition(": ")
+        text = source if not file else (ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert f"def {function}" in text
+
+
+def test_the_readme_is_read_in_ten_minutes():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+
+
+def test_every_public_name_is_on_the_api_page():
+    """What the packages export, and what users are told to import from a file."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: (.*)$", page, re.M)
+    packages = {name: import_module(name) for name in ("specdec", "specdec.eagle3", "specdec.training")}
+    public = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
+    files = {"specdec.chat.Chat", "specdec.streamer.ColourStreamer", "specdec.serving.serve", "specdec.bench.bench"}
+    assert public | files <= {*shown}
+    assert len(shown) == len({*shown})
+    for name in shown:  # the site's builder asks for docstrings, which are there
+        module, _, last = name.rpartition(".")
+        found = import_module(name) if name == "specdec.plots" else getattr(import_module(module), last)
+        assert found.__doc__, name
 
 
 @pytest.mark.slow
