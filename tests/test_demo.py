@@ -273,7 +273,7 @@ def test_the_number_format_is_the_one_measured_to_be_fastest(monkeypatch, exact,
 def test_the_number_format_is_found_by_the_clock_or_given():
     assert machine.best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert number_format("float16", best_device()) == DTYPES["float16"]
-    with pytest.raises(ValueError, match="dtype is 'int3' where one of auto, bfloat16, .* was expected"):
+    with pytest.raises(ValueError, match="dtype must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'int3'"):
         number_format("int3", best_device())
 
 

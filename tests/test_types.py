@@ -16,7 +16,7 @@ from specdec import Context, DraftTree, DynamicTree, NgramProposer, Proposer, Re
 from specdec.eagle3 import save
 from specdec.training import initialize
 
-def use(model: Any, inputs: dict[str, Tensor], head: Any) -> None:
+def use(model: Any, inputs: dict[str, Any], head: Any) -> None:
     spec = SpeculativeGenerator(model)
     fixed = SpeculativeGenerator(model, "draft:some/where", rule="block", on_unsupported="error", draft_length=4)
     text: Tensor = spec.generate(**inputs, max_new_tokens=96, do_sample=False)
