@@ -20,11 +20,9 @@ def test_notebook_runs(notebook, monkeypatch):
     source = notebook.read_text(encoding="utf-8")
     if "lm_eval" in source:
         pytest.importorskip("lm_eval")
-    used = {"MODEL": weights.DRAFT, "DRAFT": weights.DRAFT}  # of a target, `nbmake.mock` puts the smaller one here
-    needed = {name for variable, name in used.items() if f'{variable} = \\"{name}\\"' in source}
-    missing = [name for name in needed if not (cache_folder() / name / "config.json").exists()]
-    if missing:
-        pytest.skip(f"needs {missing[0]}, which `make demo SMALL=1` downloads")
+    downloaded = (cache_folder() / weights.DRAFT / "config.json").exists()
+    if f'MODEL = \\"{weights.DRAFT}\\"' in source and not downloaded:
+        pytest.skip(f"needs {weights.DRAFT}, which `make demo SMALL=1` downloads")
     monkeypatch.setenv("TQDM_DISABLE", "1")
     result = nb_run.NotebookRun(notebook, SECONDS).execute()
     assert result.error is None, result.error.trace
