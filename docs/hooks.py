@@ -9,7 +9,8 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
-BESIDE = ("benchmarks/results/*.md", "heads/README.md", "heads/*/README.md", "heads/*/curve.png", "examples/*")
+HEADS = ("heads/README.md", "heads/*/README.md", "heads/*/*.png", "heads/*/*.json", "heads/*/recipe.sh")
+BESIDE = ("benchmarks/results/*.md", *HEADS, "examples/*")
 FOLDERS = re.compile(r"\]\((?:\.\./)+(benchmarks|heads|examples)/")
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -18,6 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from specdec.runner import SLIDING, ModelRunner, default_masks, device_of, forward_parameters
+from specdec.step import spread
 from specdec.tree import DraftTree
 
 log = logging.getLogger(__name__)
@@ -67,10 +70,20 @@ def probe(model: PreTrainedModel) -> Capability:
         return Capability(None, "its layers carry a recurrent state, which cannot be rolled back yet")
     if "past_key_values" not in forward_parameters(model):
         return Capability(None, "its forward pass takes no past_key_values")
+    if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
+        with _short_windows(model):
+            return _tried(model, model)
     try:
-        view, reason = _apart(model), ""
+        view = _apart(model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
+    with _short_windows(view):
+        return _tried(model, view)
+
+
+def _tried(model: PreTrainedModel, view: PreTrainedModel) -> Capability:
+    """What passes of `view`, which is `model` or has its weights, show."""
+    reason = ""
     if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
         other = {"dict": "tensor", "tensor": "dict"}
         first = default_masks(model)
@@ -193,16 +206,26 @@ def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
 
 
 def _apart(model: M) -> M:
-    """The model's structure around its very weights, with a config, state and short sliding windows of its own.
+    """The model's structure around its very weights, with a config and state of its own.
 
     Another thread may be decoding with the model: masks are built from its config at each pass.
     """
     shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
     shared += [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]  # accelerate's: offloaded
     shared += [vars(module)["generate"] for module in model.modules() if "generate" in vars(module)]  # a user's
-    view = copy.deepcopy(model, {id(kept): kept for kept in shared})
-    config = view.config.get_text_config(decoder=True)
-    types = getattr(config, "layer_types", None)
-    if getattr(config, "sliding_window", None) is not None and (not types or SLIDING in types):
-        config.sliding_window = WINDOW
-    return view
+    return copy.deepcopy(model, {id(kept): kept for kept in shared})
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Within this context its sliding windows are so short that the trials' texts reach past them."""
+    config = model.config.get_text_config(decoder=True)
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    slides = window is not None and (not types or SLIDING in types)
+    try:
+        if slides:
+            config.sliding_window = WINDOW
+        yield
+    finally:
+        if slides:
+            config.sliding_window = window

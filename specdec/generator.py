@@ -25,6 +25,7 @@ from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.conversation import conversation
 from specdec.drafting import Drafting
+from specdec.group import group_of
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
@@ -34,6 +35,7 @@ from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
 from specdec.runner import ModelRunner, device_of
+from specdec.step import Step, in_step
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllNodes, Rule, Walk
@@ -237,16 +239,18 @@ class SpeculativeGenerator:
     ):
         report.num_rows = len(input_ids)
         watch = Stopwatch(report, device_of(model))
+        step = in_step(synced_gpus, device_of(model))
         reason = why_plain(
             model,
             self.capability,
             input_ids,
             logits_processor,
             generation_config,
-            synced_gpus,
             model_kwargs,
             walks=self._walks(generation_config),
         )
+        if step is not None and step.anywhere(reason is not None) and reason is None:
+            reason = "another process's call runs so, and passes are made together (synced_gpus)"
         if reason:
             self._fall_back(reason, report)
             output = plain(
@@ -275,6 +279,7 @@ class SpeculativeGenerator:
                     streamer,
                     model_kwargs,
                     watch,
+                    step,
                 )
         report.total_seconds = watch.elapsed()
         return output
@@ -289,20 +294,27 @@ class SpeculativeGenerator:
         streamer: Any,
         model_kwargs: dict[str, Any],
         watch: Stopwatch,
+        step: Step | None,
     ):
+        group = group_of(self.model)
+        if group is not None:
+            stopping_criteria = group.stopping(stopping_criteria)
         talk = conversation(self.model, input_ids, config, model_kwargs)
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps)
+        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
+        if group is not None and sampling:
+            group.share_random_numbers(input_ids.device)
         with talk.in_rows(target) as columns:
             read = prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
             coupled = sampling and self.rule == COUPLED
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
+                proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
                 loop = Loop(
                     target=target,
-                    proposer=copy.copy(drafting.proposer),  # what a call sets on it goes with the call
+                    proposer=proposer if group is None else group.drafting(proposer),
                     verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
                     processors=processors.without_unknown(),
                     noise=noise,
@@ -317,7 +329,10 @@ class SpeculativeGenerator:
                     loop.run(read, talk.fresh)
                 finally:
                     watch.report.num_output_tokens = text.num_output_tokens
-                drafting.keep(text.batch_size, pacer)
+                if group is None or group.leads:
+                    drafting.keep(text.batch_size, pacer)
+                if step is not None:
+                    step.wait(target.idle)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
         if not config.return_dict_in_generate:
             return text.sequences

@@ -108,11 +108,18 @@ def shape(model: nn.Module) -> str:
     """What a pass's seconds follow from: kinds of modules, sizes and types of weights, kind of attention."""
     modules = Counter(
         f"{type(module).__qualname__} "
-        + ", ".join(f"{tuple(w.shape)} {w.dtype} {w.device.type}" for w in module._parameters.values() if w is not None)
+        + ", ".join(
+            f"{tuple(_here(w).shape)} {w.dtype} {w.device.type}" for w in module._parameters.values() if w is not None
+        )
         for module in model.modules()
     )
     config = getattr(model, "config", None)
     return _digest([sorted(modules.items()), getattr(config, "_attn_implementation", None)])
+
+
+def _here(weight: torch.Tensor) -> torch.Tensor:
+    """What this process has of a weight."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def _digest(described: Any) -> str:

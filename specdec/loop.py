@@ -145,7 +145,7 @@ class Loop:
 
         Column 0 is the loop's, and so is the device: a draft made elsewhere, or behind another root, is put right.
         """
-        who = f"{type(self.proposer).__name__}.propose"
+        who = f"{self.proposer.drafted_by}.propose"
         if not isinstance(draft, DraftTree):
             raise TypeError(f"{who} must return a DraftTree, got {type(draft).__name__}")
         B, N = draft.tokens.shape

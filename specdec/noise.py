@@ -34,7 +34,7 @@ class Noise:
         self.shape, self.device = (batch_size, vocab_size), device
         self.settled = 0  # columns that are part of the text for good
         self._generator = torch.Generator(device)
-        self._states = {0: _state(device)}  # by column: before its noise is drawn
+        self._states = {0: generator_state(device)}  # by column: before its noise is drawn
         self._drawn: dict[int, Tensor] = {}  # by column, the one used last at the end
         self._most = max(1, KEPT_BYTES // (4 * batch_size * vocab_size))
 
@@ -69,7 +69,7 @@ class Noise:
 
     def leave_behind(self) -> None:
         """Put the device's generator where plain decoding leaves it after the settled columns."""
-        _set_state(self.device, self._states[self.settled])
+        set_generator_state(self.device, self._states[self.settled])
 
     def _draw(self, index: int) -> None:
         self._generator.set_state(self._states[index])
@@ -90,7 +90,7 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
     with _lock:
         noise = Noise(batch_size, vocab_size, device)
         elsewhere = int(torch.randint(2**62, (), device=device))
-        _set_state(device, torch.Generator(device).manual_seed(elsewhere).get_state())
+        set_generator_state(device, torch.Generator(device).manual_seed(elsewhere).get_state())
         _active.append(me)
     try:
         yield noise
@@ -101,11 +101,12 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
                 noise.leave_behind()
 
 
-def _state(device: torch.device) -> Tensor:
+def generator_state(device: torch.device) -> Tensor:
+    """Of the device's default generator: uint8, on the CPU."""
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def _set_state(device: torch.device, state: Tensor) -> None:
+def set_generator_state(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec.cache import Span
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.step import Step, spread
 from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -42,14 +43,17 @@ class ModelRunner(CachedRows):
     """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
 
     Args:
-        model: a decoder-only causal LM from transformers, in eval mode; a `quick` view of it is run.
+        model: a decoder-only causal LM from transformers, in eval mode; a `quick` view of it is run, unless other
+            processes have parts of its layers: rounding must not hang on this one's clock.
         masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
             only build its own, which restricts it to chains of rows of one length.
-        taps: hidden states to take along in every pass.
+        taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
     """
 
-    def __init__(self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None):
-        self.model, self.taps = quick(model), taps
+    def __init__(
+        self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None, step: Step | None = None
+    ):
+        self.model, self.taps, self.step = model if spread(model) else quick(model), taps, step
         self.config = model.config.get_text_config(decoder=True)
         self.masks = masks or default_masks(model)
         super().__init__(spans(model, self.masks))
@@ -121,6 +125,13 @@ class ModelRunner(CachedRows):
         self.pending += n
         return output
 
+    def idle(self) -> None:
+        """A pass for nothing: over a token behind each row, which is forgotten."""
+        B, device = len(self.lengths), device_of(self.model)
+        nothing = torch.zeros(B, 1, dtype=torch.long, device=device)
+        self.grow(nothing, nothing, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
+        self.commit([0] * B)
+
     # Masks
 
     def _require_masks(self, unless: bool = False) -> None:
@@ -162,6 +173,8 @@ class ModelRunner(CachedRows):
             inputs["logits_to_keep"] = keep
         if hidden:
             inputs["output_hidden_states"] = True
+        if self.step is not None:
+            self.step.before_pass()
         if self.taps is None:
             output, features = self.model(**inputs), None
         else:

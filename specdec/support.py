@@ -60,7 +60,6 @@ def why_plain(
     input_ids: Tensor,
     processors: LogitsProcessorList,
     config: GenerationConfig,
-    synced_gpus: bool | None,
     model_kwargs: dict[str, Any],
     walks: bool,
 ) -> str | None:
@@ -77,8 +76,8 @@ def why_plain(
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
         return "use_cache=False"
-    if synced_gpus:
-        return "synced_gpus: ranks would take different numbers of passes"
+    if getattr(model, "_pp_stage", None) is not None:  # transformers' own (5.23)
+        return "its layers lie in several processes, one after the other (pipeline parallelism)"
     if config.output_attentions:
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
     if (config.cache_implementation or "").startswith(("quantized", "offloaded")):

@@ -6,7 +6,7 @@ Owns copying a model's structure. Knows nothing of what the new layers compute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -46,6 +46,31 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
     copy = twin(module, type(module))
     copy._modules = children
     return copy
+
+
+def whole(module: M) -> M:
+    """`module`, or where its weights lie in several processes a copy that has all of them, and is this one's alone.
+
+    All of those processes must ask for it. What gathers weights by itself cannot be copied.
+    """
+    parts = module._parameters.values()
+    if any(hasattr(weight, "ds_id") for weight in parts):
+        raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (ZeRO-3)")
+    if not any(hasattr(weight, "full_tensor") for weight in parts):
+        return module
+    copy = twin(module, type(module))
+    copy._parameters = {
+        name: None if weight is None else nn.Parameter(_whole(weight), requires_grad=False)
+        for name, weight in module._parameters.items()
+    }
+    vars(copy).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
+    for hooks in (copy._forward_pre_hooks, copy._forward_hooks):  # of FSDP: so do they
+        hooks.clear()
+    return copy
+
+
+def _whole(weight: Any) -> torch.Tensor:
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
 def twin(module: nn.Module, kind: type[M]) -> M:

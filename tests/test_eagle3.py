@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.runner import HeadRunner
+from specdec.eagle3.runner import HeadRunner, Lent
 from specdec.learnt import Acceptance
 from specdec.pacing import Pacer
 from specdec.proposers.autoregressive import Stepped
@@ -56,7 +56,7 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, mo
     wide = 32 * head.config.num_taps
     states = torch.randn(B, T, wide, generator=generator)
     tokens = torch.randint(1, tiny.VOCAB, (B, T), generator=generator)
-    runner, reference = HeadRunner(head, target), naive(head, target)
+    runner, reference = HeadRunner(head, Lent.by(target, head)), naive(head, target)
     runner.start(B)
 
     def extend(ends, counts):

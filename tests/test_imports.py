@@ -20,6 +20,7 @@ FLOORS = {
     "specdec.generator": "generator",
     "specdec.loop": "generator",
     "specdec.drafting": "generator",
+    "specdec.group": "generator",
     "specdec.hub": "generator",
     "specdec.chat": "uses",
     "specdec.serving": "uses",

@@ -7,6 +7,7 @@ from drafted features is dropped after every round; the accepted tokens come aga
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +17,42 @@ from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.view import whole
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
 AT_ONCE = 1024  # known tokens per row that are read together: what is computed of them on the way goes again
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What a head has not of its own and borrows of its target: the embedding, EAGLE-1 heads the LM head too."""
+
+    embedding: nn.Module | None
+    lm_head: nn.Module | None
+
+    @classmethod
+    def by(cls, target: PreTrainedModel, head: Eagle3Head) -> Lent:
+        """Where the target's weights lie in several processes, all of them must ask."""
+        return cls(
+            whole(target.get_input_embeddings()) if head.embed_tokens is None else None,
+            whole(target.get_output_embeddings()) if head.lm_head is None else None,
+        )
 
 
 class HeadRunner(CachedRows):
     """Runs one head.
 
     Args:
-        head: on any device, in any precision. target: lends its embedding, to EAGLE-1 heads its LM head too.
-        fast: a view of the head that drafts in its place.
+        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
     """
 
-    def __init__(self, head: Eagle3Head, target: PreTrainedModel, fast: Eagle3Head | None = None):
+    def __init__(self, head: Eagle3Head, lent: Lent, fast: Eagle3Head | None = None):
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
         self._fast = quick(head if fast is None else fast)
-        self.embedding: nn.Module = head.embed_tokens or target.get_input_embeddings()
-        self.lm_head: nn.Module | None = target.get_output_embeddings() if head.lm_head is None else None
+        embedding = lent.embedding if head.embed_tokens is None else head.embed_tokens
+        assert embedding is not None
+        self.embedding, self.lm_head = embedding, lent.lm_head
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
         self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
 

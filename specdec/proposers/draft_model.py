@@ -22,6 +22,7 @@ from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import ModelRunner, device_of
+from specdec.step import spread
 from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
 from specdec.wrapped import bare
@@ -36,7 +37,9 @@ class DraftModelProposer(AutoregressiveProposer):
         model: the draft model, or a path or hub id to load one from.
         like: a model loaded here has this one's number format and device, which a target's draft does best in; None:
             the format as saved, and the target's device.
-        branching, tree, draw: the draft's shape and how it is chosen, see `AutoregressiveProposer`; chains by default.
+        branching: the draft's shape, see `AutoregressiveProposer`; chains by default.
+        tree: likewise.
+        draw: how the draft is chosen, see there.
         vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
             vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
             152k tokens the head is a quarter of a 0.5B draft's time.
@@ -75,6 +78,11 @@ class DraftModelProposer(AutoregressiveProposer):
             raise ValueError(
                 f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
                 f"differ, at token id {differing} first. Choose a draft model of the target's family."
+            )
+        if spread(self.model):
+            raise ValueError(
+                "the draft model's weights lie in several processes, which would have to draft together: load it whole "
+                "in each of them"
             )
         if self._path is not None and device_of(target) != self.model.device:
             self.model = load(self._path).to(device_of(target), self.model.dtype)

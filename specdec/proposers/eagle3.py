@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.runner import HeadRunner
+from specdec.eagle3.runner import HeadRunner, Lent
 from specdec.pacing import FEW_TOKENS
 from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import device_of
+from specdec.step import spread
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DraftTree, DynamicTree, Verdict
 
@@ -34,7 +36,9 @@ class Eagle3Proposer(AutoregressiveProposer):
 
     Args:
         head: the head, or a folder or hub id of any of the known formats (see `specdec inspect`).
-        branching, tree, draw: the draft's shape and how it is chosen, see `AutoregressiveProposer`.
+        branching: the draft's shape, see `AutoregressiveProposer`.
+        tree: likewise.
+        draw: how the draft is chosen, see there.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         self._loaded = not isinstance(head, Eagle3Head)  # then it goes where the target is
         self.head = head if isinstance(head, Eagle3Head) else load(head)
         self._fast = self.head  # as it drafts
+        self._lent: WeakKeyDictionary[PreTrainedModel, Lent] = WeakKeyDictionary()  # by targets in several processes
 
     def check(self, target: PreTrainedModel) -> None:
         head, text = self.head.config, target.config.get_text_config(decoder=True)
@@ -76,6 +81,8 @@ class Eagle3Proposer(AutoregressiveProposer):
             self.head.to(device_of(target))
         if self._automatic and device_of(target).type == "cpu":
             self.tree = DynamicTree(top_k=FEW_INT8_TOKENS)
+        if spread(target):
+            self._lent[target] = Lent.by(target, self.head)
         self.taps(target)  # raises if the target has no such layers
         self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
 
@@ -92,7 +99,8 @@ class Eagle3Proposer(AutoregressiveProposer):
 
     def begin(self, context: Context) -> None:
         assert context.target is not None
-        self.runner = HeadRunner(self.head, context.target, self._fast)
+        lent = self._lent.get(context.target) or Lent.by(context.target, self.head)
+        self.runner = HeadRunner(self.head, lent, self._fast)
         self.runner.start(context.batch_size)
         # per row, the target's states that the head has not seen, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]

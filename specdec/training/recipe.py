@@ -37,7 +37,7 @@ class Recipe:
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
-        save_every, evaluate_every: updates between checkpoints, and between evaluations by the decoder.
+        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder.
         max_minutes: stop after them, at the next update that is logged; the same call goes on.
         device: None: an accelerator if there is one.
     """
