@@ -49,28 +49,21 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
 
 
 def whole(module: M) -> M:
-    """`module`, or where its weights lie in several processes a copy that has all of them, and is this one's alone.
-
-    All of those processes must ask for it. What gathers weights by itself cannot be copied.
-    """
-    parts = module._parameters.values()
-    if any(hasattr(weight, "ds_id") for weight in parts):
-        raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (ZeRO-3)")
-    if not any(hasattr(weight, "full_tensor") for weight in parts):
-        return module
+    """A copy, this process's own, of a module whose weights lie in several processes; all of them must ask for it."""
+    weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
+    if any(hasattr(weight, "ds_id") for weight in weights.values()):
+        raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (DeepSpeed's ZeRO-3)")
     copy = twin(module, type(module))
-    copy._parameters = {
-        name: None if weight is None else nn.Parameter(_whole(weight), requires_grad=False)
-        for name, weight in module._parameters.items()
-    }
+    copy._parameters = {name: nn.Parameter(_gathered(weight), requires_grad=False) for name, weight in weights.items()}
+    copy._parameters |= {name: None for name in module._parameters if name not in weights}
     vars(copy).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
     for hooks in (copy._forward_pre_hooks, copy._forward_hooks):  # of FSDP: so do they
         hooks.clear()
     return copy
 
 
-def _whole(weight: Any) -> torch.Tensor:
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+def _gathered(weight: Any) -> torch.Tensor:
+    return weight.detach().full_tensor() if hasattr(weight, "full_tensor") else weight.detach().clone()
 
 
 def twin(module: nn.Module, kind: type[M]) -> M:

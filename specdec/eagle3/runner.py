@@ -17,6 +17,7 @@ from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.step import spread
 from specdec.view import whole
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
@@ -32,11 +33,12 @@ class Lent:
 
     @classmethod
     def by(cls, target: PreTrainedModel, head: Eagle3Head) -> Lent:
-        """Where the target's weights lie in several processes, all of them must ask."""
-        return cls(
-            whole(target.get_input_embeddings()) if head.embed_tokens is None else None,
-            whole(target.get_output_embeddings()) if head.lm_head is None else None,
-        )
+        """Copies, where the target's weights lie in several processes: then all of them must ask."""
+        lent = [
+            target.get_input_embeddings() if head.embed_tokens is None else None,
+            target.get_output_embeddings() if head.lm_head is None else None,
+        ]
+        return cls(*(module and whole(module) for module in lent) if spread(target) else lent)
 
 
 class HeadRunner(CachedRows):
