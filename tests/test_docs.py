@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -166,3 +167,20 @@ def test_the_site_builds(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Counters of one or more" in (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_site_in_a_browser(tmp_path):
+    """`make screenshots`: a page as a reader sees it on a phone, dark for who prefers that."""
+    if not any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))):
+        pytest.skip("no Chromium is installed")
+    site = tmp_path / "build" / "site"
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(site)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (tmp_path / "docs").mkdir()
+    script = shutil.copy(ROOT / "docs" / "screenshots.py", tmp_path / "docs")
+    subprocess.run([sys.executable, script, "how-it-works"], check=True, capture_output=True)
+    pictures = tmp_path / "build" / "screenshots"
+    light, dark = (pyplot.imread(pictures / f"how-it-works-phone-{scheme}.png") for scheme in ("light", "dark"))
+    assert light.shape == dark.shape
+    assert light.mean() > 0.7 > 0.5 > dark.mean()
