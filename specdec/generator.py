@@ -26,7 +26,7 @@ from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, chec
 from specdec.conversation import conversation
 from specdec.drafting import Drafting
 from specdec.group import group_of
-from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, plain
+from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
 from specdec.noise import noise_of_call
@@ -239,7 +239,7 @@ class SpeculativeGenerator:
     ):
         report.num_rows = len(input_ids)
         watch = Stopwatch(report, device_of(model))
-        step = in_step(synced_gpus, device_of(model))
+        step = in_step(in_common(model, synced_gpus), device_of(model))
         reason = why_plain(
             model,
             self.capability,
@@ -260,7 +260,7 @@ class SpeculativeGenerator:
                 stopping_criteria,
                 generation_config,
                 streamer,
-                synced_gpus,
+                step is not None,
                 model_kwargs,
             )
             sequences = output if isinstance(output, Tensor) else output.sequences

@@ -11,9 +11,18 @@ from collections.abc import Callable, Sequence
 from types import FrameType, MethodType
 from typing import Any
 
+from transformers import PreTrainedModel
+from transformers.generation import utils
 from transformers.generation.utils import GenerationMixin
 
 NOT_HANDED_OVER = ("streamer", "synced_gpus", "assistant_model")  # by generate() to a custom_generate callable
+
+
+def in_common(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
+    """What transformers takes `synced_gpus` for where it is None, and tells no custom_generate callable (5.17 to 5.23)."""
+    if synced_gpus is None:
+        return utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
+    return synced_gpus
 
 
 class Installed:
@@ -33,8 +42,8 @@ class Installed:
 def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus, model_kwargs):
     """What `generate()` would have called without us, with the arguments it prepared (transformers 5.17 to 5.23)."""
     kwargs = dict(model_kwargs)
-    if synced_gpus is not None:
-        kwargs["synced_gpus"] = synced_gpus
+    if synced_gpus:
+        kwargs["synced_gpus"] = True
     if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
         model._validate_generation_mode(config.get_generation_mode(), config, {"streamer": streamer})
     mode = config.get_generation_mode()

@@ -45,8 +45,8 @@ class Step:
             idle()
 
 
-def in_step(synced_gpus: bool | None, device: torch.device) -> Step | None:
-    """None where a process makes its passes by itself. synced_gpus: as `generate()` was given it, or found out."""
+def in_step(synced_gpus: bool, device: torch.device) -> Step | None:
+    """None where a process makes its passes by itself. synced_gpus: of the call."""
     together = synced_gpus and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return Step(device) if together else None
 
