@@ -19,7 +19,7 @@ NOT_HANDED_OVER = ("streamer", "synced_gpus", "assistant_model")  # by generate(
 
 
 def in_common(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
-    """What transformers takes `synced_gpus` for where it is None, and tells no custom_generate callable (5.17 to 5.23)."""
+    """What transformers takes a `synced_gpus` of None for; a custom_generate callable is not told (5.17 to 5.23)."""
     if synced_gpus is None:
         return utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
     return synced_gpus
