@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from specdec.recurrent import States
+
 SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
 NEVER = 2**62  # position of what lies in a slot that holds nothing
 
@@ -42,13 +44,15 @@ class SpeculativeCache(Cache):
 
     Attributes:
         lengths: committed tokens of each row, on the host. floors: what a row may still be rolled back to; None: to
-            where it stands. end: slots that the tokens of the present pass reach to where no window slides.
+            where it stands. end: slots that the tokens of the present pass reach to where no window slides. states:
+            what layers carry besides keys and values.
     """
 
     def __init__(self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False):
         super().__init__(layers=[])
         self.lengths = [0] * batch_size
         self.floors: list[int] | None = None
+        self.states = States(batch_size)
         self.end = 0
         self._start = 0  # of the tokens being written, where all rows agree
         self._spans = spans
@@ -68,6 +72,8 @@ class SpeculativeCache(Cache):
         ahead = max(length - floor for length, floor in zip(self.lengths, floors, strict=True))
         for kind in self._kinds.values():
             kind.place(self.lengths, ahead, pending, order, pads, count, draft)
+        if not draft:
+            self.states.place_known(pads, count, self.lengths)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -92,6 +98,7 @@ class SpeculativeCache(Cache):
             target = base + torch.arange(source.shape[1], device=source.device)
             for kind in self._kinds.values():
                 kind.move(base + source, target)
+        self.states.commit(source)
         self.lengths = [length + grown for length, grown in zip(self.lengths, growth, strict=True)]
 
     # Known keys and values, in and out
@@ -111,6 +118,9 @@ class SpeculativeCache(Cache):
 
     def adopt(self, row: int, other: SpeculativeCache) -> None:
         """Put the one row of `other`, a cache of the same model, in the place of this one's `row`."""
+        self.states.settle(self.lengths)
+        other.states.settle(other.lengths)
+        self.states.adopt(row, other.states)
         self.lengths[row] = 0  # what lay there needs no room
         for span, kind in self._kinds.items():
             kind.adopt(row, other._kinds[span], self.lengths, other.lengths)
@@ -118,6 +128,8 @@ class SpeculativeCache(Cache):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone."""
+        self.states.settle(self.lengths)
+        self.states.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
         for kind in self._kinds.values():
             kind.keep(rows)
@@ -137,6 +149,32 @@ class SpeculativeCache(Cache):
 
     def _kind_of(self, layer_idx: int) -> Slots:
         return self._kinds[self._spans[min(layer_idx, len(self._spans) - 1)]]
+
+    # What recurrent layers ask of a cache (5.17 to 5.23, cache_utils.py). They are told that there is no state yet, and
+    # so always go the way of many tokens; what stands in for their functions (`mixers`) begins with the state.
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+    ) -> Tensor:
+        """The inputs (B, C, n) of a convolution behind those before them, (B, C, T)."""
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        return self.states.convolve((layer_idx, state_idx), conv_states, width)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        self.states.ask((layer_idx, state_idx))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> Tensor:
+        self.states.updated((layer_idx, state_idx))
+        return recurrent_states
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return False
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True
 
     # What transformers' models and mask builders ask of a cache (5.17 to 5.23, cache_utils.py and masking_utils.py).
     # They build masks of their own only for a first pass without padding, or where nothing slides.

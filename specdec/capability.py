@@ -66,9 +66,7 @@ def probe(model: PreTrainedModel) -> Capability:
     """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts."""
     if model.config.is_encoder_decoder:
         return Capability(None, "it is an encoder-decoder model")
-    if getattr(model, "_is_stateful", False):
-        return Capability(None, "its layers carry a recurrent state, which cannot be rolled back yet")
-    if "past_key_values" not in forward_parameters(model):
+    if not forward_parameters(model) & {"past_key_values", "cache_params"}:
         return Capability(None, "its forward pass takes no past_key_values")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):

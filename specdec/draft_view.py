@@ -87,10 +87,10 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
         for weight in module.parameters(recurse=False)
     }
 
-    def swap(linear: nn.Linear) -> nn.Linear:
-        if linear.in_features % VECTOR:
-            return linear
-        return (Int8Alone if alone and id(linear.weight) not in shared else Int8Linear).of(linear)
+    def swap(layer: nn.Module) -> nn.Module:
+        if type(layer) is not nn.Linear or layer.in_features % VECTOR:
+            return layer
+        return (Int8Alone if alone and id(layer.weight) not in shared else Int8Linear).of(layer)
 
     return view(model, swap)
 
@@ -108,7 +108,7 @@ def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
     trimmed.weight = nn.Parameter(head.weight.detach()[index].clone(), requires_grad=False)
     if head.bias is not None:
         trimmed.bias = nn.Parameter(head.bias.detach()[index].clone(), requires_grad=False)
-    return view(model, lambda linear: trimmed if linear is head else linear)
+    return view(model, lambda layer: trimmed if layer is head else layer)
 
 
 def int8_pays(model: nn.Module) -> bool:

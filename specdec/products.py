@@ -32,7 +32,7 @@ BLOCK = 2**18  # numbers converted to float32 at a time: they stay in the proces
 
 def quick(model: M) -> M:
     """A view of `model` with `QuickLinear` in place of its large linear layers on CPUs; without any, `model` itself."""
-    return view(model, lambda linear: twin(linear, QuickLinear) if _matters(linear) else linear)
+    return view(model, lambda layer: twin(layer, QuickLinear) if _matters(layer) else layer)
 
 
 class QuickLinear(nn.Linear):
@@ -103,8 +103,10 @@ class Trial:
 _trials: dict[tuple[object, ...], Trial] = {}  # what this process has found
 
 
-def _matters(linear: nn.Linear) -> bool:
-    weight = linear.weight
+def _matters(layer: nn.Module) -> bool:
+    if type(layer) is not nn.Linear:  # one of a class of its own (quantised, say) stays
+        return False
+    weight = layer.weight
     return weight.device.type == "cpu" and weight.numel() >= SMALLEST and len(ways(weight.dtype)) > 1
 
 

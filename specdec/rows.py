@@ -98,16 +98,18 @@ class CachedRows:
         self.cache.place(0, base + place.remainder(width), pads, width, draft=False)
         return Sight(self.cache, base + place.clamp(min=0), base)
 
-    def place_draft(self, depth: Tensor, ancestors: Tensor) -> Sight:
+    def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> Sight:
         """Place n draft nodes behind the rows and behind the M nodes already pending.
 
         Args:
             depth: (B, M + n) int64, position = length + depth. ancestors: (B, n, M + n) bool, what each node sees.
+            chain: all of them form one path in order, in every row.
         """
         n = ancestors.shape[1]
         base = torch.tensor(self.lengths[:1] if self.aligned else self.lengths, device=depth.device)[:, None]
         order = None if self.aligned else base + self.pending + torch.arange(n, device=depth.device)
         self.cache.place(self.pending, order, [0] * len(depth), n, draft=True)
+        self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
         return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
 
     def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache import Span
+from specdec.mixers import with_states
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 from specdec.step import Step, spread
 from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+RECURRENT = ("linear_attention", "conv")  # layers that take a mask of padding alone, which they need not have here
 MASKED = 2**25  # entries of a mask at most, in the passes over known tokens (sdpa may make it float32: 128 MiB)
 FEWEST = 256  # known tokens per row and pass, from which on more of them at once are not read any faster
 
@@ -53,11 +56,13 @@ class ModelRunner(CachedRows):
     def __init__(
         self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None, step: Step | None = None
     ):
-        self.model, self.taps, self.step = model if spread(model) else quick(model), taps, step
+        whole = with_states(model)
+        self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
         self.config = model.config.get_text_config(decoder=True)
         self.masks = masks or default_masks(model)
         super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
+        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -117,7 +122,7 @@ class ModelRunner(CachedRows):
             Logits (B, n, V).
         """
         self._require_masks(unless=chain and self.aligned)
-        sight = self.place_draft(depth, ancestors)
+        sight = self.place_draft(depth, ancestors, chain)
         # A mask also for a single token, where none would do: without one sdpa takes its slow GQA path on CPUs (1290
         # against 102 us a layer for one token, 12 heads over 2, 1000 slots).
         n, mask = tokens.shape[1], self._mask_argument(sight)
@@ -147,7 +152,8 @@ class ModelRunner(CachedRows):
             return None
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
-        return {kind: self._mask(sight, _span(self.config, kind)) for kind in set(self.config.layer_types)}
+        kinds = set(self.config.layer_types)
+        return {kind: None if kind in RECURRENT else self._mask(sight, _span(self.config, kind)) for kind in kinds}
 
     def _mask(self, sight: Sight, span: Span) -> Tensor:
         visible = sight.visible(span).expand(len(sight.positions), -1, -1)
@@ -163,7 +169,7 @@ class ModelRunner(CachedRows):
     def _forward(
         self, given: Tensor, positions: Tensor, mask: Any, *, keep: int, hidden: bool, embedded: bool = False
     ) -> Output:
-        inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {self._cache_argument: self.cache, "use_cache": True, "return_dict": True}
         inputs["inputs_embeds" if embedded else "input_ids"] = given
         if mask is not None:
             inputs["attention_mask"] = mask
@@ -175,12 +181,9 @@ class ModelRunner(CachedRows):
             inputs["output_hidden_states"] = True
         if self.step is not None:
             self.step.before_pass()
-        if self.taps is None:
-            output, features = self.model(**inputs), None
-        else:
-            with self.taps.listening() as taken:
-                output = self.model(**inputs)
-            features = self.taps.features(taken)
+        with self.cache.states.passing(), nullcontext() if self.taps is None else self.taps.listening() as taken:
+            output = self.model(**inputs)
+        features = None if self.taps is None else self.taps.features(taken)
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 
 
@@ -217,7 +220,8 @@ def forward_parameters(model: PreTrainedModel) -> set[str]:
 
 def default_masks(model: PreTrainedModel) -> str:
     """How the model most likely takes masks; `capability.probe` finds out for sure."""
-    return "dict" if getattr(model.config.get_text_config(decoder=True), "layer_types", None) else "tensor"
+    types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
+    return "dict" if types and types <= {FULL, SLIDING, CHUNKED, *RECURRENT} else "tensor"
 
 
 def _uniform_layer_type(config: Any) -> str:

@@ -1,4 +1,4 @@
-"""`view`: a model with other linear layers around the very same weights. The model itself stays as it was.
+"""`view`: a model with other layers around the very same weights. The model itself stays as it was.
 
 Owns copying a model's structure. Knows nothing of what the new layers compute.
 """
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
-Swap = Callable[[nn.Linear], nn.Module]
+Swap = Callable[[nn.Module], nn.Module]
 
 
 def view(model: M, swap: Swap) -> M:
-    """`model` with `swap(layer)` in place of its linear layers; where none is swapped, `model` itself.
+    """`model` with `swap(module)` in place of its modules; where none is another one, `model` itself.
 
     Weights, buffers and configs are the model's. So are the hooks, as they are now: what is registered on the view
-    later is the view's alone. Layers of a class of their own (quantised, say) stay, and so does all below a module
-    that has been given another forward pass (by accelerate, by `torch.compile`, by hand).
+    later is the view's alone. A module that has been given another forward pass (by accelerate, by `torch.compile`, by
+    hand) stays whole. What is below a module that is swapped is its new one's affair.
     """
     return _view(model, swap, {})
 
@@ -38,8 +38,9 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
         or isinstance(module, torch.jit.ScriptModule)
     ):
         return module
-    if type(module) is nn.Linear:
-        return swap(module)
+    swapped = swap(module)
+    if swapped is not module:
+        return swapped
     children = {name: child and _view(child, swap, known) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module

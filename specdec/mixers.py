@@ -1,0 +1,156 @@
+"""`with_states`: a view of a model whose recurrent layers can be run over drafts.
+
+Owns finding the functions by which a model's layers mix tokens, known by their parameters, and what stands in for them
+in the view: over known tokens the model's own, over a draft's nodes ours. The model itself stays as it was. Without
+`States` to hand (`States.passing`) the stand-ins pass everything on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from specdec.recurrences import Recurrence, Scan
+from specdec.recurrent import Drafted, States, passing_states
+from specdec.view import twin, view
+
+M = TypeVar("M", bound=nn.Module)
+StandIn = Callable[[States, Callable[..., Any], dict[str, Any]], Any]
+
+
+def with_states(model: M) -> M:
+    """A view of `model`, by its weights; `model` itself where no layer mixes tokens by a function known here."""
+    return view(model, _rewired)
+
+
+def _rewired(module: nn.Module) -> nn.Module:
+    kind = _rewired_class(type(module))
+    return module if kind is None else twin(module, kind)
+
+
+@cache
+def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """A class whose methods call stand-ins where those of `kind` call functions of their file; None: they call none."""
+    if kind.__module__.startswith("torch."):
+        return None
+    methods = {}
+    for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
+        known = vars(sys.modules[base.__module__])
+        for name, method in vars(base).items():
+            bare = inspect.unwrap(method) if callable(method) else None  # what transformers wraps it in is for offloading
+            if not isinstance(bare, FunctionType):
+                continue
+            instead = {f: made for f in bare.__code__.co_names if (made := _stand_in(known.get(f)))}
+            if instead:
+                globals_ = {**bare.__globals__, **instead}
+                methods[name] = FunctionType(bare.__code__, globals_, name, bare.__defaults__, bare.__closure__)
+                methods[name].__kwdefaults__ = bare.__kwdefaults__
+    return type(kind.__name__, (kind,), methods) if methods else None
+
+
+def _stand_in(native: Any) -> Callable[..., Any] | None:
+    """What stands in for a function; None where it is none of those known here."""
+    if not isinstance(native, FunctionType):
+        return None
+    signature = inspect.signature(native)
+    ours = next((made for parameters, made in STAND_INS if parameters <= set(signature.parameters)), None)
+    if ours is None:
+        return None
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        states = passing_states()
+        if states is None:
+            return native(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {name: bound.arguments[name] for name in signature.parameters}
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                given |= given.pop(name)
+        return ours(states, native, given)
+
+    return stand_in
+
+
+def _convolution(states: States, native: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
+    def convolution(line: Tensor) -> Tensor:
+        return native(**given | {"hidden_states": line})
+
+    return states.convolved(given["hidden_states"], given["weight"].shape[-1], convolution)
+
+
+def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """query, key (B, T, H, K), value (B, T, H, V), g (B, T, H) or (B, T, H, K), beta (B, T, H); state (B, H, K, V)."""
+    before, step = states.before(), states.step
+    if not isinstance(step, Drafted):
+        real = step.real(given["key"])
+        if real is not None:
+            given = given | {"g": _where(real, given["g"]), "beta": _where(real, given["beta"])}
+        out, state = native(**given | {"initial_state": before, "output_final_state": True})
+        states.after(Recurrence(state, turned=False))
+        return out, state
+    query, key, value, g, beta = (
+        given[name].transpose(1, 2).float() for name in ("query", "key", "value", "g", "beta")
+    )  # (B, H, T, ...)
+    groups = value.shape[1] // key.shape[1]
+    query, key = (x.repeat_interleave(groups, 1) for x in (query, key))
+    if given["use_qk_l2norm_in_kernel"]:
+        query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    memory = states.memory(lambda state: Recurrence(state, turned=False))
+    decay = g[..., None] if g.dim() == 3 else g
+    read = memory.read(step.sees, query * query.shape[-1] ** -0.5, key, value, decay, beta[..., None])
+    return read.transpose(1, 2).to(given["query"].dtype), memory.state
+
+
+def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """hidden_states (B, T, H, P), dt (B, T, H), A (H,), B, C (B, T, groups, N), D (H,) or (H, P); state (B, H, P, N)."""
+    before, step = states.before(), states.step
+    dt = given["dt"].float()
+    if given["dt_bias"] is not None:
+        dt = dt + given["dt_bias"].float()
+    if given["dt_softplus"]:
+        dt = softplus(dt)
+    dt = dt.clamp(*given["dt_limit"])
+    if not isinstance(step, Drafted):
+        real = step.real(dt)
+        if real is not None:
+            own = {"dt_bias": None, "dt_softplus": False, "dt_limit": (0.0, float("inf"))}
+            given = given | own | {"dt": _where(real, dt)}
+        out, state = native(**given | {"initial_states": before, "return_final_states": True})
+        states.after(Recurrence(state, turned=True))
+        return out, state
+    x = given["hidden_states"].float()
+    key, query = (_per_head(given[name].float(), x.shape[2]) for name in ("B", "C"))  # (B, H, T, N)
+    dt = dt.transpose(1, 2)[..., None]  # (B, H, T, 1)
+    memory = states.memory(lambda state: Recurrence(state, turned=True))
+    decay = given["A"].float()[:, None, None] * dt
+    read = memory.read(step.sees, query, key, x.transpose(1, 2) * dt, decay, None).transpose(1, 2)
+    D = given["D"]
+    if D is not None:
+        read = read + (D[:, None] if D.dim() == 1 else D) * x
+    return read, memory.state
+
+
+def _where(real: Tensor, x: Tensor) -> Tensor:
+    """x (B, T, ...), zero where it is padding: neither decay nor update."""
+    return torch.where(real[(...,) + (None,) * (x.dim() - 2)], x, 0)
+
+
+def _per_head(x: Tensor, heads: int) -> Tensor:
+    """(B, H, T, N) of (B, T, groups, N)."""
+    return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
+
+
+STAND_INS: tuple[tuple[set[str], StandIn], ...] = (
+    ({"query", "key", "value", "g", "beta", "chunk_size", "initial_state", "use_qk_l2norm_in_kernel"}, _delta_rule),
+    ({"hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_limit"}, _mamba2),
+    ({"hidden_states", "weight", "bias", "activation"}, _convolution),
+)
