@@ -157,7 +157,12 @@ class SpeculativeCache(Cache):
         return None
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
     ) -> Tensor:
         """The inputs (B, C, n) of a convolution behind those before them, (B, C, T)."""
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
@@ -166,11 +171,15 @@ class SpeculativeCache(Cache):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         self.states.ask((layer_idx, state_idx))
 
-    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object) -> Tensor:
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> Tensor:
         self.states.updated((layer_idx, state_idx))
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        if layer_idx is not None:  # older versions ask thus before they read a state
+            self.states.ask((layer_idx, state_idx or 0))
         return False
 
     def is_recording_past(self, layer_idx: int) -> bool:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.runner import SLIDING, ModelRunner, default_masks, device_of, forward_parameters
+from specdec.conversation import KINDS
+from specdec.runner import (
+    SLIDING,
+    ModelRunner,
+    cache_argument,
+    default_masks,
+    device_of,
+    forward_parameters,
+    layer_kinds,
+)
 from specdec.step import spread
 from specdec.tree import DraftTree
 
@@ -85,8 +94,8 @@ def _tried(model: PreTrainedModel, view: PreTrainedModel) -> Capability:
     if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
         other = {"dict": "tensor", "tensor": "dict"}
         first = default_masks(model)
-        has_types = getattr(model.config.get_text_config(decoder=True), "layer_types", None)
-        for masks in (first, other[first]) if has_types else (first,):
+        kinds = layer_kinds(model.config.get_text_config(decoder=True))
+        for masks in (first, other[first]) if kinds else (first,):
             reason = _mismatch(view, _tree_trial, masks)
             if not reason:
                 return Capability(masks)
@@ -101,13 +110,13 @@ def _tried(model: PreTrainedModel, view: PreTrainedModel) -> Capability:
 
 
 def _more_than_keys(model: PreTrainedModel) -> str:
-    """Empty if the model's own cache holds keys and values alone, else what else it holds."""
+    """Empty if the model's own cache holds keys, values and states alone, else what else it holds."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except AttributeError:  # a config that does not say how many layers there are
         return ""
-    others = sorted({type(layer).__name__ for layer in layers} - {"DynamicLayer", "DynamicSlidingWindowLayer"})
-    return f"its cache holds more than keys and values ({', '.join(others)})" if others else ""
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
+    return f"its cache holds more than keys, values and states ({', '.join(others)})" if others else ""
 
 
 def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
@@ -178,10 +187,11 @@ def _plain_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
 def _last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """(1, V) after one text, the last token behind the others in the model's own cache, as in plain decoding."""
     prompt, last = text[None, :-1], text[None, -1:]
-    past = model(input_ids=prompt, use_cache=True, return_dict=True, **_positions(model, text[:-1], 0)).past_key_values
+    read = model(input_ids=prompt, use_cache=True, return_dict=True, **_positions(model, text[:-1], 0))
+    past = {cache_argument(model): read[cache_argument(model)]}
     start = len(text) - 1
     return model(
-        input_ids=last, past_key_values=past, use_cache=True, return_dict=True, **_positions(model, text[-1:], start)
+        input_ids=last, use_cache=True, return_dict=True, **past, **_positions(model, text[-1:], start)
     ).logits[0]
 
 
@@ -218,7 +228,7 @@ def _apart(model: M) -> M:
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Within this context its sliding windows are so short that the trials' texts reach past them."""
     config = model.config.get_text_config(decoder=True)
-    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    types, window = layer_kinds(config), getattr(config, "sliding_window", None)
     slides = window is not None and (not types or SLIDING in types)
     try:
         if slides:

@@ -15,9 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from specdec.rows import CachedRows
+
+KINDS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    DummyLayer,
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)  # of layers of a DynamicCache that can be gone on from
 
 
 @dataclass(frozen=True)
@@ -75,7 +91,7 @@ class Conversation:
 
     @contextmanager
     def in_rows(self, rows: CachedRows) -> Iterator[list[int]]:
-        """Within this context the cache's keys and values are the rows'; then they are the cache's again.
+        """Within this context the cache's keys, values and states are the rows'; then they are the cache's again.
 
         Yields a list to which the caller appends the number of columns to give back. Without one, if the call failed,
         the cache is as it was, or where windows slide and what was there is gone, empty.
@@ -106,6 +122,9 @@ class Conversation:
         rows.cache.lengths = real.sum(1).tolist()
         columns = (~real).int().argsort(dim=1, stable=True)  # (B, cached) where each row's tokens are, in order
         for index, layer in enumerate(self.cache.layers):
+            for which in range(getattr(layer, "number_of_states", 0)):
+                states = layer.conv_states[which], layer.recurrent_states[which]
+                rows.cache.states.put((index, which), *states, rows.cache.lengths)
             if getattr(layer, "keys", None) is not None:
                 keys, values = layer.keys, layer.values
                 layer.keys = layer.values = None
@@ -118,37 +137,52 @@ class Conversation:
             layer = _layer(cache, index)
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             _fill(layer, *rows.cache.take(index, positions[:, first:]), columns)
+        if columns != self.cached:  # else the call failed, and the cache's states are as they were
+            rows.cache.states.settle(rows.cache.lengths)
+            for (index, which), (window, memory) in rows.cache.states.held.items():
+                _hold(cache.layers[index], which, window, memory)
 
 
 def conversation(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Conversation:
     """Of a call as transformers prepared it, in which there is no `problem`."""
-    cache = model_kwargs.get("past_key_values")
+    cache = cache_of(model_kwargs)
     wanted = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     kept = (cache if type(cache) is DynamicCache else DynamicCache(config=model.config)) if wanted else None
     return Conversation(real_columns(input_ids, config, model_kwargs), columns_in(cache), input_ids.shape[1], kept)
 
 
-def problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], windows: bool) -> str | None:
-    """Why the cache or mask of a call is not one to go on from, or None. windows: the model has sliding ones."""
-    cache = model_kwargs.get("past_key_values")
+def problem(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], windows: bool, states: bool
+) -> str | None:
+    """Why the cache or mask of a call is not one to go on from, or None.
+
+    windows: the model has sliding ones. states: its layers carry more than keys and values.
+    """
+    cache = cache_of(model_kwargs)
     real = real_columns(input_ids, config, model_kwargs)
     if windows and not _left_padded(real):
         return "attention_mask has holes inside a prompt, which count in this model's sliding windows"
+    if states and not _left_padded(real[:, columns_in(cache) :]):
+        return "attention_mask has holes inside a prompt, over which this model's states go on"
+    if states and columns_in(cache) and not bool(real[:, columns_in(cache) :].all()):
+        return "what is new has padding before it, over which this model's states go on"
     if cache is None or not (getattr(cache, "_is_user_defined", False) or columns_in(cache)):
         return None
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         return f"past_key_values is {kind}; a DynamicCache could be continued"
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer):
+        if type(layer) not in KINDS:
             return f"past_key_values holds more than keys and values ({type(layer).__name__})"
         if getattr(layer, "record_past", False):
             return "past_key_values records what slid out of its windows"
         if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4 and len(layer.keys) != len(input_ids):
             return f"past_key_values has {len(layer.keys)} rows, input_ids {len(input_ids)}"
     have, columns = columns_in(cache), real.shape[1]
+    if have and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return "past_key_values holds recurrent states alone, which do not say of how many tokens they are"
     if have >= columns:
         return (
             f"past_key_values holds {have} tokens and the text no more than {columns}: nothing is left to read. Give "
@@ -172,14 +206,27 @@ def real_columns(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict
     return torch.ones(len(input_ids), max(width, getattr(config, "_mask_length", 0)), dtype=torch.bool)
 
 
+def cache_of(model_kwargs: dict[str, Any]) -> Any:
+    """The cache of a call; models without attention have a name of their own for it."""
+    return model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+
+
 def columns_in(cache: Any) -> int:
-    """Columns in a cache; 1 where it cannot say."""
+    """Columns in a cache; 1 where it holds something and cannot say."""
     if cache is None:
         return 0
     try:
         return int(cache.get_seq_length())
     except Exception:  # a cache that cannot say how long it is is not one of attention keys
-        return 1
+        return int(not _untouched(cache))
+
+
+def _untouched(cache: Any) -> bool:
+    """It holds nothing yet but layers for states."""
+    layers = getattr(cache, "layers", None) or [None]
+    return all(
+        isinstance(layer, LinearAttentionLayer) and not any(layer.has_previous_state.values()) for layer in layers
+    )
 
 
 def _left_padded(real: Tensor) -> bool:
@@ -195,6 +242,17 @@ def _layer(cache: DynamicCache, index: int) -> Any:
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     return cache.layers[index]
+
+
+def _hold(layer: Any, which: int, window: Tensor | None, memory: Tensor | None) -> None:
+    """Let a layer of a DynamicCache have these states (5.17 to 5.23, cache_utils.py)."""
+    layer.has_previous_state[which] = True
+    if window is not None:
+        layer.lazy_initialization(conv_states=window, state_idx=which)
+        layer.conv_states[which].copy_(window)
+    if memory is not None:
+        layer.lazy_initialization(recurrent_states=memory, state_idx=which)
+        layer.recurrent_states[which].copy_(memory)
 
 
 def _fill(layer: Any, keys: Tensor | None, values: Tensor | None, columns: int) -> None:

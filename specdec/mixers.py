@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from specdec.recurrences import Recurrence, Scan
 from specdec.recurrent import Drafted, States, passing_states
@@ -31,8 +31,13 @@ def with_states(model: M) -> M:
     return view(model, _rewired)
 
 
+def has_states(model: nn.Module) -> bool:
+    """Whether some layer of it mixes tokens by a function known here."""
+    return any(_rewired(module) is not module for module in model.modules())
+
+
 def _rewired(module: nn.Module) -> nn.Module:
-    kind = _rewired_class(type(module))
+    kind = _rewired_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
     return module if kind is None else twin(module, kind)
 
 
@@ -45,7 +50,9 @@ def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
         known = vars(sys.modules[base.__module__])
         for name, method in vars(base).items():
-            bare = inspect.unwrap(method) if callable(method) else None  # what transformers wraps it in is for offloading
+            bare = (
+                inspect.unwrap(method) if callable(method) else None
+            )  # what transformers wraps it in is for offloading
             if not isinstance(bare, FunctionType):
                 continue
             instead = {f: made for f in bare.__code__.co_names if (made := _stand_in(known.get(f)))}
@@ -107,11 +114,11 @@ def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any
     memory = states.memory(lambda state: Recurrence(state, turned=False))
     decay = g[..., None] if g.dim() == 3 else g
     read = memory.read(step.sees, query * query.shape[-1] ** -0.5, key, value, decay, beta[..., None])
-    return read.transpose(1, 2).to(given["query"].dtype), memory.state
+    return read.transpose(1, 2).to(given["query"].dtype).contiguous(), memory.state
 
 
 def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """hidden_states (B, T, H, P), dt (B, T, H), A (H,), B, C (B, T, groups, N), D (H,) or (H, P); state (B, H, P, N)."""
+    """hidden_states (B, T, H, P), dt (B, T, H), A, D (H,), B, C (B, T, groups, N); state (B, H, P, N)."""
     before, step = states.before(), states.step
     dt = given["dt"].float()
     if given["dt_bias"] is not None:
@@ -132,11 +139,38 @@ def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -
     dt = dt.transpose(1, 2)[..., None]  # (B, H, T, 1)
     memory = states.memory(lambda state: Recurrence(state, turned=True))
     decay = given["A"].float()[:, None, None] * dt
-    read = memory.read(step.sees, query, key, x.transpose(1, 2) * dt, decay, None).transpose(1, 2)
-    D = given["D"]
-    if D is not None:
-        read = read + (D[:, None] if D.dim() == 1 else D) * x
+    read = memory.read(step.sees, query, key, x.transpose(1, 2) * dt, decay, None).transpose(1, 2).contiguous()
+    if given["D"] is not None:
+        read = read + given["D"][:, None] * x
     return read, memory.state
+
+
+def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """hidden_states, dt, z (B, I, T), A (I, S), B, C (B, S, T), D (I,); state (B, I, S)."""
+    before, step = states.before(), states.step
+    x, dt, A = given["hidden_states"].float(), given["dt"].float(), given["A"].float()
+    if given["delta_bias"] is not None:
+        dt = dt + given["delta_bias"].float()[:, None]
+    if given["delta_softplus"]:
+        dt = softplus(dt)
+    dt = dt.transpose(1, 2)  # (B, T, I)
+    if not isinstance(step, Drafted):
+        real = step.real(dt)
+        dt = dt if real is None else _where(real, dt)
+        own = {"dt": dt.transpose(1, 2), "delta_bias": None, "delta_softplus": False}
+        out, state = native(**given | own | {"z": None, "return_last_state": True})
+        if before is not None:  # the model's own begins with zeros; what was there decays, and is read on top
+            left = (A * dt.cumsum(1)[..., None]).exp() * before[:, None]  # (B, T, I, S)
+            out = out + (left @ given["C"].float().transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
+            state = state + left[:, -1]
+        states.after(Scan(state))
+    else:
+        memory = states.memory(Scan)
+        query = given["C"].float().transpose(1, 2)  # (B, T, S)
+        added = (dt * x.transpose(1, 2))[..., None] * given["B"].float().transpose(1, 2)[:, :, None]
+        out = memory.read(step.sees, query, (A * dt[..., None]).exp(), added).transpose(1, 2)
+        out, state = out if given["D"] is None else out + given["D"][:, None] * x, memory.state
+    return out if given["z"] is None else out * silu(given["z"]), state
 
 
 def _where(real: Tensor, x: Tensor) -> Tensor:
@@ -152,5 +186,6 @@ def _per_head(x: Tensor, heads: int) -> Tensor:
 STAND_INS: tuple[tuple[set[str], StandIn], ...] = (
     ({"query", "key", "value", "g", "beta", "chunk_size", "initial_state", "use_qk_l2norm_in_kernel"}, _delta_rule),
     ({"hidden_states", "dt", "A", "B", "C", "chunk_size", "D", "dt_bias", "initial_states", "dt_limit"}, _mamba2),
+    ({"hidden_states", "dt", "A", "B", "C", "D", "z", "delta_bias", "delta_softplus", "return_last_state"}, _mamba1),
     ({"hidden_states", "weight", "bias", "activation"}, _convolution),
 )

@@ -4,7 +4,7 @@ Owns the arithmetic, and the nodes that a layer's state is yet to take in. Knows
 
 All of them let a state S (K, V) decay, and add the outer product of a key and a value:
 
-    S_i = exp(g_i) S_parent(i) + k_i u_i^T          g_i: one number (gated delta net, Mamba2), or one for each of K (KDA)
+    S_i = exp(g_i) S_parent(i) + k_i u_i^T      g_i: one number (gated delta net, Mamba2), or one for each of K (KDA)
 
 so that along a path S_i = exp(c_i) S + sum_j exp(c_i - c_j) k_j u_j^T over node i and its ancestors j, where c_i is the
 sum of g from the state S before the draft down to i. Neither an order of nodes nor a state per node is needed: a
@@ -97,15 +97,18 @@ class Recurrence:
 
     def take(self, taken: Taken) -> None:
         """The state after the last node taken, row by row."""
-        assert self._keys is not None and self._values is not None and self._decay is not None
+        assert self._keys is not None
+        assert self._values is not None
+        assert self._decay is not None
         end = _at(self._decay, taken.last[:, None])  # (B, H, 1, G)
         weight = (end - self._decay).masked_fill(~taken.nodes[:, None, :, None], -torch.inf).exp()
         state = end.exp().mT * self._upright + (self._keys * weight).mT @ self._values
         self.state = state.mT.contiguous() if self.turned else state
-        if not taken.waiting.shape[1]:
-            return self.drop()
-        self._keys, self._values = (_picked(nodes, taken.waiting) for nodes in (self._keys, self._values))
-        self._decay = _picked(self._decay, taken.waiting) - end
+        if taken.waiting.shape[1]:
+            self._keys, self._values = (_picked(nodes, taken.waiting) for nodes in (self._keys, self._values))
+            self._decay = _picked(self._decay, taken.waiting) - end
+        else:
+            self.drop()
 
     @property
     def _upright(self) -> Tensor:
@@ -113,7 +116,7 @@ class Recurrence:
 
 
 class Scan:
-    """A layer's state whose numbers decay one by one (Mamba1), and its state after each node: no sum says less."""
+    """A layer's state whose numbers decay one by one (Mamba1), and what it is after each node: no sum is smaller."""
 
     def __init__(self, state: Tensor):
         self.state = state  # (B, I, S)

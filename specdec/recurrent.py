@@ -74,7 +74,7 @@ class States:
         self._given: dict[Place, Tensor] = {}  # states whose kind is known once a layer reads them
         self._pass: Known | Drafted = Known([0] * batch_size)
         self._at = [0] * batch_size  # the position behind what the states have taken in
-        self._held = [0] * batch_size  # committed nodes that wait, the first ones: they may be rolled back
+        self._behind = [0] * batch_size  # committed nodes that wait, the first ones: they may be rolled back
         self._pending = 0  # nodes behind them
         self._chosen: Tensor | None = None  # (B, D) int64, of these, which are committed
         self._window: Place = (0, 0)  # which a layer has asked for last
@@ -94,20 +94,18 @@ class States:
         self._pass = Known(pads)
         self._at = [length + count - pad for length, pad in zip(lengths, pads, strict=True)]
 
-    def place_draft(
-        self, ancestors: Tensor, chain: bool, lengths: Sequence[int], floors: Sequence[int] | None
-    ) -> None:
+    def place_draft(self, ancestors: Tensor, chain: bool, lengths: Sequence[int], floors: Sequence[int] | None) -> None:
         """ancestors: (B, n, P + n) bool, over the P nodes pending and n new ones. floors: see `SpeculativeCache`."""
         if not self.parts:
             return
         if ancestors.shape[1] == ancestors.shape[2]:  # a new draft: what became of the last one is known
             self.settle(lengths, floors)
-        held = max(self._held)
+        held = max(self._behind)
         if held:
-            real = torch.arange(held, device=ancestors.device) < _column(self._held, ancestors.device)
+            real = torch.arange(held, device=ancestors.device) < _column(self._behind, ancestors.device)
             ancestors = torch.cat([real[:, None].expand(-1, ancestors.shape[1], -1), ancestors], -1)
         before = held + self._pending
-        self._pass = Drafted(ancestors, before, chain and len(set(self._held)) == 1)
+        self._pass = Drafted(ancestors, before, chain and len(set(self._behind)) == 1)
         self._pending = ancestors.shape[-1] - held
 
     def commit(self, source: Tensor | None) -> None:
@@ -117,7 +115,7 @@ class States:
 
     def settle(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
         """Take in what the rows of these lengths have committed, up to the floors; what they have not is forgotten."""
-        if not self.parts or not (self._pending or any(self._held)):
+        if not self.parts or not (self._pending or any(self._behind)):
             return
         counts = [max(0, length - at) for length, at in zip(lengths, self._at, strict=True)]
         floors = lengths if floors is None else floors
@@ -127,24 +125,24 @@ class States:
         else:
             for part in self.parts:
                 part.drop()
-        self._held = [n - k for n, k in zip(counts, taken, strict=True)]
+        self._behind = [n - k for n, k in zip(counts, taken, strict=True)]
         self._at = [at + k for at, k in zip(self._at, taken, strict=True)]
         self._pending, self._chosen = 0, None
 
     def _line(self) -> Tensor:
         """(B, D) int64: the waiting nodes on each row's committed path, in order; behind its end, any."""
-        device, held = self.parts[0].state.device, max(self._held)
+        device, held = self.parts[0].state.device, max(self._behind)
         if self._chosen is None:
-            return torch.arange(held, device=device).expand(len(self._held), -1)
-        chosen = (held + self._chosen.to(device)).expand(len(self._held), -1)
-        own = _column(self._held, device)
+            return torch.arange(held, device=device).expand(len(self._behind), -1)
+        chosen = (held + self._chosen.to(device)).expand(len(self._behind), -1)
+        own = _column(self._behind, device)
         column = torch.arange(held + chosen.shape[1], device=device)
         behind = chosen.gather(1, (column - own).clamp(0, chosen.shape[1] - 1))
         return torch.where(column < own, column, behind)
 
     def _take(self, line: Tensor, taken: Sequence[int], counts: Sequence[int]) -> None:
         B, D = line.shape
-        device, count = line.device, max(self._held) + self._pending
+        device, count = line.device, max(self._behind) + self._pending
         many = _column(taken, device)
         column = torch.arange(D, device=device)
         nodes = torch.zeros(B, count + 1, dtype=torch.bool, device=device)
@@ -242,10 +240,21 @@ class States:
         if memory is not None:
             self._given[place] = memory
 
+    @property
+    def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:
+        """Window and recurrent state by layer, as transformers has them; `settle` has been called."""
+        return {
+            place: (
+                self.windows[place].state if place in self.windows else None,
+                self.memories[place].state if place in self.memories else None,
+            )
+            for place in {**self.windows, **self.memories}
+        }
+
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone; `settle` has been called."""
         self._at = [self._at[row] for row in rows]
-        self._held = [0] * len(rows)
+        self._behind = [0] * len(rows)
         for part in self.parts:
             part.state = part.state[list(rows)]
 

@@ -25,6 +25,7 @@ from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT = ("linear_attention", "conv")  # layers that take a mask of padding alone, which they need not have here
+MIXED = {"hybrid": FULL, "hybrid_sliding": SLIDING}  # layers that have both, and how they attend
 MASKED = 2**25  # entries of a mask at most, in the passes over known tokens (sdpa may make it float32: 128 MiB)
 FEWEST = 256  # known tokens per row and pass, from which on more of them at once are not read any faster
 
@@ -62,7 +63,7 @@ class ModelRunner(CachedRows):
         self.masks = masks or default_masks(model)
         super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
-        self._cache_argument = "past_key_values" if "past_key_values" in parameters else "cache_params"
+        self._cache_argument = cache_argument(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -152,7 +153,7 @@ class ModelRunner(CachedRows):
             return None
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
-        kinds = set(self.config.layer_types)
+        kinds = set(layer_kinds(self.config))
         return {kind: None if kind in RECURRENT else self._mask(sight, _span(self.config, kind)) for kind in kinds}
 
     def _mask(self, sight: Sight, span: Span) -> Tensor:
@@ -183,7 +184,7 @@ class ModelRunner(CachedRows):
             self.step.before_pass()
         with self.cache.states.passing(), nullcontext() if self.taps is None else self.taps.listening() as taken:
             output = self.model(**inputs)
-        features = None if self.taps is None else self.taps.features(taken)
+        features = None if self.taps is None or taken is None else self.taps.features(taken)
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 
 
@@ -218,10 +219,20 @@ def forward_parameters(model: PreTrainedModel) -> set[str]:
     return set(inspect.signature(model.forward).parameters)
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """Under which name `model.forward` takes a cache, and gives it back; models without attention have their own."""
+    return "past_key_values" if "past_key_values" in forward_parameters(model) else "cache_params"
+
+
 def default_masks(model: PreTrainedModel) -> str:
     """How the model most likely takes masks; `capability.probe` finds out for sure."""
-    types = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
-    return "dict" if types and types <= {FULL, SLIDING, CHUNKED, *RECURRENT} else "tensor"
+    kinds = set(layer_kinds(model.config.get_text_config(decoder=True)))
+    return "dict" if kinds and kinds <= {FULL, SLIDING, CHUNKED, *RECURRENT} else "tensor"
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """How each layer sees the tokens before it; empty for a model that says nothing of it."""
+    return [MIXED.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
 
 
 def _uniform_layer_type(config: Any) -> str:
@@ -247,4 +258,4 @@ def spans(model: PreTrainedModel, masks: str) -> list[Span]:
         return [Span()]
     if masks == "tensor":
         return [_span(config, _uniform_layer_type(config))]
-    return [_span(config, layer_type) for layer_type in config.layer_types]
+    return [_span(config, kind) for kind in layer_kinds(config)]

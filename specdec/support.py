@@ -15,6 +15,7 @@ from specdec import conversation
 from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
+from specdec.mixers import has_states
 from specdec.runner import known_at_once, spans
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
@@ -23,6 +24,7 @@ KNOWN_KWARGS = {
     "attention_mask",
     "position_ids",
     "past_key_values",
+    "cache_params",
     "logits_to_keep",
     "use_cache",
     "inputs_embeds",
@@ -87,9 +89,10 @@ def why_plain(
         return f"the model argument {strange[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
         return f"input_ids has {input_ids.dim()} dimensions"
+    windows, states = set(spans(model, capability.masks)) != {Span()}, has_states(model)
     reason = (
         _padding_problem(input_ids, config, model_kwargs)
-        or conversation.problem(input_ids, config, model_kwargs, set(spans(model, capability.masks)) != {Span()})
+        or conversation.problem(input_ids, config, model_kwargs, windows, states)
         or _rope_problem(model, input_ids, config, model_kwargs)
     )
     if reason:
@@ -155,7 +158,7 @@ def _rope_problem(
     if longest + new <= limit:
         return None
     in_one_pass = not config.prefill_chunk_size and (bool(real.all()) or longest <= known_at_once(*real.shape))
-    if steady and longest > limit and in_one_pass and not conversation.columns_in(model_kwargs.get("past_key_values")):
+    if steady and longest > limit and in_one_pass and not conversation.columns_in(conversation.cache_of(model_kwargs)):
         return None
     return (
         f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "

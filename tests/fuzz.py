@@ -106,7 +106,7 @@ class Counting(LogitsProcessor):
         return scores
 
 
-def case(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def case(seed: int, models: tuple[str, ...] = MODELS) -> tuple[dict[str, Any], dict[str, Any]]:
     """What to run: (setup, generate() arguments); every call makes new streamers and processors."""
     r = random.Random(seed)
     lengths = tuple(r.choice((1, 2, 5, 9, 14)) for _ in range(r.choice((1, 1, 2, 3))))
@@ -116,7 +116,7 @@ def case(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     setup = {
         "new_turn": more.choice((0, 1, 3, 12)),
         "masks_pads": more.random() < 0.5,
-        "model": r.choice(MODELS),
+        "model": r.choice(models),
         "proposer": r.choice(PROPOSERS),
         "draft_length": r.choice((None, 0, 1, 2, 4, 4, 7)),
         "lengths": lengths,
@@ -207,10 +207,10 @@ def proposer(name: str, model: str, answer: torch.Tensor, draft_length: int | No
     }[name]()
 
 
-def run(seed: int) -> tuple[str, bool]:
+def run(seed: int, models: tuple[str, ...] = MODELS) -> tuple[str, bool]:
     """What is wrong with a case (empty: nothing), and whether it was speculated on."""
-    setup, kwargs = case(seed)
-    _, plain_kwargs = case(seed)
+    setup, kwargs = case(seed, models)
+    _, plain_kwargs = case(seed, models)
     model = tiny.model(setup["model"])
     torch.manual_seed(seed)
     try:
@@ -237,15 +237,15 @@ def run(seed: int) -> tuple[str, bool]:
         return f"warnings: {messages}", False
     wrong = difference(plain, ours, plain_kwargs.get("streamer"), kwargs.get("streamer"), kwargs)
     if not wrong and setup["new_turn"] and type(getattr(plain, "past_key_values", None)) is DynamicCache:
-        wrong = second_turn(seed, model, spec, plain, ours)
+        wrong = second_turn(seed, models, spec, plain, ours)
     return wrong, not spec.report.num_plain_calls
 
 
-def second_turn(seed: int, model: Any, spec: SpeculativeGenerator, plain: Any, ours: Any) -> str:
+def second_turn(seed: int, models: tuple[str, ...], spec: SpeculativeGenerator, plain: Any, ours: Any) -> str:
     """What is wrong where both outputs are gone on from, each on its own cache."""
     outputs = []
-    for generate, before in ((model.generate, plain), (spec.generate, ours)):
-        setup, kwargs = case(seed)
+    for generate, before in ((spec.model.generate, plain), (spec.generate, ours)):
+        setup, kwargs = case(seed, models)
         if "inputs_embeds" in kwargs:
             return ""
         text, mask = before.sequences, kwargs.pop("attention_mask")
@@ -300,8 +300,8 @@ def difference(plain: Any, ours: Any, plain_streamer: Any, our_streamer: Any, kw
     return ""
 
 
-def describe(seed: int) -> str:
-    setup, kwargs = case(seed)
+def describe(seed: int, models: tuple[str, ...] = MODELS) -> str:
+    setup, kwargs = case(seed, models)
     shown = {k: tuple(v.shape) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
     return f"case {seed}: {setup} {shown}"
 

@@ -47,8 +47,17 @@ CONFIGS = {
     "gpt2": OLD,
     "gpt_neox": {k: v for k, v in BASE.items() if k != "num_key_value_heads"},
     "phi": BASE,
+    "qwen3_5": BASE
+    | {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "linear_conv_kernel_dim": 4}
+    | {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    "lfm2": BASE | {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+    "mamba2": {name: BASE[name] for name in BASE if not name.startswith("num_a") and not name.startswith("num_k")}
+    | {"num_heads": 8, "head_dim": 8, "n_groups": 2, "state_size": 8, "chunk_size": 16},
+    "falcon_h1": BASE
+    | {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_ssm": 32, "mamba_n_groups": 1, "mamba_d_state": 8}
+    | {"mamba_chunk_size": 16, "head_dim": 8},
 }
-MODEL_TYPES = {"gemma3": "gemma3_text"}
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
 
 
 @functools.cache
