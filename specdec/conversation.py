@@ -109,6 +109,8 @@ class Conversation:
                 if not columns and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers):
                     for layer in cache.layers:
                         _fill(layer, None, None, 0)
+                        if hasattr(layer, "has_previous_state"):
+                            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
 
     @property
     def _keeps_all(self) -> bool:
@@ -164,9 +166,10 @@ def problem(
     real = real_columns(input_ids, config, model_kwargs)
     if windows and not _left_padded(real):
         return "attention_mask has holes inside a prompt, which count in this model's sliding windows"
-    if states and not _left_padded(real[:, columns_in(cache) :]):
+    new = real[:, columns_in(cache) :]
+    if states and not _left_padded(new):
         return "attention_mask has holes inside a prompt, over which this model's states go on"
-    if states and columns_in(cache) and not bool(real[:, columns_in(cache) :].all()):
+    if states and columns_in(cache) and not bool(new.all()):
         return "what is new has padding before it, over which this model's states go on"
     if cache is None or not (getattr(cache, "_is_user_defined", False) or columns_in(cache)):
         return None

@@ -8,7 +8,6 @@ in the view: over known tokens the model's own, over a draft's nodes ours. The m
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
@@ -48,17 +47,14 @@ def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     methods = {}
     for base in reversed(kind.__mro__[: kind.__mro__.index(nn.Module)]):
-        known = vars(sys.modules[base.__module__])
         for name, method in vars(base).items():
-            bare = (
-                inspect.unwrap(method) if callable(method) else None
-            )  # what transformers wraps it in is for offloading
-            if not isinstance(bare, FunctionType):
+            if not isinstance(method, FunctionType):
                 continue
-            instead = {f: made for f in bare.__code__.co_names if (made := _stand_in(known.get(f)))}
-            if instead:
-                globals_ = {**bare.__globals__, **instead}
-                methods[name] = FunctionType(bare.__code__, globals_, name, bare.__defaults__, bare.__closure__)
+            bare = inspect.unwrap(method)  # what transformers wraps it in is for offloading
+            ours = {f: made for f in bare.__code__.co_names if (made := _stand_in(bare.__globals__.get(f)))}
+            if ours:
+                code, defaults = bare.__code__, bare.__defaults__
+                methods[name] = FunctionType(code, bare.__globals__ | ours, name, defaults, bare.__closure__)
                 methods[name].__kwdefaults__ = bare.__kwdefaults__
     return type(kind.__name__, (kind,), methods) if methods else None
 

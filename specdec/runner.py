@@ -148,12 +148,12 @@ class ModelRunner(CachedRows):
             )
 
     def _mask_argument(self, sight: Sight) -> Any:
-        """The model's `attention_mask`: one 4D mask, or one per layer type; None where it makes its own."""
-        if self.masks == "own":
+        """The model's `attention_mask`: one 4D mask, or one per layer type; None where it makes its own or has none."""
+        kinds = set(layer_kinds(self.config))
+        if self.masks == "own" or (kinds and kinds <= set(RECURRENT)):
             return None
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
-        kinds = set(layer_kinds(self.config))
         return {kind: None if kind in RECURRENT else self._mask(sight, _span(self.config, kind)) for kind in kinds}
 
     def _mask(self, sight: Sight, span: Span) -> Tensor:
@@ -227,7 +227,8 @@ def cache_argument(model: PreTrainedModel) -> str:
 def default_masks(model: PreTrainedModel) -> str:
     """How the model most likely takes masks; `capability.probe` finds out for sure."""
     kinds = set(layer_kinds(model.config.get_text_config(decoder=True)))
-    return "dict" if kinds and kinds <= {FULL, SLIDING, CHUNKED, *RECURRENT} else "tensor"
+    attending = kinds - set(RECURRENT)
+    return "dict" if attending and attending <= {FULL, SLIDING, CHUNKED} else "tensor"
 
 
 def layer_kinds(config: Any) -> list[str]:
