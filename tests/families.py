@@ -63,7 +63,6 @@ SWA |= {"qk_rope_head_dim": 8, "v_head_dim": 8, "head_dim": 16}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [1]},
-    "glm5_next": {"index_topk": 16, "index_kpool": 4},
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
