@@ -154,7 +154,8 @@ class ModelRunner(CachedRows):
             return None
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
-        return {kind: None if kind in RECURRENT else self._mask(sight, _span(self.config, kind)) for kind in kinds}
+        masks = {kind: self._mask(sight, _span(self.config, kind)) for kind in kinds - set(RECURRENT)}
+        return dict.fromkeys(RECURRENT) | masks
 
     def _mask(self, sight: Sight, span: Span) -> Tensor:
         visible = sight.visible(span).expand(len(sight.positions), -1, -1)
