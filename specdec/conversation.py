@@ -140,7 +140,8 @@ class Conversation:
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             _fill(layer, *rows.cache.take(index, positions[:, first:]), columns)
         if columns != self.cached:  # else the call failed, and the cache's states are as they were
-            rows.cache.states.settle(rows.cache.lengths)
+            behind = columns - self.real.shape[1]  # rows may have run ahead of where the text ended
+            rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])
             for (index, which), (window, memory) in rows.cache.states.held.items():
                 _hold(cache.layers[index], which, window, memory)
 
