@@ -86,24 +86,29 @@ def follow(tree: DraftTree, choice: Tensor) -> Verdict:
     Args:
         choice: (B, N) int64, the token that the target chose after each node.
     """
-    B, N = tree.tokens.shape
-    rows = torch.arange(B, device=choice.device)
     if tree.chain:
         hits = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]  # (B, N - 1)
         accepted = hits.long().cumprod(-1).sum(-1)  # (B,) leading hits
-        path = torch.arange(N, device=choice.device).expand(B, N)
-        return Verdict(path, accepted, choice[rows, accepted])
-    path = torch.arange(int(tree.depth.max()) + 1, device=choice.device).repeat(B, 1)  # (B, D)
-    node = torch.zeros(B, dtype=torch.long, device=choice.device)
-    accepted = torch.zeros_like(node)
-    for depth in range(1, path.shape[1]):
-        hit = (tree.parents == node[:, None]) & (tree.tokens == choice[rows, node][:, None])  # (B, N)
-        alive = hit.any(-1) & (accepted == depth - 1)
-        child = hit.long().argmax(-1)
-        node = torch.where(alive, child, node)
-        path[:, depth] = torch.where(alive, child, path[:, depth])
-        accepted += alive
-    return Verdict(path, accepted, choice[rows, node])
+        path = torch.arange(tree.size, device=choice.device).expand_as(tree.tokens)
+        return Verdict(path, accepted, choice.gather(1, accepted[:, None])[:, 0])
+    index = torch.arange(tree.size, device=choice.device)
+    wanted = choice.gather(1, tree.parents.clamp(min=0))  # (B, N) the target's token after each node's parent
+    siblings = tree.parents[:, :, None] == tree.parents[:, None]  # (B, N, N)
+    again = siblings & (tree.tokens[:, :, None] == tree.tokens[:, None]) & (index < index[:, None])
+    # Of equal siblings the first counts.
+    missed = ((tree.tokens != wanted) | (tree.parents < 0) | again.any(-1)) & (index > 0)
+    reached = ~(tree.ancestors & missed[:, None]).any(-1)
+    accepted, last = torch.where(reached, tree.depth, -1).max(-1)  # of reached nodes one is the deepest
+    return Verdict(_path_to(tree, last), accepted, choice.gather(1, last[:, None])[:, 0])
+
+
+def _path_to(tree: DraftTree, node: Tensor) -> Tensor:
+    """(B, D) int64, the nodes from the root to each row's node (B,), then each column's own index."""
+    B, N = tree.tokens.shape
+    D, index = tree.height + 1, torch.arange(max(N, tree.height + 2), device=node.device)
+    on_path = tree.ancestors.gather(1, node[:, None, None].expand(-1, 1, N))[:, 0]  # (B, N)
+    places = torch.where(on_path, tree.depth, D)  # what is not on the path goes to a last column, and away
+    return index[: D + 1].repeat(B, 1).scatter(1, places, index[:N].expand(B, -1))[:, :D]
 
 
 def point_mass(tree: DraftTree, probs: Tensor) -> Verdict:
@@ -184,7 +189,7 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
     B = len(probs)
     rows = torch.arange(B, device=probs.device)
     children = tree.children()  # (B, N, C)
-    path = torch.arange(int(tree.depth.max()) + 1, device=probs.device).repeat(B, 1)  # (B, D)
+    path = torch.arange(tree.height + 1, device=probs.device).repeat(B, 1)  # (B, D)
     node = torch.zeros(B, dtype=torch.long, device=probs.device)
     accepted = torch.zeros_like(node)
     p, q = probs[rows, node], q_all[rows, node]  # (B, V)
@@ -233,11 +238,7 @@ def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float 
     whole = (tree.ancestors <= typical_[:, None, :]).all(-1) & tree.valid  # every ancestor typical, itself included
     last = torch.where(whole, tree.depth, -1).argmax(-1)  # (B,) deepest node of a typical path
     accepted = tree.depth[rows, last]
-    path = torch.arange(int(tree.depth.max()) + 1, device=probs.device).repeat(B, 1)
-    on_path = tree.ancestors[rows, last]  # (B, N)
-    b, n = on_path.nonzero(as_tuple=True)
-    path[b, tree.depth[b, n]] = n
-    return Verdict(path, accepted, sample(probs[rows, last]))
+    return Verdict(_path_to(tree, last), accepted, sample(probs[rows, last]))
 
 
 def _drawn(tree: DraftTree) -> Tensor:

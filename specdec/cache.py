@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Cache
 
 from specdec.recurrent import States
+from specdec.transfer import uploaded
 
 SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
 NEVER = 2**62  # position of what lies in a slot that holds nothing
@@ -58,10 +59,13 @@ class SpeculativeCache(Cache):
         self._spans = spans
         self._kinds = {span: Slots(None if keeps_all else span.window) for span in spans}
 
-    def place(self, pending: int, order: Tensor | None, pads: Sequence[int], count: int, draft: bool) -> None:
+    def place(
+        self, base: Tensor, pending: int, order: Tensor | None, pads: Sequence[int], count: int, draft: bool
+    ) -> None:
         """Say where the next pass writes its `count` tokens per row: behind each row and `pending` tokens more.
 
         Args:
+            base: (B, 1) int64, the rows' lengths, where masks are made; (1, 1) where all have one.
             order: (B, count) int64, the position each is written to; None: all rows have one length, no padding.
             pads: (B,) how many of them are padding, on the left, whose `order` is behind the row.
             draft: they may be rolled back.
@@ -71,7 +75,7 @@ class SpeculativeCache(Cache):
         floors = self.lengths if self.floors is None else self.floors
         ahead = max(length - floor for length, floor in zip(self.lengths, floors, strict=True))
         for kind in self._kinds.values():
-            kind.place(self.lengths, ahead, pending, order, pads, count, draft)
+            kind.place(self.lengths, base, ahead, pending, order, pads, count, draft)
         if not draft:
             self.states.place_known(pads, count, self.lengths)
 
@@ -83,7 +87,7 @@ class SpeculativeCache(Cache):
 
     def held(self, span: Span, device: torch.device) -> Tensor:
         """(B, S) int64, in the present pass: the position of what lies in each slot that attention sees, drafts counted
-        in the order they were written; `NEVER` where that is nothing. (1, S) where all rows agree."""
+        in the order they were written; where that is nothing, one behind the row. (1, S) where all rows agree."""
         return self._kinds[span].held(device)
 
     def commit(self, growth: Sequence[int], source: Tensor | None = None) -> None:
@@ -94,7 +98,7 @@ class SpeculativeCache(Cache):
                 accepted tree path; a no-op where source[b, d] == d). None: they already lie in order.
         """
         if source is not None:
-            base = torch.tensor(self.lengths, device=source.device)[:, None]
+            base = _column(self.lengths, source.device)
             target = base + torch.arange(source.shape[1], device=source.device)
             for kind in self._kinds.values():
                 kind.move(base + source, target)
@@ -217,12 +221,14 @@ class Slots:
     def __init__(self, window: int | None):
         self.window = window
         self.count = 0
+        self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
         self._spare = SPARE if window is None else min(SPARE, max(8, window // 16))
 
     def place(
         self,
         lengths: Sequence[int],
+        base: Tensor,
         ahead: int,
         pending: int,
         order: Tensor | None,
@@ -232,6 +238,7 @@ class Slots:
     ) -> None:
         """See `SpeculativeCache.place`. ahead: tokens by which a row may be rolled back."""
         self._lengths, self._pending, self._order, self._pads, self._n = lengths, pending, order, pads, count
+        self._base, self._slots = base, {}
         end = max(lengths) + pending + count
         # Many known tokens need not all be kept: they see one another beside the buffer, which takes the last ones.
         self._passing = not draft and self.window is not None and count > self._spare
@@ -257,13 +264,19 @@ class Slots:
         """What attention sees: the buffer, with `states` in their slots."""
         first = (self._lengths[0] + self._pending) % self.count
         if self._order is not None:
-            rows = torch.arange(len(states), device=states.device)[:, None]
-            buffer[rows, :, self._order.to(states.device) % self.count] = states.transpose(1, 2)
+            buffer[self._placed(self._order, states.device)] = states.transpose(1, 2)
         elif first + self._n <= self.count:
             buffer[:, :, first : first + self._n] = states
         else:
             buffer[:, :, torch.arange(first, first + self._n, device=states.device) % self.count] = states
         return buffer[:, :, : self._end]
+
+    def _placed(self, order: Tensor, device: torch.device) -> tuple[Tensor, slice, Tensor]:
+        """Where this pass's tokens lie in the buffers of a device."""
+        if device not in self._slots:
+            rows = torch.arange(len(order), device=device)[:, None]
+            self._slots[device] = rows, slice(None), order.to(device) % self.count
+        return self._slots[device]
 
     def _pass_by(self, buffer: Tensor, states: Tensor) -> Tensor:
         """What attention sees: the buffer as it was, and `states` behind it, the last of which then go into it."""
@@ -277,8 +290,9 @@ class Slots:
         return seen
 
     def held(self, device: torch.device) -> Tensor:
-        aligned = self._order is None
-        base = _column(self._lengths[:1] if aligned else self._lengths, device)
+        if self.window is None:  # a slot's number; behind a row's end that is a position nobody looks at
+            return torch.arange(self._end, device=device)[None]
+        base = self._base.to(device)
         if not self._passing:
             return _valid(self._positions(base + self._pending + self._n)[:, : self._end])
         before = _valid(self._positions(base)[:, : min(max(self._lengths), self.count)])
@@ -287,10 +301,10 @@ class Slots:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy what lies at the positions `source` to `target`, both (B, D)."""
+        source, target = source % self.count, target % self.count
         for pair in self.buffers.values():
             for buffer in pair:
-                at = _index(target % self.count, buffer)
-                buffer.scatter_(2, at, _gathered(buffer, source % self.count))
+                buffer.scatter_(2, _index(target, buffer), _gathered(buffer, source))
 
     def put(self, layer: int, keys: Tensor, values: Tensor, columns: Tensor, lengths: Sequence[int]) -> None:
         self._lengths, self._pending = lengths, 0
@@ -354,7 +368,7 @@ def _valid(positions: Tensor) -> Tensor:
 
 
 def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(list(numbers), device=device)[:, None]
+    return uploaded(list(numbers), device)[:, None]
 
 
 def _index(slots: Tensor, buffer: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from specdec.drafting import Drafting
 from specdec.group import group_of
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
 from specdec.logits import NodeProcessors
-from specdec.loop import Loop
-from specdec.noise import noise_of_call
+from specdec.loop import Loop, Verification
+from specdec.noise import Noise, noise_of_call
 from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
@@ -38,7 +38,7 @@ from specdec.runner import ModelRunner, device_of
 from specdec.step import Step, in_step
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
-from specdec.verification import AllNodes, Rule, Walk
+from specdec.verification import AllChoices, AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
 
 
@@ -315,7 +315,7 @@ class SpeculativeGenerator:
                 loop = Loop(
                     target=target,
                     proposer=proposer if group is None else group.drafting(proposer),
-                    verify=Walk(processors, noise) if self._walks(config) else AllNodes(processors, self._drawn_rule()),
+                    verify=self._verification(processors, noise, config, input_ids.device),
                     processors=processors.without_unknown(),
                     noise=noise,
                     text=text,
@@ -341,6 +341,14 @@ class SpeculativeGenerator:
     def _walks(self, config: GenerationConfig) -> bool:
         """The call follows the target's own choices, instead of a rule over all nodes."""
         return not config.do_sample or self.rule == COUPLED
+
+    def _verification(
+        self, processors: NodeProcessors, noise: Noise | None, config: GenerationConfig, device: torch.device
+    ) -> Verification:
+        if not self._walks(config):
+            return AllNodes(processors, self._drawn_rule())
+        at_once = device.type != "cpu" and processors.read_scores_alone
+        return AllChoices(processors, noise) if at_once else Walk(processors, noise)
 
     def _drawn_rule(self) -> Rule:
         """The chosen verification rule at T > 0: processed scores (B, N, V) in, verdict out."""

@@ -70,6 +70,11 @@ class NodeProcessors:
         """All of them may be asked about drafted text."""
         return not self.unknown
 
+    @property
+    def read_scores_alone(self) -> bool:
+        """None of them looks at the text."""
+        return all(_reads_scores_alone(processor) for processor in self.processors)
+
     def without_unknown(self) -> NodeProcessors:
         """Those that a draft may go by."""
         return NodeProcessors(processor for processor in self.processors if not follows_the_text(processor))
@@ -181,8 +186,10 @@ def _top_p(processor: Any, scores: Tensor) -> Tensor:
     scores, transformers' own answer is asked for.
     """
     lead = min(1024, scores.shape[-1])
-    if processor.top_p >= 1.0 or processor.min_tokens_to_keep >= lead:
-        return processor(None, scores)
+    if processor.top_p >= 1.0 or processor.min_tokens_to_keep >= lead or scores.device.type != "cpu":
+        return processor(
+            None, scores
+        )  # elsewhere sorting is fast, and the look at the values below would be waited for
     top, index = scores.topk(lead, dim=-1)
     probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
     cumulative = probs.cumsum(-1)

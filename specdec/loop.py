@@ -5,7 +5,7 @@ Owns the order of things in a round. Knows nothing of how any of them is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
+from specdec.outcome import Outcome
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
 from specdec.report import Stopwatch
 from specdec.rounds import Round, rounds
 from specdec.runner import ModelRunner, Output
 from specdec.transcript import Transcript
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree
 from specdec.verification import Verified
 
@@ -74,9 +76,8 @@ class Loop:
         context = self._context()
         proposed = self._checked(self.proposer.propose(context), context.root)
         draft = self._pad_finished(proposed)
-        drafting = self.watch.mark("draft")
+        self.watch.mark("draft")
         report.num_draft_passes += passes.count - count
-        report.draft_pass_seconds += passes.seconds - seconds
 
         output = self.target.grow(
             draft.tokens,
@@ -85,34 +86,38 @@ class Loop:
             chain=draft.chain,
             hidden_states=text.records.hidden_states is not None,
         )
-        passing = self.watch.mark("verify")
+        self.watch.mark("verify")
 
         active = text.active
-        verified = self.verify(draft, output, text)
-        verdict, kept = verified.verdict, verified.kept
-        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(verified.accepted, kept, active, strict=True)]
-        passing += self.watch.mark("accept")
+        verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
+        took = self.watch.mark_end("accept")
+        verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
+        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
+        self.pacer.observe_drafting(took["draft"])
+        report.draft_pass_seconds += passes.seconds - seconds
         if self.watched is not None:
             self._show(self.watched, proposed, output, verified, active)
 
-        self.target.commit(kept, None if draft.chain else verdict.path)
+        in_order = all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
+        self.target.commit(kept, None if in_order else verdict.path)
         self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
         self.proposer.observe(proposed, verdict, accepted)
         self._settle()
         ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
         floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
         self.target.truncate(ends, floors)
-        self._book(proposed, active, accepted, drafting, passing, start)
+        self._book(proposed, outcome, active, accepted, took, start)
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
         text, logits = self.text, prefill.logits
-        self.pacer.observe_prefill(len(logits) * max(self._fresh), self.watch.mark("prefill"))
-        draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=logits.device))
+        self.watch.mark("prefill")
+        draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=text.tokens.device))
         text.records.prompt_hidden_states = prefill.hidden_states
-        self.verify(draft, replace(prefill, hidden_states=None), text)
+        self.verify(draft, replace(prefill, hidden_states=None).on(text.tokens.device), text)
         self._settle()
-        self.watch.mark("accept")
+        took = self.watch.mark_end("accept")
+        self.pacer.observe_prefill(len(logits) * max(self._fresh), took["prefill"])
         self.watch.report.times_to_first_token.append(self.watch.elapsed())
 
     def _settle(self) -> None:
@@ -138,6 +143,7 @@ class Loop:
             target=self.target.model,
             fresh=self._fresh,
             features=self._features,
+            written=text.written,
         )
 
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
@@ -183,7 +189,7 @@ class Loop:
         for b in rows:
             tokens[b, 1:] = self.text.filler
             parents[b] = torch.where(chain < self.text.room[b], chain, -1)
-        return DraftTree(tokens, parents, draft.probs, draft.chain)
+        return replace(draft, tokens=tokens, parents=parents, levels=None)
 
     def _show(
         self, watched: list[Round], draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]
@@ -196,26 +202,24 @@ class Loop:
     def _book(
         self,
         draft: DraftTree,
+        outcome: Outcome,
         active: Sequence[bool],
         accepted: Sequence[int],
-        drafting: float,
-        passing: float,
+        took: Mapping[str, float],
         start: float,
     ) -> None:
         rows = [b for b, alive in enumerate(active) if alive]
-        nodes = (draft.valid.sum(-1) - 1).tolist()
-        depths = draft.depth.amax(-1).tolist()
-        if draft.keys is not None:
-            keys = draft.keys.tolist()
+        if outcome.keys is not None:
             for b in rows:
-                self.pacer.observe_keys(keys[b][1 : depths[b] + 1], accepted[b])
-        self.watch.mark("other")
+                self.pacer.observe_keys(outcome.keys[b][1 : outcome.deepest[b] + 1], accepted[b])
+        self.watch.mark_end("other")
         seconds = self.watch.elapsed() - start
         if rows:  # else the round wrote pads alone. What a streamer or a criterion takes is no matter of drafts
+            drafting, passing = took["draft"], took["verify"] + took["accept"]
             self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
         self.watch.report.record_round(
-            [nodes[b] for b in rows],
-            [depths[b] for b in rows],
+            [outcome.nodes[b] for b in rows],
+            [outcome.deepest[b] for b in rows],
             [accepted[b] for b in rows],
             seconds,
             self.proposer.drafted_by,
@@ -227,7 +231,10 @@ def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> T
     if features is None:
         return None
     width = max(kept)
-    column = torch.arange(width, device=path.device)
-    shift = torch.tensor([width - count for count in kept], device=path.device)[:, None]
-    nodes = path.gather(1, (column - shift).clamp(min=0))
-    return features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]).to(features.device))
+    if min(kept) == width:
+        nodes = path[:, :width]
+    else:
+        shift = uploaded([width - count for count in kept], path.device)[:, None]
+        nodes = path.gather(1, (torch.arange(width, device=path.device) - shift).clamp(min=0))
+    nodes = nodes.to(features.device)
+    return features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))

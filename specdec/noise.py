@@ -52,11 +52,12 @@ class Noise:
         columns = [max(column, self.settled) for column in columns]  # a finished row's is as good as any
         if len(set(columns)) == 1:
             return self.column(columns[0])
-        out = torch.empty(self.shape, device=self.device)
-        for column in set(columns):
-            rows = [b for b, mine in enumerate(columns) if mine == column]
-            out[rows] = self.column(column)[rows]
-        return out
+        return torch.stack([self.column(column)[b] for b, column in enumerate(columns)])
+
+    def ahead(self, columns: Sequence[int], count: int) -> Tensor:
+        """(B, count, V) float32, for each row its own column's and those of the columns behind it."""
+        drawn = [self.at([column + more for column in columns]) for more in range(count)]
+        return torch.stack(drawn, 1) if count > 1 else drawn[0][:, None]
 
     def settle(self, columns: int) -> None:
         """The first `columns` are part of the text: nobody asks for them again."""

@@ -23,11 +23,18 @@ LONGEST = 24  # drafted per row at most, when the length is automatic
 
 @dataclass
 class DraftPasses:
-    """Forward passes of a draft model in one call, and the seconds they took; `reading`: of them, over long texts."""
+    """Forward passes of a draft model in one call, and the seconds they took.
+
+    Attributes:
+        reading: of the seconds, over long texts. launched: of the passes, those of this round whose seconds a device
+            that works on its own has not told yet; long: of those, tokens of one over a long text.
+    """
 
     count: int = 0
     seconds: float = 0.0
     reading: float = 0.0
+    launched: int = 0
+    long: int = 0
 
 
 class Pacer:
@@ -42,13 +49,14 @@ class Pacer:
         learnt: what earlier calls of this kind learnt and later ones will; nothing yet by default.
 
     Attributes:
-        passes: of a draft model, in this call.
+        passes: of a draft model, in this call. drafting: seconds of the last round's draft.
     """
 
     def __init__(self, length: int | None = None, learnt: Learnt | None = None):
         self.length = length
         self.learnt = Learnt() if learnt is None else learnt
         self.passes = DraftPasses()
+        self.drafting = 0.0
         self._read = 0.0  # seconds of `passes.reading` that are booked
         self._rows = LARGEST_BATCH  # not finished, in the last round
         self._took = self._behind = 0.0  # passes of the target that the call took; that drafts made it longer
@@ -189,6 +197,30 @@ class Pacer:
         else:
             self.passes.reading += seconds
             self.learnt.draft.reading = seconds / tokens
+
+    def launched_draft_pass(self, tokens: int = 1) -> None:
+        """A pass of the draft model was asked of a device: the round will tell what it took."""
+        self.passes.count += 1
+        self.passes.launched += 1
+        if tokens > FEW_TOKENS:
+            self.passes.long = tokens
+
+    def observe_drafting(self, seconds: float) -> None:
+        """Book how long this round's draft took: that is what its launched passes share."""
+        passes, self.drafting = self.passes, seconds
+        if passes.launched:
+            self._share(seconds, passes.launched, passes.long)
+        passes.launched = passes.long = 0
+
+    def _share(self, seconds: float, launched: int, long: int) -> None:
+        steps = launched - (long > 0)
+        stepping = min(seconds, steps * self.learnt.draft_step) if long else seconds
+        self.passes.seconds += seconds
+        for _ in range(steps):
+            self.learnt.draft.observe(stepping / steps)
+        if long:
+            self.passes.reading += seconds - stepping
+            self.learnt.draft.reading = (seconds - stepping) / long
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Book how long the target took to read the prompts, padding included."""

@@ -89,14 +89,14 @@ def rounds(
     """
     found = []
     for b in rows:
-        parents = draft.parents[b].tolist()
+        parents = verified.outcome.parents[b]
         nodes = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]  # padding left out
         place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         tokens = draft.tokens[b, nodes].tolist()
         probs = logits[b, nodes].float().softmax(-1)  # (n, V)
         best = probs.topk(min(TOP, probs.shape[-1]), -1)
         above = [place[parents[node]] for node in nodes]
-        verdict, accepted, kept = verified.verdict, verified.accepted[b], verified.kept[b]
+        accepted, kept = verified.outcome.accepted[b], verified.kept[b]
         found.append(
             Round(
                 row=b,
@@ -109,8 +109,8 @@ def rounds(
                     list(zip(ids, chances, strict=True))
                     for ids, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 ],
-                path=[place[node] for node in verdict.path[b, : min(accepted, kept) + 1].tolist()],
-                next_token=int(verdict.next_token[b]) if kept > accepted else None,
+                path=[place[node] for node in verified.outcome.path[b][: min(accepted, kept) + 1]],
+                next_token=verified.outcome.tokens[b][-1] if kept > accepted else None,
             )
         )
     return found

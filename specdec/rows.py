@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec.cache import Span, SpeculativeCache
+from specdec.transfer import uploaded
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ class Sight:
         if self.depth is None or self.ancestors is None:
             keys, seen = held, held[:, None] <= here
         else:
-            keys, seen = self._of_draft(held, self.depth, self.ancestors)
+            node = held - self.base  # the draft node in each slot, negative where committed
+            seen = self._of_draft(node, self.ancestors)
+            keys = held if span.window is None else self._positions_of(held, node, self.depth)
         keys = keys[:, None]
         if span.window is None:
             return seen
@@ -47,14 +50,17 @@ class Sight:
             return seen & (keys // span.window == here // span.window)
         return seen & (keys > here - span.window)
 
-    def _of_draft(self, held: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor]:
-        """The position of each slot's token (B, S), and which slots hold a committed token or an ancestor (B, n, S)."""
+    def _of_draft(self, node: Tensor, ancestors: Tensor) -> Tensor:
+        """(B, n, S) bool, which slots hold a committed token or an ancestor."""
         n, M = ancestors.shape[1:]
-        node = held - self.base  # the draft node in each slot, negative where committed
-        in_draft = (node >= 0) & (node < M)
-        index = node.clamp(0, M - 1).expand(len(ancestors), -1)
-        drafted = ancestors.gather(2, index[:, None].expand(-1, n, -1)) & in_draft[:, None]
-        return torch.where(in_draft, self.base + depth.gather(1, index), held), drafted | (node < 0)[:, None]
+        index = node.clamp(0, M - 1)[:, None].expand(len(ancestors), n, -1)
+        return (ancestors.gather(2, index) & (node < M)[:, None]) | (node < 0)[:, None]
+
+    def _positions_of(self, held: Tensor, node: Tensor, depth: Tensor) -> Tensor:
+        """(B, S) int64, the position of each slot's token."""
+        M = depth.shape[1]
+        drafted = self.base + depth.gather(1, node.clamp(0, M - 1).expand(len(depth), -1))
+        return torch.where((node >= 0) & (node < M), drafted, held)
 
 
 class CachedRows:
@@ -80,6 +86,12 @@ class CachedRows:
         """All rows have one length."""
         return len(set(self.lengths)) == 1
 
+    def sees_all(self, width: int, chain: bool) -> bool:
+        """One token per row, behind rows of one length (and a chain of pending nodes): it sees whatever is there."""
+        end = max(self.lengths) + self.pending + 1
+        near = all(span.window is None or end <= span.window for span in self.spans)
+        return width == 1 and self.aligned and near and (chain or not self.pending)
+
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
         """Forget everything; the next rows are `batch_size` empty ones. keeps_all: see `SpeculativeCache`."""
         self.cache = SpeculativeCache(batch_size, self.spans, keeps_all)
@@ -89,13 +101,13 @@ class CachedRows:
         """Place `width` known tokens behind the rows, row b's first `pads[b]` being padding."""
         if not any(pads) and self.aligned:
             start = self.lengths[0]
-            self.cache.place(0, None, pads, width, draft=False)
             positions = start + torch.arange(width, device=device).expand(len(pads), width)
+            self.cache.place(positions[:1, :1], 0, None, pads, width, draft=False)
             return Sight(self.cache, positions, positions[:1, :1], alone=start == 0)
-        base = torch.tensor(self.lengths, device=device)[:, None]
-        place = torch.arange(width, device=device) - torch.tensor(list(pads), device=device)[:, None]  # (B, width)
+        base, padding = uploaded([self.lengths, list(pads)], device)[..., None]  # (B, 1) each
+        place = torch.arange(width, device=device) - padding  # (B, width)
         # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten.
-        self.cache.place(0, base + place.remainder(width), pads, width, draft=False)
+        self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
         return Sight(self.cache, base + place.clamp(min=0), base)
 
     def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> Sight:
@@ -106,9 +118,9 @@ class CachedRows:
             chain: all of them form one path in order, in every row.
         """
         n = ancestors.shape[1]
-        base = torch.tensor(self.lengths[:1] if self.aligned else self.lengths, device=depth.device)[:, None]
+        base = uploaded(self.lengths[:1] if self.aligned else self.lengths, depth.device)[:, None]
         order = None if self.aligned else base + self.pending + torch.arange(n, device=depth.device)
-        self.cache.place(self.pending, order, [0] * len(depth), n, draft=True)
+        self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
         self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
         return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
 
@@ -116,6 +128,15 @@ class CachedRows:
         """Keep the first `growth[b]` of the pending nodes, or of `path` (B, D) through them; forget the others."""
         self.cache.commit(growth, path)
         self.pending = 0
+
+    def commit_path(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
+        """Keep these of the pending nodes, row by row and in this order; forget the others."""
+        most = max(map(len, paths))
+        if all(path == list(range(len(path))) for path in map(list, paths)):
+            self.commit([len(path) for path in paths])
+        else:
+            padded = [[*path, *range(len(path), most)] for path in paths]
+            self.commit([len(path) for path in paths], uploaded(padded, device))
 
     def truncate(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
         """Roll each row back to at most `lengths[b]` tokens. floors: it may later be rolled back to so many."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,13 @@ class Output:
     hidden_states: tuple[Tensor, ...] | None = None
     features: Tensor | None = None
 
+    def on(self, device: torch.device) -> Output:
+        """With logits and hidden states where the text is: plain decoding, too, brings them there."""
+        if self.logits.device == device:
+            return self
+        hidden = self.hidden_states and tuple(states.to(device) for states in self.hidden_states)
+        return replace(self, logits=self.logits.to(device), hidden_states=hidden)
+
 
 class ModelRunner(CachedRows):
     """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
@@ -59,7 +66,7 @@ class ModelRunner(CachedRows):
     ):
         whole = with_states(model)
         self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
-        self.config = model.config.get_text_config(decoder=True)
+        self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.masks = masks or default_masks(model)
         super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
@@ -84,6 +91,7 @@ class ModelRunner(CachedRows):
         Returns:
             Logits (B, 1, V) after each row's last token; hidden states and features over all W.
         """
+        given = given.to(self.device)
         width = self._most_at_once(given.shape[1], pads)
         outputs = []
         for start in range(0, given.shape[1], width):
@@ -101,8 +109,9 @@ class ModelRunner(CachedRows):
 
     def _extend(self, given: Tensor, pads: Sequence[int], embedded: bool, hidden_states: bool) -> Output:
         self._require_masks(unless=not any(pads) and self.aligned)
+        unmasked = not any(pads) and self._unmasked(given.shape[1], chain=True)
         sight = self.place_known(given.shape[1], pads, given.device)
-        mask = None if sight.alone else self._mask_argument(sight)
+        mask = None if sight.alone else self._mask_argument(sight, unmasked)
         output = self._forward(given, sight.positions, mask, embedded=embedded, keep=1, hidden=hidden_states)
         self.commit([given.shape[1] - pad for pad in pads])
         return output
@@ -123,10 +132,11 @@ class ModelRunner(CachedRows):
             Logits (B, n, V).
         """
         self._require_masks(unless=chain and self.aligned)
+        tokens, depth, ancestors = (t.to(self.device) for t in (tokens, depth, ancestors))
+        n = tokens.shape[1]
+        unmasked = self._unmasked(n, chain)
         sight = self.place_draft(depth, ancestors, chain)
-        # A mask also for a single token, where none would do: without one sdpa takes its slow GQA path on CPUs (1290
-        # against 102 us a layer for one token, 12 heads over 2, 1000 slots).
-        n, mask = tokens.shape[1], self._mask_argument(sight)
+        mask = self._mask_argument(sight, unmasked)
         output = self._forward(tokens, sight.positions, mask, keep=n, hidden=hidden_states)
         self.pending += n
         return output
@@ -147,11 +157,22 @@ class ModelRunner(CachedRows):
                 "only, not trees or ragged batches"
             )
 
-    def _mask_argument(self, sight: Sight) -> Any:
-        """The model's `attention_mask`: one 4D mask, or one per layer type; None where it makes its own or has none."""
+    def _unmasked(self, width: int, chain: bool) -> bool:
+        """The next pass needs no mask, and is better off without: a mask rules out flash attention.
+
+        On CPUs a mask also for a single token: without one sdpa takes its slow GQA path there (1290 against 102 us a
+        layer for one token, 12 heads over 2, 1000 slots).
+        """
+        return self.device.type != "cpu" and self.sees_all(width, chain)
+
+    def _mask_argument(self, sight: Sight, unmasked: bool) -> Any:
+        """The model's `attention_mask`: a 4D mask, or one per layer type; None where it makes its own or needs none."""
         kinds = set(layer_kinds(self.config))
-        if self.masks == "own" or (kinds and kinds <= set(RECURRENT)):
+        own = self.masks == "own" or (kinds and kinds <= set(RECURRENT))
+        if own or (unmasked and self.masks == "tensor"):
             return None
+        if unmasked:
+            return dict.fromkeys(kinds)
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
         masks = {kind: self._mask(sight, _span(self.config, kind)) for kind in kinds - set(RECURRENT)}

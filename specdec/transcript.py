@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteriaList
-from transformers.generation import EosTokenCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specdec.runner import Output
+from specdec.transfer import uploaded
 
 
 @dataclass
@@ -73,16 +74,18 @@ class Transcript:
         self._prompt = None if self.order is None else self.prompt.gather(1, self.order.to(self.prompt.device))
         self.start = self.settled = T
         self.tokens = self.prompt  # (B, columns), padded behind each row's end
+        self.written: list[list[int]] = [[] for _ in range(B)]  # new tokens of each row, on the host
         self.ends = [T] * B  # column behind each row's last token
         self.closed = [False] * B  # ended: pads follow
         self.done = False
         self._drafted: list[list[bool]] = [[] for _ in range(B)]
-        self._unfinished = torch.ones(B, dtype=torch.long, device=self.prompt.device)
+        self._unfinished = [True] * B
         self._settled_scores: list[Tensor] = []
-        self._end_tokens: set[int] = set()
-        for criterion in self.criteria:  # rows stop being drafted for as soon as they hold one of these
-            if self.pad_token is not None and _ends_on_tokens_alone(criterion):
-                self._end_tokens |= set(criterion.eos_token_id.flatten().tolist())
+        on_tokens = [criterion for criterion in self.criteria if _ends_on_tokens_alone(criterion)]
+        self._others = [criterion for criterion in self.criteria if not _ends_on_tokens_alone(criterion)]
+        self._stop_tokens = {token for made in on_tokens for token in made.eos_token_id.flatten().tolist()}
+        # Rows stop being drafted for as soon as they hold one of these.
+        self._end_tokens = set() if self.pad_token is None else self._stop_tokens
 
     @property
     def batch_size(self) -> int:
@@ -114,13 +117,14 @@ class Transcript:
         most = self.max_length if self.max_length is not None else max(self.ends) + 1024
         return [max(0, most - end - 1) for end in self.ends]
 
-    def append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int]) -> list[int]:
+    def append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], there: Tensor | None = None) -> list[int]:
         """Give each row its new tokens; returns how many it kept (a row keeps none behind its end token).
 
         Args:
             tokens: per row, in order. drafted: how many of them were accepted draft tokens.
+            there: (B, D) the same where the text is, each row's first ones; None: they are only known here.
         """
-        kept, writing, padding = [], self.active, self.padding
+        kept, writing, padding, before = [], self.active, self.padding, list(self.ends)
         for b, new in enumerate(tokens):
             new = list(new)
             if not (writing[b] or padding[b]):
@@ -132,26 +136,41 @@ class Transcript:
                     self.records.truncate(b, self.ends[b] - self.start + i + 1)
                     break
             kept.append(len(new))
-            self._reserve(self.ends[b] + len(new))
-            if new:
-                device = self.tokens.device
-                self.tokens[b, self.ends[b] : self.ends[b] + len(new)] = torch.tensor(new, device=device)
+            self.written[b] += new
             self._drafted[b] += [i < drafted[b] for i in range(len(new))]
             self.ends[b] += len(new)
+        self._write(before, kept, there)
         return kept
 
-    def record(self, path: Tensor, accepted: Sequence[int], output: Output, scores: Sequence[Tensor]) -> None:
+    def _write(self, before: Sequence[int], kept: Sequence[int], there: Tensor | None) -> None:
+        """Put the last `kept[b]` tokens of each row into `tokens`, from column `before[b]` on."""
+        device = self.tokens.device
+        if there is None or device.type == "cpu":
+            self._reserve(max(self.ends))
+            for b, (column, count) in enumerate(zip(before, kept, strict=True)):
+                if count:
+                    self.tokens[b, column : column + count] = uploaded(self.written[b][-count:], device)
+            return
+        self._reserve(max(before) + there.shape[1])
+        first, count = uploaded([before, kept], device)[..., None]  # (B, 1) each
+        place = torch.arange(there.shape[1], device=device)
+        new = torch.where(place < count, there.to(device), self.filler)  # behind a row's end is the filler anyway
+        self.tokens.scatter_(1, first + place, new)
+
+    def record(
+        self, path: Sequence[Sequence[int]], accepted: Sequence[int], output: Output, scores: Sequence[Tensor]
+    ) -> None:
         """Keep, for each token that `append` is about to get, what it was chosen from.
 
         Args:
-            path: (B, D) int64; token i of row b was chosen after node path[b, i], i from 0 to accepted[b].
+            path: (B, D); token i of row b was chosen after node path[b][i], i from 0 to accepted[b].
             output: of the target's pass. scores: processed (B, V), one per token.
         """
         records = self.records
         if not records.wanted:
             return
         for b, (wanted, padding) in enumerate(zip(self.active, self.padding, strict=True)):
-            for i, node in enumerate(path[b, : accepted[b] + 1].tolist() if wanted or padding else ()):
+            for i, node in enumerate(path[b][: accepted[b] + 1] if wanted or padding else ()):
                 if records.scores is not None:
                     records.scores[b].append(scores[i][b].clone())
                 if records.logits is not None:
@@ -164,22 +183,14 @@ class Transcript:
         while not self.done and self.settled < self._frontier():
             column = self.settled
             self._reserve(column + 1)
-            text = self.tokens[:, : column + 1]
             self.settled += 1
-            scores = self._score_column(column)
-            stop = self.criteria(text, scores)  # (B,) bool
+            stops = self._stops(column)
             if self.streamer is not None:
-                if hasattr(self.streamer, "on_accept"):
-                    marks = [
-                        row[column - self.start] if column - self.start < len(row) else False for row in self._drafted
-                    ]
-                    self.streamer.on_accept(marks[0] if self.batch_size == 1 else marks)
-                self.streamer.put(text[:, -1].cpu())
-            self._unfinished = self._unfinished & ~stop.to(self._unfinished.device)
-            unfinished = self._unfinished.tolist()
-            self.done = not any(unfinished)
+                self._stream(column)
+            self._unfinished = [alive and not stop for alive, stop in zip(self._unfinished, stops, strict=True)]
+            self.done = not any(self._unfinished)
             if self.pad_token is not None:
-                for b, alive in enumerate(unfinished):
+                for b, alive in enumerate(self._unfinished):
                     if not alive:
                         self._close(b)
         if not self.done and not any(self.active) and not any(self.padding):
@@ -188,6 +199,31 @@ class Transcript:
                 f"text: {', '.join(type(criterion).__name__ for criterion in self.criteria)}. One of them has end "
                 "tokens or a maximum length that it does not keep to."
             )
+
+    def _stops(self, column: int) -> list[bool]:
+        """What the criteria say of each row once this column is written. Those that look at the text are shown it;
+        those known to look at the last token or at the clock are not worth a wait for the device."""
+        scores = self._score_column(column)
+        stops = [token in self._stop_tokens for token in self._column(column)]
+        for criterion in self._others:
+            if type(criterion) in (MaxLengthCriteria, MaxTimeCriteria):
+                said = criterion(torch.zeros((), dtype=torch.long, device="cpu").expand(len(stops), column + 1), scores)
+            else:
+                said = criterion(self.tokens[:, : column + 1], scores)
+            said = torch.as_tensor(said).expand(len(stops)).tolist()  # some say one thing for all rows
+            stops = [stop or bool(also) for stop, also in zip(stops, said, strict=True)]
+        return stops
+
+    def _stream(self, column: int) -> None:
+        if hasattr(self.streamer, "on_accept"):
+            marks = [row[column - self.start] if column - self.start < len(row) else False for row in self._drafted]
+            self.streamer.on_accept(marks[0] if self.batch_size == 1 else marks)
+        self.streamer.put(torch.tensor(self._column(column), device="cpu"))
+
+    def _column(self, column: int) -> list[int]:
+        """The tokens of all rows in a column behind the prompt."""
+        place = column - self.start
+        return [row[place] if place < len(row) else self.filler for row in self.written]
 
     def _frontier(self) -> int:
         """Column up to which the output is known."""
@@ -202,6 +238,7 @@ class Transcript:
             return
         self.closed[b] = True
         self.tokens[b, self.settled :] = self.filler
+        del self.written[b][self.settled - self.start :]
         self.ends[b] = self.settled
         del self._drafted[b][self.settled - self.start :]
         self.records.truncate(b, self.settled - self.start)

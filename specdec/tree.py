@@ -5,11 +5,15 @@ Owns the tree's shape: parents, depth, ancestors. Knows nothing of models, cache
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from specdec.outcome import Outcome
+from specdec.transfer import uploaded
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class DraftTree:
             None says that every node was chosen deterministically: its proposal is a point mass.
         chain: every node has at most one child and node n's parent is n - 1.
         keys: optional (B, N) int64 labels of how sure the proposer was of each node, for `pacing.Acceptance`.
+        levels: how deep the deepest node may lie, if whoever made the tree knows: else it has to be looked up.
+        notes: (B, n) int64 or float32 tensors that the proposer wants to read when the round is over: they come to the
+            host with the verdict (`outcome.Outcome.notes`), in the round's one copy.
     """
 
     tokens: Tensor
@@ -34,6 +41,8 @@ class DraftTree:
     probs: Tensor | None = None
     chain: bool = False
     keys: Tensor | None = None
+    levels: int | None = None
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
@@ -87,33 +96,38 @@ class DraftTree:
     @cached_property
     def valid(self) -> Tensor:
         """(B, N) bool, False for padding."""
-        valid = self.parents >= 0
-        valid[:, 0] = True
-        return valid
+        index = torch.arange(self.size, device=self.parents.device)
+        return (self.parents >= 0) | (index == 0)
 
     @cached_property
     def ancestors(self) -> Tensor:
         """(B, N, N) bool, [b, i, j]: node j is node i or one of its ancestors."""
-        B, N = self.tokens.shape
-        eye = torch.eye(N, device=self.tokens.device).expand(B, N, N)
-        if N == 1:
-            return eye.bool()
-        parent = torch.nn.functional.one_hot(self.parents.clamp(min=0), N).float() * (self.parents >= 0)[..., None]
-        reach = eye + parent
-        # Squaring the reachability matrix doubles the distance it covers: log2(N) products instead of N steps.
-        for _ in range(max(1, (N - 1).bit_length())):
+        N = self.size
+        index = torch.arange(N, device=self.tokens.device)
+        if self.chain:
+            at_or_before = index <= index[:, None]
+            return (at_or_before & self.valid[..., None]) | (index == index[:, None])
+        itself_or_parent = (index == index[:, None]) | (index == self.parents[..., None])  # padding's parent is -1
+        reach = itself_or_parent.float()
+        # Squaring the reachability matrix doubles the distance it covers: log2 of the depth products, not as many.
+        farthest = N - 1 if self.levels is None else self.levels
+        for _ in range((farthest - 1).bit_length() if farthest > 1 else 0):
             reach = (reach @ reach).clamp(max=1)
         return reach > 0
 
     @cached_property
     def depth(self) -> Tensor:
         """(B, N) int64, distance from the root; 0 for padding."""
+        if self.chain:
+            return torch.arange(self.size, device=self.tokens.device) * self.valid
         return self.ancestors.sum(-1) - 1
 
     @cached_property
     def height(self) -> int:
-        """Depth of the deepest node."""
-        return self.size - 1 if self.chain else int(self.depth.max())
+        """Depth of the deepest node, or what it may be at most."""
+        if self.chain:
+            return self.size - 1
+        return int(self.depth.max()) if self.levels is None else min(self.levels, self.size - 1)
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
         """(B,) int64, the child of each row's node (B,) that carries its token (B,); -1 where there is none."""
@@ -165,23 +179,24 @@ class Candidates:
     Attributes:
         tokens: (B, P) int64. parents: (B, P) int64, indices into these nodes, -1 for children of the root.
         scores: (B, P) float32, the draft's log-probability of the path down to each node.
-        depth: (B, P) int64. level: index of the last level's first node.
-        expanded_nodes: (B, M) int64, those whose children are known.
+        depths: of the P nodes. level: index of the last level's first node.
+        expanded_nodes: (B, M) int64, those whose children are known. newest: of these, the last level's parents.
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
-    depth: Tensor
+    depths: list[int]
     level: int
     expanded_nodes: Tensor
+    newest: int = 0
 
     @classmethod
     def of_root(cls, tokens: Tensor, log_probs: Tensor) -> Candidates:
         """The root's children: tokens and log_probs (B, 1, k)."""
         tokens, scores = tokens[:, 0], log_probs[:, 0].float()
         nobody = torch.full_like(tokens, -1)
-        return cls(tokens, nobody, scores, torch.ones_like(tokens), 0, tokens[:, :0])
+        return cls(tokens, nobody, scores, [1] * tokens.shape[1], 0, tokens[:, :0])
 
     def level_mass(self) -> Tensor:
         """(B,) the draft's probability that the text goes on through the last level."""
@@ -194,12 +209,11 @@ class Candidates:
             their indices (B, n), and their parents' places among `expanded_nodes` (B, n); None for the root's children.
         """
         last = self.scores[:, self.level :]
-        nodes = self.level + last.topk(min(width, last.shape[1]), -1).indices.sort(-1).values
+        places = last.topk(min(width, last.shape[1]), -1).indices.sort(-1).values
         if self.level == 0:
-            return nodes, None
-        parents = self.parents.gather(1, nodes)
-        places = (parents[..., None] == self.expanded_nodes[:, None]).long().argmax(-1)
-        return nodes, places
+            return places, None
+        siblings = last.shape[1] // self.newest
+        return self.level + places, places // siblings + (self.expanded_nodes.shape[1] - self.newest)
 
     def expanded(self, nodes: Tensor, tokens: Tensor, log_probs: Tensor) -> Candidates:
         """With the children of `nodes` (B, n) as a further level: tokens and log_probs (B, n, k)."""
@@ -209,22 +223,25 @@ class Candidates:
             return of_parent[..., None].expand(B, n, k).flatten(1)
 
         scores = (self.scores.gather(1, nodes)[..., None] + log_probs.float()).flatten(1)
-        depth = per_child(self.depth.gather(1, nodes)) + 1
         return Candidates(
             tokens=torch.cat([self.tokens, tokens.flatten(1)], 1),
             parents=torch.cat([self.parents, per_child(nodes)], 1),
             scores=torch.cat([self.scores, scores], 1),
-            depth=torch.cat([self.depth, depth], 1),
+            depths=self.depths + [self.depths[-1] + 1] * (n * k),
             level=self.tokens.shape[1],
             expanded_nodes=torch.cat([self.expanded_nodes, nodes], 1),
+            newest=n,
         )
 
-    def ranked(self, most: int, room: Tensor) -> Ranking:
-        """The `most` most probable nodes of each row, no deeper than its room (B,).
+    def ranked(self, most: int, room: Tensor | None) -> Ranking:
+        """The `most` most probable nodes of each row, no deeper than its room (B,); None: there is room for all.
 
         A node is never more probable than its parent and never before it, so each comes after its parent.
         """
-        scores = self.scores.masked_fill(self.depth > room[:, None], float("-inf"))
+        scores = self.scores
+        if room is not None:
+            depths = uploaded(self.depths, room.device)
+            scores = scores.masked_fill(depths > room[:, None], float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True)
         count = min(most, scores.shape[1])
         return Ranking(self, best.indices[:, :count], best.values[:, :count])
@@ -242,21 +259,21 @@ class Ranking:
     nodes: Tensor
     scores: Tensor
 
-    def tree(self, root: Tensor, size: int) -> DraftTree:
-        """The first `size` of them behind the root (B,)."""
+    def tree(self, root: Tensor, size: int, levels: int | None = None) -> DraftTree:
+        """The first `size` of them behind the root (B,); levels: depths that there are, if known."""
         B, P = self.candidates.tokens.shape
         nodes = self.nodes[:, :size]
-        place = torch.full((B, P), -1, device=nodes.device)
+        place = torch.zeros(B, P + 1, dtype=torch.long, device=nodes.device)  # the last column: the root's
         place.scatter_(1, nodes, torch.arange(1, nodes.shape[1] + 1, device=nodes.device).expand(B, -1))
-        parents = self.candidates.parents.gather(1, nodes)
-        parents = torch.where(parents < 0, 0, place.gather(1, parents.clamp(min=0)))
+        above = self.candidates.parents.gather(1, nodes)
+        parents = place.gather(1, above.remainder(P + 1))  # -1 is the last column
         parents = parents.masked_fill(self.scores[:, :size] == float("-inf"), -1)
         tokens = torch.cat([root[:, None], self.candidates.tokens.gather(1, nodes)], 1)
-        return DraftTree(tokens, torch.cat([torch.full_like(root[:, None], -1), parents], 1))
+        return DraftTree(tokens, torch.nn.functional.pad(parents, (1, 0), value=-1), levels=levels)
 
-    def probabilities(self, size: int) -> Tensor:
-        """(B, 1 + size) float32, the draft's probability of the path down to each node of `tree`."""
-        return torch.nn.functional.pad(self.scores[:, :size].exp(), (1, 0), value=1.0)
+    def probabilities(self) -> Tensor:
+        """(B, R) float32, the draft's probability of the path down to each of them."""
+        return self.scores.exp()
 
     def steps(self, size: int) -> Tensor:
         """(B, 1 + size) int64, for each node of `tree` its place among the expanded candidates; -1 for the others."""
@@ -276,11 +293,13 @@ class Verdict:
         accepted: (B,) int64, number of accepted draft nodes (the root not counted), < D.
         next_token: (B,) int64, the token after the path: the bonus token if the whole path was accepted, else the
             recovered one. Each row thus gains `accepted + 1` tokens.
+        outcome: the same on the host, once the loop has it: `outcome.Outcome`.
     """
 
     path: Tensor
     accepted: Tensor
     next_token: Tensor
+    outcome: Outcome | None = None
 
     def new_tokens(self, tree: DraftTree) -> Tensor:
         """(B, D) int64: the accepted tokens, then `next_token`; row b's first `accepted[b] + 1` entries count."""

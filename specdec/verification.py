@@ -1,23 +1,26 @@
 """What a round makes of the target's logits: which path of the draft is accepted, which tokens the text gains.
 
-Two ways. `Walk` asks what plain decoding would choose after the root, then after the child that carries that token, and
-so on: processors and noise are those of plain decoding, node for node. `AllNodes` hands the scores of all nodes to a
-rule of `acceptance`. Owns the order of processors, choice and text. Knows nothing of models or of what drafted.
+`Walk` asks what plain decoding would choose after the root, then after the child that carries that token, and so on:
+processors and noise are those of plain decoding, node for node. `AllChoices` comes to the same by asking at all nodes
+at once. `AllNodes` hands the scores of all nodes to a rule of `acceptance`. Owns the order of processors, choice and
+text. Knows nothing of models or of what drafted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from specdec.acceptance import walk
+from specdec.acceptance import follow, walk
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
+from specdec.outcome import Outcome
 from specdec.runner import Output
 from specdec.transcript import Transcript
+from specdec.transfer import brought, uploaded
 from specdec.tree import DraftTree, Verdict
 
 Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N, V)) -> verdict
@@ -25,15 +28,15 @@ Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N,
 
 @dataclass(frozen=True)
 class Verified:
-    """A round's outcome.
+    """What a round came to.
 
     Attributes:
-        verdict: the accepted path. accepted: drafted nodes of each row on it, on the host.
+        verdict: the accepted path. outcome: the same on the host.
         kept: tokens that each row's text gained; a row keeps none behind its end token.
     """
 
     verdict: Verdict
-    accepted: list[int]
+    outcome: Outcome
     kept: list[int]
 
 
@@ -50,11 +53,12 @@ class Walk:
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
         step = _Step(self, draft, output, text)
         verdict = walk(draft, step.choose, step.alive, None if self.processors.known else step.write)
-        accepted, tokens = _to_host(draft, verdict)
-        kept = step.written
-        text.record(verdict.path[:, kept:], [n - kept for n in accepted], output, step.scores[kept:])
-        rest = text.append([row[kept:] for row in tokens], [n - kept for n in accepted])
-        return Verified(verdict, accepted, [kept + more for more in rest])
+        tokens, kept = verdict.new_tokens(draft), step.written
+        outcome = _outcome(draft, verdict, tokens)
+        accepted = [n - kept for n in outcome.accepted]
+        text.record([path[kept:] for path in outcome.path], accepted, output, step.scores[kept:])
+        rest = text.append([row[kept:] for row in outcome.tokens], accepted, None if kept else tokens)
+        return Verified(replace(verdict, outcome=outcome), outcome, [kept + more for more in rest])
 
     def winner(self, scores: Tensor, columns: list[int], alive: Tensor) -> Tensor:
         """(B,) int64: the tokens that plain decoding chooses by processed scores (B, V) at these columns."""
@@ -80,8 +84,8 @@ class _Step:
         self.walker, self.draft, self.output, self.text = walker, draft, output, text
         self.ends = list(text.ends)
         self.rows = torch.arange(text.batch_size, device=output.logits.device)
-        self.padding = torch.tensor(text.padding, device=self.rows.device)
-        self.alive = torch.tensor(text.active, device=self.rows.device) | self.padding
+        finished = uploaded([text.padding, text.active], self.rows.device).bool()
+        self.padding, self.alive = finished[0], finished[0] | finished[1]
         self.scores: list[Tensor] = []
         self.written = 0
 
@@ -98,7 +102,7 @@ class _Step:
 
     def write(self, path: Tensor, token: Tensor) -> bool:
         """The text takes a token before processors are called again; False once plain decoding would stop."""
-        self.text.record(path[:, -1:], [0] * len(path), self.output, self.scores[-1:])
+        self.text.record(path[:, -1:].tolist(), [0] * len(path), self.output, self.scores[-1:])
         self.text.append(token[:, None].tolist(), [1] * len(path))
         self.text.settle()
         self.written += 1
@@ -125,11 +129,46 @@ class AllNodes:
 
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
         scores = self.processors(output.logits, lambda: _node_texts(text, draft))
-        verdict = _accept_padding(draft, self.rule(draft, scores), text)
-        accepted, tokens = _to_host(draft, verdict)
-        rows = torch.arange(len(scores), device=scores.device)
-        text.record(verdict.path, accepted, output, [scores[rows, node] for node in verdict.path.unbind(1)])
-        return Verified(verdict, accepted, text.append(tokens, accepted))
+        verdict = _accept_padding(draft, self.verdict(draft, scores, text), text)
+        tokens = verdict.new_tokens(draft)
+        outcome = _outcome(draft, verdict, tokens)
+        if text.records.wanted:
+            rows = torch.arange(len(scores), device=scores.device)
+            text.record(outcome.path, outcome.accepted, output, [scores[rows, node] for node in verdict.path.unbind(1)])
+        kept = text.append(outcome.tokens, outcome.accepted, tokens)
+        return Verified(replace(verdict, outcome=outcome), outcome, kept)
+
+    def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
+        return self.rule(draft, scores)
+
+
+class AllChoices(AllNodes):
+    """`Walk` without walking: the target's choice at every node at once, and then the path along them.
+
+    Few operations, whatever the depth, on more numbers: for devices, where operations are what costs.
+
+    Args:
+        processors: all of them look at scores alone. noise: as for `Walk`.
+    """
+
+    MOST = 2**28  # scores of a pass; more, and `Walk` looks at fewer of them
+
+    def __init__(self, processors: NodeProcessors, noise: Noise | None):
+        super().__init__(processors, follow)
+        self.noise = noise
+        self._walk = Walk(processors, noise)
+
+    def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
+        return (self._walk if output.logits.numel() > self.MOST else super()).__call__(draft, output, text)
+
+    def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
+        if self.noise is not None:
+            first = [end - text.start for end in text.ends]  # column that the root's token goes to
+            noise = self.noise.ahead(first, draft.height + 1).to(scores.device)  # (B, D, V)
+            if not draft.chain:
+                noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, noise.shape[-1]))
+            scores = scores.softmax(-1) / noise
+        return self.rule(draft, scores.max(-1).indices)
 
 
 def _depths(path: Tensor) -> list[int]:
@@ -137,11 +176,24 @@ def _depths(path: Tensor) -> list[int]:
     return (path[:, 1:] != path[:, :-1]).sum(1).tolist()
 
 
-def _to_host(draft: DraftTree, verdict: Verdict) -> tuple[list[int], list[list[int]]]:
-    """Accepted counts and each row's new tokens: the round's one transfer from the device."""
-    packed = torch.cat([verdict.accepted[:, None], verdict.new_tokens(draft)], 1).tolist()
-    accepted = [row[0] for row in packed]
-    return accepted, [row[1 : 2 + n] for row, n in zip(packed, accepted, strict=True)]
+def _outcome(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Outcome:
+    """Brings to the host what it wants to know of the round: the one time that it waits for the device.
+
+    tokens: the verdict's `new_tokens`.
+    """
+    parts = {"accepted": verdict.accepted, "tokens": tokens, "path": verdict.path, "parents": draft.parents}
+    if draft.keys is not None:
+        parts["keys"] = draft.keys
+    came = brought(parts | {f"note {name}": note for name, note in draft.notes.items()})
+    accepted = came["accepted"]
+    return Outcome(
+        accepted=accepted,
+        tokens=[row[: 1 + count] for row, count in zip(came["tokens"], accepted, strict=True)],
+        path=came["path"],
+        parents=came["parents"],
+        keys=came.get("keys"),
+        notes={name: came[f"note {name}"] for name in draft.notes},
+    )
 
 
 def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Verdict:
@@ -155,7 +207,7 @@ def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Ver
     path[:, : verdict.path.shape[1]] = verdict.path
     accepted, next_token = verdict.accepted.clone(), verdict.next_token.clone()
     for b in rows:
-        path[b] = torch.arange(width)
+        path[b] = torch.arange(width, device=path.device)
         accepted[b] = min(N - 1, text.room[b])
         next_token[b] = text.filler
     return Verdict(path[:, :N], accepted, next_token)

@@ -12,11 +12,9 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from specdec.learnt import Learnt
 from specdec.pacing import Pacer
-from specdec.proposers import HybridProposer, Proposer, hybrid
+from specdec.proposers import HybridProposer, Proposer
 from specdec.proposers.autoregressive import CONFIDENCES
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
@@ -331,20 +329,19 @@ def decode(
     clock, pacer, place = Clock(machine), Pacer(length, learnt), 0
     pacer.observe_prefill(prompt, 0.08 * prompt)
     context = Context(text, place, pacer, machine, clock, prompt)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid, "clock", clock)
-        proposer.begin(context)  # type: ignore[arg-type]
-        while place < len(text) - 1:
-            start = clock.now
-            draft: Any = proposer.propose(Context(text, place, pacer, machine, clock, prompt))  # type: ignore[arg-type]
-            drafting = clock.now - start
-            clock.spend(machine.seconds(draft.size))
-            accepted = min(draft.accepted, len(text) - 2 - place)
-            proposer.observe(draft, SimpleNamespace(), [accepted])  # type: ignore[arg-type]
-            if draft.keys:
-                pacer.observe_keys(draft.keys, accepted)
-            pacer.observe_round(draft.size, 1, drafting, clock.now - start, 1 + accepted)
-            place += 1 + accepted
+    proposer.begin(context)  # type: ignore[arg-type]
+    while place < len(text) - 1:
+        start = clock.now
+        draft: Any = proposer.propose(Context(text, place, pacer, machine, clock, prompt))  # type: ignore[arg-type]
+        drafting = clock.now - start
+        clock.spend(machine.seconds(draft.size))
+        accepted = min(draft.accepted, len(text) - 2 - place)
+        pacer.observe_drafting(drafting)
+        proposer.observe(draft, SimpleNamespace(), [accepted])  # type: ignore[arg-type]
+        if draft.keys:
+            pacer.observe_keys(draft.keys, accepted)
+        pacer.observe_round(draft.size, 1, drafting, clock.now - start, 1 + accepted)
+        place += 1 + accepted
     return clock.exact
 
 

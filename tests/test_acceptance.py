@@ -641,15 +641,19 @@ MUTANTS = {
         "siblings tried from the last": ("children[rows, stays, c]", "children.flip(2)[rows, stays, c]"),
     },
     "follow": {
-        "recovered token of the root": ("accepted, choice[rows, node])", "accepted, choice[:, 0])"),
+        "recovered token of the root": ("choice.gather(1, last[:, None])[:, 0]", "choice[:, 0]"),
         "chain counts hits after a miss": ("hits.long().cumprod(-1).sum(-1)", "hits.long().sum(-1)"),
-        "chain: recovered token of the node before": ("choice[rows, accepted])", "choice[rows, accepted - 1])"),
+        "chain: recovered token of the node before": (
+            "choice.gather(1, accepted[:, None])",
+            "choice.roll(1, 1).gather(1, accepted[:, None])",
+        ),
         "chain: one accepted too few": (
             "hits.long().cumprod(-1).sum(-1)",
             "(hits.long().cumprod(-1).sum(-1) - 1).clamp(min=0)",
         ),
         "chain: hits the wrong node": ("choice[:, :-1]", "choice[:, :1]"),
-        "any node of that token": ("(tree.parents == node[:, None]) & ", "(tree.parents >= 0) & "),
+        "misses above a node do not count": ("(tree.ancestors & missed[:, None]).any(-1)", "missed"),
+        "the root's choice everywhere": ("choice.gather(1, tree.parents.clamp(min=0))", "choice[:, :1]"),
     },
     "sample": {
         "weights flattened": ("probs.cumsum(-1)", "probs.sqrt().cumsum(-1)"),

@@ -81,24 +81,24 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, mo
     check(extend(ends, [length - h for length, h in zip(lengths, half, strict=True)]), ends, [()] * B)
 
     drafted = torch.randint(1, tiny.VOCAB, (B, 5), generator=generator)
-    stepped = Stepped.none(tokens[:, 0], [9] * B).and_then(drafted[:, :2], None)
-    logits = runner.grow(drafted[:, :2], None, stepped.depth, stepped.ancestors, False)
+    stepped = Stepped.none(tokens[:, 0], [9] * B, 9).and_then(drafted[:, :2], None)
+    logits = runner.grow(drafted[:, :2], None, stepped.depth, stepped.seen, False)
     for n in range(2):
         check(logits[:, n], ends, drafted[:, n : n + 1].tolist())
     above = torch.tensor([[0, 1, 1]]).expand(B, -1)
     stepped = stepped.and_then(drafted[:, 2:], above)
-    logits = runner.grow(drafted[:, 2:], above, stepped.depth, stepped.ancestors[:, -3:], False)
+    logits = runner.grow(drafted[:, 2:], above, stepped.depth, stepped.seen, False)
     for n in range(3):
         check(logits[:, n], ends, drafted[:, [int(above[0, n]), 2 + n]].tolist())
 
     runner.drop_draft()
     ends = [end + 2 for end in ends]
     check(extend(ends, [2] * B), ends, [()] * B)
-    stepped = Stepped.none(tokens[:, 0], [9] * B)
+    stepped = Stepped.none(tokens[:, 0], [9] * B, 9)
     for depth in range(3):
         parents = None if depth == 0 else torch.full((B, 1), depth - 1)
         stepped = stepped.and_then(drafted[:, depth : depth + 1], parents)
-        logits = runner.grow(drafted[:, depth : depth + 1], parents, stepped.depth, stepped.ancestors[:, -1:], True)
+        logits = runner.grow(drafted[:, depth : depth + 1], parents, stepped.depth, stepped.seen, True)
         check(logits[:, 0], ends, drafted[:, : depth + 1].tolist())
 
     runner.drop_draft()

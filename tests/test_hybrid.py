@@ -142,7 +142,7 @@ def test_rows_that_are_finished_do_not_count():
     hybrid = HybridProposer(Silent())
     for batch, accepted in ((whole, [2] * 8), (rest, [0, 0, 0, 2, 0, 0, 0, 0])):
         found = rounds(batch)
-        hybrid._seconds = 0.5
+        batch.pacer.drafting = 0.5
         hybrid._book(found, batch, 4, accepted)
         assert found.tokens == 3
         assert found.seconds == pytest.approx(0.5 + batch.pacer.verify(4))
@@ -154,7 +154,7 @@ def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
     found = hybrid._rounds[batch.pacer.learnt] = rounds(batch)
     hybrid._context, hybrid._reads_prompt = batch, True
     for seconds in (100.0, 0.5, 100.0):
-        hybrid._seconds = seconds
+        batch.pacer.drafting = seconds
         hybrid.observe(draft, None, [2])
     assert found.count == 2
     usual = 0.5 + batch.pacer.verify(4)

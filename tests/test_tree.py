@@ -239,7 +239,7 @@ def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, room):
         assert ours == naively_grown(b, depth, top_k, most, room[b])
         for n, path in zip(nodes, ours, strict=True):
             probability = sum(float(log_probs_after(b, path[:i])[path[i]]) for i in range(len(path)))
-            assert float(ranking.probabilities(size)[b, n].log()) == pytest.approx(probability, abs=1e-4)
+            assert float(ranking.probabilities()[b, n - 1].log()) == pytest.approx(probability, abs=1e-4)
             step = int(steps[b, n])
             if step >= 0:
                 place = int(candidates.expanded_nodes[b, step])

@@ -75,6 +75,10 @@ class Eagle3Head(nn.Module):
         """Whether keys and values can be had without the rest of a pass: of the layer that is first and last."""
         return self.config.version == 3 and len(self.layers) == 1
 
+    def bring_frequencies(self) -> None:
+        """To where the weights are, before passes that are not to wait for it: `.to()` does not know of them."""
+        self._rotary[0].to(self.device)
+
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states side by side, (B, n, taps * target H), as a feature (B, n, H)."""
         if self.config.version == 1:

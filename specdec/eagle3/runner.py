@@ -52,6 +52,7 @@ class HeadRunner(CachedRows):
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
         self._fast = quick(head if fast is None else fast)
+        head.bring_frequencies()
         embedding = lent.embedding if head.embed_tokens is None else head.embed_tokens
         assert embedding is not None
         self.embedding, self.lm_head = embedding, lent.lm_head
@@ -88,7 +89,8 @@ class HeadRunner(CachedRows):
 
         Args:
             tokens: (B, n) int64. parents: (B, n) indices into the pending nodes, whose output is these nodes'
-                feature; None: the last known token's. depth: (B, M + n). ancestors: (B, n, M + n) bool.
+                feature; None: the last of them, or else the last known token's. depth: (B, M + n).
+            ancestors: (B, n, M + n) bool.
 
         Returns:
             Logits (B, n, K).
@@ -97,14 +99,17 @@ class HeadRunner(CachedRows):
         n = tokens.shape[1]
         device = self.head.device
         if parents is None or self._pending_features is None:
-            features = self._last.expand(-1, n, -1)
+            before = self._last if self._pending_features is None else self._pending_features[:, -1:]
+            features = before.expand(-1, n, -1)
         else:
             index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
             features = self._pending_features.gather(1, index)
-        h = self._pass(tokens, features, self.place_draft(depth.to(device), ancestors.to(device)))
+        sees_all = self.sees_all(n, chain)
+        sight = self.place_draft(depth.to(device), ancestors.to(device))
+        h = self._pass(tokens, features, sight, sees_all)
         self.pending += n
-        before = [] if self._pending_features is None else [self._pending_features]
-        self._pending_features = torch.cat([*before, h], 1)
+        pending = self._pending_features
+        self._pending_features = h if pending is None else torch.cat([pending, h], 1)
         return self._logits(h)
 
     def drop_draft(self) -> None:
@@ -113,9 +118,10 @@ class HeadRunner(CachedRows):
 
     def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
         """`extend` by tokens; drafts: something is going to be drafted behind the last of them."""
+        sees_all = not any(pads) and self.sees_all(tokens.shape[1], chain=True)
         sight, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
         if drafts or not self.head.can_remember:
-            self._last = self._pass(tokens, features, sight)[:, -1:]
+            self._last = self._pass(tokens, features, sight, sees_all)[:, -1:]
         else:
             self._fast.remember(self._embedded(tokens), features, sight.positions, self.cache)
         self.commit([tokens.shape[1] - pad for pad in pads])
@@ -129,10 +135,11 @@ class HeadRunner(CachedRows):
             tokens = tokens.clamp(max=weight.shape[0] - 1)
         return self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
 
-    def _pass(self, tokens: Tensor, features: Tensor, sight: Sight) -> Tensor:
+    def _pass(self, tokens: Tensor, features: Tensor, sight: Sight, sees_all: bool) -> Tensor:
         (span,) = self.spans
         causal = sight.alone and (span.window is None or tokens.shape[1] <= span.window)
-        visible = None if causal else sight.visible(span).expand(len(tokens), -1, -1)
+        unmasked = causal or (sees_all and self.head.device.type != "cpu")
+        visible = None if unmasked else sight.visible(span).expand(len(tokens), -1, -1)
         return self._fast(self._embedded(tokens), features, sight.positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:

@@ -8,72 +8,79 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile, zip_longest
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.acceptance import sample
+from specdec.outcome import Outcome
 from specdec.pacing import Pacer
 from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
+from specdec.transfer import uploaded
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
 Read = TypeVar("Read")
 Same = TypeVar("Same", bound="AutoregressiveProposer")
 CONFIDENCES = 20  # bins of a probability of the draft's
+RECENT = 0.3  # weight of the last tree's gains among those before
 
 
 @dataclass(frozen=True)
 class Stepped:
-    """The nodes that the draft model was run over in this round, M per row; the root is not among them.
+    """The nodes that the draft model was run over in this round, M per row, level by level; the root is not among them.
 
     Attributes:
-        tokens: (B, M) int64. ancestors: (B, M, M) bool, which of them each sees, itself included.
-        dead: (B, M) bool, nodes that the call's processors ruled out: never reached, whatever comes of them.
-        deepest: (B, 1) int64, each row's largest depth; deeper nodes are not going to be drafted.
-        levels: depths that they fill.
+        tokens: (B, M) int64. depth: (B, M) int64, 0 for children of the root; no more than a row has room for, as
+            positions may run out.
+        seen: (B, n, M) bool, which of them each of the last level's n sees, itself included.
+        deepest: (B, 1) int64, each row's largest depth; None: there is room for whatever is drafted.
+        dead: (B, n) bool, of the last level, nodes that the call's processors ruled out: never reached, whatever comes
+            of them; None: none of them is known to be.
+        levels: how many there are.
     """
 
     tokens: Tensor
-    ancestors: Tensor
-    dead: Tensor
-    deepest: Tensor
+    depth: Tensor
+    seen: Tensor
+    deepest: Tensor | None
+    dead: Tensor | None = None
     levels: int = 0
 
-    @property
-    def depth(self) -> Tensor:
-        """(B, M) int64, 0 for children of the root; no more than a row has room for, as positions may run out."""
-        return torch.minimum(self.ancestors.sum(-1) - 1, self.deepest)
-
     @classmethod
-    def none(cls, root: Tensor, room: Sequence[int]) -> Stepped:
-        """Behind the roots (B,), with room for so many more tokens per row."""
-        nothing, device = root[:, None][:, :0], root.device
-        deepest = torch.tensor([[max(0, tokens - 1)] for tokens in room], device=device)
-        ancestors = torch.zeros(*nothing.shape, 0, dtype=torch.bool, device=device)
-        return cls(nothing, ancestors, nothing.bool(), deepest)
+    def none(cls, root: Tensor, room: Sequence[int], limit: int) -> Stepped:
+        """Behind the roots (B,), with room for so many more tokens per row, of which `limit` are drafted at most."""
+        nothing = root[:, None][:, :0]
+        short = min(room) < limit
+        deepest = uploaded([[max(0, tokens - 1)] for tokens in room], root.device) if short else None
+        return cls(nothing, nothing, nothing[..., None].bool(), deepest)
 
     def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
-        """With n more nodes.
+        """With n more nodes, a level of their own.
 
         Args:
-            tokens: (B, n) int64. parents: (B, n) indices into these nodes, None for children of the root.
-            dead: (B, n) bool, None: none of them is.
+            tokens: (B, n) int64. parents: (B, n) indices into these nodes, of the last level; None: each is the child
+                of the only node there, or of the root.
+            dead: (B, n) bool.
         """
         B, n = tokens.shape
-        M = self.tokens.shape[1]
-        above = torch.zeros(B, n, M, dtype=torch.bool, device=tokens.device)
-        if parents is not None:
-            above = self.ancestors.gather(1, parents[..., None].expand(B, n, M))
-        below = torch.zeros(B, M, n, dtype=torch.bool, device=tokens.device)
-        itself = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
-        ancestors = torch.cat([torch.cat([self.ancestors, below], 2), torch.cat([above, itself], 2)], 1)
-        dead = torch.zeros_like(tokens, dtype=torch.bool) if dead is None else dead
-        tokens, dead = torch.cat([self.tokens, tokens], 1), torch.cat([self.dead, dead], 1)
-        return Stepped(tokens, ancestors, dead, self.deepest, self.levels + 1)
+        M, last = self.tokens.shape[1], self.seen.shape[1]
+        depth = torch.full_like(tokens, self.levels)
+        if self.deepest is not None:
+            depth = torch.minimum(depth, self.deepest)
+        seen = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
+        if M:
+            if parents is None:
+                above = self.seen.expand(B, n, M)
+            else:
+                above = self.seen.gather(1, (parents - (M - last))[..., None].expand(B, n, M))
+            seen = torch.cat([above, seen], 2)
+        tokens, depth = torch.cat([self.tokens, tokens], 1), torch.cat([self.depth, depth], 1)
+        return Stepped(tokens, depth, seen, self.deepest, dead, self.levels + 1)
 
 
 class AutoregressiveProposer(Proposer):
@@ -96,10 +103,10 @@ class AutoregressiveProposer(Proposer):
         if branching is not None and tree is not None:
             raise ValueError("branching is the shape of a fixed tree, tree of a dynamic one: give one of them")
         self.branching, self.tree, self.draw = branching, tree, draw
-        self._chances_of_last: Tensor | None = None  # (B, N) probabilities of the last dynamic tree's nodes
-        self._step_of_node: Tensor | None = None  # (B, N) where the last draft's nodes are among the stepped, or -1
+        self._stepped = 0  # nodes of the last draft, in their order behind the root, that the model was run over
         self._pacer: Pacer | None = None
-        self._launched = 0  # passes of this draft on a device that works on its own
+        self._rows: list[int] = []  # that the last draft was for
+        self._tree_gains: list[float] | None = None  # as `_gains`, of this call's last dynamic trees
 
     def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
         """The same model with drafts of another shape, for calls of their own: what it has read is shared."""
@@ -134,18 +141,11 @@ class AutoregressiveProposer(Proposer):
     def propose(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
         limit = min(pacer.limit, max((context.room[b] for b in context.rows), default=0))
-        self._chances_of_last = self._step_of_node = None
+        self._stepped, self._rows = 0, context.rows
         chances, left = _chances(context, pacer.expected_rate), max(context.room)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
-        start, self._launched = clock(), 0
-        draft = self._draft(context, limit)
-        if self._launched:
-            torch.accelerator.synchronize(context.tokens.device)
-            seconds = clock() - start
-            for _ in range(self._launched):
-                pacer.observe_draft_pass(seconds / self._launched)
-        return draft
+        return self._draft(context, limit)
 
     def _draft(self, context: Context, limit: int) -> DraftTree:
         logits = self._catch_up(context)
@@ -157,45 +157,59 @@ class AutoregressiveProposer(Proposer):
         return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        """Book which nodes of a dynamic tree were accepted, and how deep it went."""
-        if self._chances_of_last is None or self._pacer is None:
+        """Book which nodes of a dynamic tree were accepted, and how deep it went; of a chain what was not looked at."""
+        outcome, pacer = verdict.outcome, self._pacer
+        if outcome is None or pacer is None:
             return
-        pacer, chances = self._pacer, self._chances_of_last  # (B, N)
-        paths, valid, deepest = verdict.path.tolist(), draft.valid.tolist(), draft.depth.amax(-1).tolist()
-        for b, row in enumerate(chances.tolist()):
-            on_path = set(paths[b][: accepted[b] + 1])
-            for node in range(1, len(row)):
-                if valid[b][node]:
-                    pacer.acceptance.observe(_bin(row[node]), node in on_path, prior=row[node])
-            for depth in range(min(accepted[b] + 1, deepest[b])):
+        looked = draft.tokens.device.type == "cpu"
+        if "chances" in outcome.notes:
+            self._book_tree(pacer, outcome, accepted)
+            if not looked:
+                gains = self._expected(outcome.notes["chances"], pacer)
+                pairs = zip_longest(self._tree_gains or gains, gains, fillvalue=0.0)
+                self._tree_gains = [old + RECENT * (new - old) for old, new in pairs]
+        elif outcome.keys is not None and not looked and self._rows:
+            for depth in range(1, draft.size):
+                keys = [outcome.keys[b][depth] for b in self._rows]
+                rates = [pacer.acceptance.rate(key, prior=key / CONFIDENCES) for key in keys]
+                pacer.observe_expectation(sum(rates) / len(rates))
+
+    def _book_tree(self, pacer: Pacer, outcome: Outcome, accepted: Sequence[int]) -> None:
+        for b in self._rows:
+            on_path = set(outcome.path[b][: accepted[b] + 1])
+            chances = [1.0, *outcome.notes["chances"][b]]  # of the draft's nodes, and of those that came behind
+            for node, (parent, chance) in enumerate(zip(outcome.parents[b], chances, strict=False)):
+                if parent >= 0:
+                    pacer.acceptance.observe(_bin(chance), node in on_path, prior=chance)
+            for depth in range(min(accepted[b] + 1, outcome.deepest[b])):
                 pacer.observe_expectation(float(depth < accepted[b]))
 
-    def _accepted_steps(self, verdict: Verdict, accepted: Sequence[int]) -> tuple[list[int], Tensor]:
-        """How many of the accepted nodes the draft model was run over, and which of its steps (B, D) they were.
+    def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
+        """For each row, which of the draft model's steps of this round the accepted nodes were, as far as they were.
 
         Nodes of the last depth were not: accepted or not, the next catch-up feeds them.
         """
-        path = verdict.path[:, 1:]
-        place = torch.arange(path.shape[1], device=path.device)
-        if self._step_of_node is None or path.shape[1] == 0:
-            return [0] * len(path), place.expand(len(path), -1)
-        steps = self._step_of_node.gather(1, path.clamp(max=self._step_of_node.shape[1] - 1))
-        known = (steps >= 0).long().cumprod(-1).sum(-1).tolist()
-        growth = [min(taken, most) for taken, most in zip(accepted, known, strict=True)]
-        within = place < torch.tensor(growth, device=path.device)[:, None]
-        return growth, torch.where(within, steps, place)[:, : max(growth, default=0)]
+        steps = []
+        for b, count in enumerate(accepted):
+            path = outcome.path[b][1 : count + 1]
+            if "steps" in outcome.notes:
+                known = [outcome.notes["steps"][b][node] for node in path]
+            else:
+                known = [node - 1 if node <= self._stepped else -1 for node in path]
+            steps.append(list(takewhile(lambda step: step >= 0, known)))
+        return steps
 
     def _draws(self, context: Context) -> bool:
         """Tokens are drawn from q; where the text follows shared noise, the race's best is the better bet."""
         return context.sampling and self.draw and context.noise is None
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
-        pacer, B = context.pacer, context.batch_size
+        pacer = context.pacer
         draw = self._draws(context)
-        stepped = Stepped.none(context.root, context.room)
+        stepped = Stepped.none(context.root, context.room, limit)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
-        keys: list[list[int]] = []
+        keys: list[Tensor] = []
         chances = _chances(context, 1.0)
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -216,22 +230,20 @@ class AutoregressiveProposer(Proposer):
             onward = [chance * pacer.expected_rate for chance in chances]
             if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
                 break
-            last = torch.full((B, 1), len(drafts) - 2, device=token.device) if len(drafts) > 1 else None
-            stepped = stepped.and_then(token[:, None], last)
-            scores, q = self._step_and(read, context, stepped, 1, last, chain=True)
+            stepped = stepped.and_then(token[:, None], None)
+            scores, q = self._step_and(read, context, stepped, 1, None, chain=True)
         if not drafts:
             return DraftTree.root_only(context.root)
-        self._step_of_node = _in_order(B, 1 + len(drafts), stepped)
-        lengths = torch.tensor(
-            [min(len(drafts), context.room[b]) if context.active[b] else 0 for b in range(B)],
-            device=context.tokens.device,
-        )
+        self._stepped = stepped.levels
+        lengths = [
+            min(len(drafts), room) if alive else 0 for room, alive in zip(context.room, context.active, strict=True)
+        ]
         return DraftTree.from_chain(
             context.root,
             torch.stack(drafts, 1),
-            lengths,
+            None if min(lengths) == len(drafts) else uploaded(lengths, context.tokens.device),
             probs=torch.stack(probs, 1) if probs else None,
-            keys=torch.tensor(keys[: len(drafts)], device=lengths.device).T if keys else None,
+            keys=torch.stack(keys[: len(drafts)], 1) if keys else None,
         )
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
@@ -239,7 +251,7 @@ class AutoregressiveProposer(Proposer):
         B, device = context.batch_size, context.tokens.device
         draw = self._draws(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context.root, context.room)
+        stepped = Stepped.none(context.root, context.room, limit)
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
 
@@ -261,37 +273,38 @@ class AutoregressiveProposer(Proposer):
                 break
             above = None
             if d > 1:  # the root is not among the stepped nodes
-                above = torch.tensor([parents[node] - 1 for node in level], device=device).expand(B, -1)
+                above = uploaded([parents[node] - 1 for node in level], device).expand(B, -1)
             missing = tokens[:, first:] < 0
-            dead = missing if above is None else missing | stepped.dead.gather(1, above)
-            stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above, dead)
+            if above is not None and stepped.dead is not None:
+                missing = missing | stepped.dead.gather(1, above - (stepped.tokens.shape[1] - stepped.dead.shape[1]))
+            stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above, missing)
             probs, children = self._step_and(read, context, stepped, len(level), above)
         q = None
         if q_rows:
             leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
             q = torch.cat([*q_rows, leaves], 1)
-        self._step_of_node = _in_order(B, len(parents), stepped)
+        self._stepped = stepped.tokens.shape[1]
         return _fitted(context, tokens, parents, depth, q)
 
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
         pacer = context.pacer
-        stepped = Stepped.none(context.root, context.room)
+        stepped = Stepped.none(context.root, context.room, limit)
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
                 break
             frontier, above = candidates.frontier(tree.top_k)
-            ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
+            ruled_out = None
+            if not context.processors.read_scores_alone:
+                ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
             stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
             read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
             children = self._step_and(read, context, stepped, frontier.shape[1], above)
             candidates = candidates.expanded(frontier, *children)
-        room = torch.tensor(
-            [room if active else 0 for room, active in zip(context.room, context.active, strict=True)],
-            device=context.tokens.device,
-        )
-        best = candidates.ranked(tree.most_nodes - 1, room)
+        room = [room if active else 0 for room, active in zip(context.room, context.active, strict=True)]
+        roomy = min(room) >= limit
+        best = candidates.ranked(tree.most_nodes - 1, None if roomy else uploaded(room, context.tokens.device))
         size = best.nodes.shape[1]
         if tree.size is None and pacer.length is None:
             gains = self._gains(context, best)
@@ -300,8 +313,8 @@ class AutoregressiveProposer(Proposer):
                 pacer.observe_expectation(gains[0] / max(1, len(context.rows)))
         if size == 0:
             return DraftTree.root_only(context.root)
-        self._chances_of_last, self._step_of_node = best.probabilities(size), best.steps(size)
-        return best.tree(context.root, size)
+        notes = {"chances": best.probabilities(), "steps": best.steps(size)}
+        return replace(best.tree(context.root, size, levels=limit), notes=notes)
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
@@ -310,10 +323,8 @@ class AutoregressiveProposer(Proposer):
     def _onward_tree(self, context: Context, candidates: Candidates, depth: int) -> list[float]:
         """Per row, the chance that one more depth has an accepted node."""
         rate = context.pacer.expected_rate
-        if candidates.tokens.device.type != "cpu":  # a look at the scores would wait for the device at every depth
-            reached = [rate**depth] * context.batch_size
-        else:
-            reached = candidates.level_mass().tolist()
+        looks = context.looks_are_free
+        reached = candidates.level_mass().tolist() if looks else [rate**depth] * context.batch_size
         return [
             rate * min(1.0, mass) if active and room > depth else 0.0
             for mass, active, room in zip(reached, context.active, context.room, strict=True)
@@ -321,12 +332,20 @@ class AutoregressiveProposer(Proposer):
 
     def _gains(self, context: Context, best: Ranking) -> list[float]:
         """Per rank among the candidates, how many of the rows' nodes are expected to be accepted."""
-        rates = context.pacer.acceptance
-        gains = [0.0] * best.nodes.shape[1]
-        for row in best.scores.exp().tolist():  # the one transfer from the device
-            for rank, probability in enumerate(row):
+        if context.looks_are_free:
+            return self._expected(best.probabilities().tolist(), context.pacer)
+        count = best.nodes.shape[1]
+        if self._tree_gains is None:  # as in a chain
+            return [len(context.rows) * context.pacer.expected_rate ** (1 + rank) for rank in range(count)]
+        return self._tree_gains[:count]
+
+    def _expected(self, chances: Sequence[Sequence[float]], pacer: Pacer) -> list[float]:
+        """`_gains` of candidates with these chances, the row's most probable first."""
+        gains = [0.0] * len(chances[0])
+        for b in self._rows:
+            for rank, probability in enumerate(chances[b]):
                 if probability > 0:
-                    gains[rank] += rates.rate(_bin(probability), prior=probability)
+                    gains[rank] += pacer.acceptance.rate(_bin(probability), prior=probability)
         return sorted(gains, reverse=True)
 
     def _step_and(
@@ -350,11 +369,11 @@ class AutoregressiveProposer(Proposer):
     def _book_pass(
         self, context: Context, logits: Tensor, seconds: float, tokens: int = 1, building: float = 0.0
     ) -> None:
-        """On a device that works on its own a pass is only launched by now: the whole draft tells its time."""
+        """On a device that works on its own a pass is only launched by now: the round tells what it took."""
         if logits.device.type == "cpu":
             context.pacer.observe_draft_pass(seconds, tokens, building)
         else:
-            self._launched += 1
+            context.pacer.launched_draft_pass(tokens)
 
     def _processed(self, context: Context, logits: Tensor, stepped: Stepped, n: int) -> Tensor:
         """The call's processors on the logits (B, n, K) of the n newest nodes (n = 1 and none stepped: the root)."""
@@ -364,15 +383,16 @@ class AutoregressiveProposer(Proposer):
             if stepped.tokens.shape[1] == 0:
                 return [[text] for text in so_far]
             return [
-                [torch.cat([text, stepped.tokens[b, seen]]) for seen in stepped.ancestors[b, -n:]]
+                [torch.cat([text, stepped.tokens[b, seen]]) for seen in stepped.seen[b]]
                 for b, text in enumerate(so_far)
             ]
 
-        dead = stepped.dead[:, -n:] if stepped.tokens.shape[1] else None
-        scores = context.processors(self._full(logits, context.vocab_size), texts, dead)
-        # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
-        nothing = (scores == float("-inf")).all(-1, keepdim=True)
-        return context.raced(scores.masked_fill(nothing, 0.0), stepped.levels)
+        scores = context.processors(self._full(logits, context.vocab_size), texts, stepped.dead)
+        if context.processors.processors:
+            # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
+            nothing = (scores == float("-inf")).all(-1, keepdim=True)
+            scores = scores.masked_fill(nothing, 0.0)
+        return context.raced(scores, stepped.levels)
 
 
 def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -389,16 +409,10 @@ def _bin(probability: float) -> int:
     return 1 + int(probability * (CONFIDENCES - 1e-3))
 
 
-def _confidence(scores: Tensor, q: Tensor | None) -> list[int]:
-    """Per row, the bin of the draft's top probability, from its scores (B, V) or its q (B, V): 1 to CONFIDENCES."""
-    top = q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp()  # (B,)
-    return [_bin(p) for p in top.tolist()]
-
-
-def _in_order(batch_size: int, nodes: int, stepped: Stepped) -> Tensor:
-    """(B, N): node n was step n - 1, as far as there were steps."""
-    steps = torch.arange(-1, nodes - 1, device=stepped.tokens.device)
-    return steps.masked_fill(steps >= stepped.tokens.shape[1], -1).expand(batch_size, -1)
+def _confidence(scores: Tensor, q: Tensor | None) -> Tensor:
+    """(B,) int64, the bin of the draft's top probability, from its scores (B, V) or its q (B, V): 1 to CONFIDENCES."""
+    top = q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp()
+    return 1 + (top.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
 
 
 def _chances(context: Context, rate: float) -> list[float]:
@@ -406,12 +420,14 @@ def _chances(context: Context, rate: float) -> list[float]:
     return [rate if active and room > 0 else 0.0 for active, room in zip(context.active, context.room, strict=True)]
 
 
-def _onward(context: Context, chances: Sequence[float], keys: Sequence[int], drafted: int) -> list[float]:
-    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all rows."""
-    acceptance = context.pacer.acceptance
-    rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys]
-    rows = context.rows
-    context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
+def _onward(context: Context, chances: Sequence[float], keys: Tensor, drafted: int) -> list[float]:
+    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all rows (B,)."""
+    acceptance, rows = context.pacer.acceptance, context.rows
+    if context.looks_are_free:
+        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys.tolist()]
+        context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
+    else:  # the round will tell
+        rates = [context.pacer.expected_rate] * context.batch_size
     return [
         chance * rate if room > drafted else 0.0
         for chance, rate, room in zip(chances, rates, context.room, strict=True)
@@ -440,16 +456,23 @@ def _fitted(
     context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None
 ) -> DraftTree:
     """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
-    B, N = tokens.shape
-    room = torch.tensor([r if a else 0 for r, a in zip(context.room, context.active, strict=True)])
-    shape = torch.tensor(list(parents)).expand(B, N)
-    keep = (torch.tensor(list(depth)) <= room[:, None]).to(tokens.device) & (tokens >= 0)
-    shape = shape.to(tokens.device)
-    for node in range(1, N):  # a node goes with its parent
-        keep[:, node] &= keep[:, parents[node]]
+    B = len(tokens)
+    room = [r if a else 0 for r, a in zip(context.room, context.active, strict=True)]
+    fits = [[level <= most for level in depth] for most in room]
+    shape, fitting = uploaded([[list(parents)] * B, fits], tokens.device)
+    above, below = uploaded(_relatives(parents), tokens.device).bool()  # (N, N) each
+    possible = fitting.bool() & (tokens >= 0)
+    keep = (possible[:, None] | ~above).all(-1)  # a node goes with its parent
     if q is not None:  # where children were cut off nothing was drawn
-        drawn = torch.zeros(B, N, dtype=torch.bool, device=tokens.device)
-        for node in range(1, N):
-            drawn[:, parents[node]] |= keep[:, node]
-        q = q * drawn[..., None]
-    return DraftTree(tokens.clamp(min=0), shape.masked_fill(~keep, -1), q)
+        q = q * (keep[:, None] & below).any(-1)[..., None]
+    return DraftTree(tokens.clamp(min=0), shape.masked_fill(~keep, -1), q, levels=max(depth))
+
+
+def _relatives(parents: Sequence[int]) -> list[list[list[int]]]:
+    """For each node, which nodes are itself or above it; for each node, which are its children."""
+    above = [[0] * len(parents) for _ in parents]
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            above[node] = list(above[parent])
+        above[node][node] = 1
+    return [above, [[int(parent == node) for parent in parents] for node in range(len(parents))]]

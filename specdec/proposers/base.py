@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.pacing import Pacer
 from specdec.taps import Taps
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree, Verdict
 
 # How far log p of a target scatters around the draft's log q, as a Gumbel's scale: 0.8 for a 0.5B beside a 1.5B, 1.0
@@ -45,6 +47,7 @@ class Context:
             a proposer without taps.
         target: the model that verifies; a head borrows its embedding.
         noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
+        written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
     """
 
     tokens: Tensor
@@ -62,6 +65,7 @@ class Context:
     target: PreTrainedModel | None = None
     noise: Noise | None = None
     start: int = 0
+    written: Sequence[Sequence[int]] = ()
 
     def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.
@@ -92,10 +96,18 @@ class Context:
         return [b for b, active in enumerate(self.active) if active and self.room[b] > 0]
 
     @property
+    def looks_are_free(self) -> bool:
+        """Values can be looked at without waiting for a device to get there."""
+        return self.tokens.device.type == "cpu"
+
+    @cached_property
+    def _ends(self) -> Tensor:
+        return uploaded(list(self.ends), self.tokens.device)[:, None]
+
+    @cached_property
     def root(self) -> Tensor:
         """(B,) int64, each row's last token: node 0 of its tree."""
-        index = torch.tensor([end - 1 for end in self.ends], device=self.tokens.device)
-        return self.tokens.gather(1, index[:, None])[:, 0]
+        return self.tokens.gather(1, self._ends - 1)[:, 0]
 
     def row(self, b: int) -> Tensor:
         """(T_b,) int64, the whole text of row b, prompt included, without padding."""
@@ -103,9 +115,13 @@ class Context:
 
     def last_tokens(self, width: int) -> Tensor:
         """(B, width) int64, what each row's text ends in; where a row is shorter, whatever stands in its padding."""
-        ends = torch.tensor(list(self.ends), device=self.tokens.device)[:, None]
-        columns = (ends - width + torch.arange(width, device=ends.device)).clamp(min=0)
-        return self.tokens.gather(1, columns)
+        place = torch.arange(-width, 0, device=self.tokens.device)
+        return self.tokens.gather(1, (self._ends + place).clamp(min=0))
+
+    def recent(self, b: int, count: int) -> list[int]:
+        """The last `count` tokens of row b, on the host; of the prompt they are brought there."""
+        new = self.written[b] if self.written else ()
+        return list(new[len(new) - count :]) if count <= len(new) else self.row(b)[-count:].tolist()
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""
@@ -113,9 +129,8 @@ class Context:
         longest = max(map(len, cut), default=0)
         if longest == 0:
             return DraftTree.root_only(self.root)
-        device = self.tokens.device
-        padded = torch.tensor([draft + [0] * (longest - len(draft)) for draft in cut], device=device)
-        return DraftTree.from_chain(self.root, padded, torch.tensor([len(d) for d in cut], device=device))
+        padded = uploaded([[len(draft), *draft, *[0] * (longest - len(draft))] for draft in cut], self.tokens.device)
+        return DraftTree.from_chain(self.root, padded[:, 1:], padded[:, 0])
 
 
 class Proposer(ABC):
@@ -161,5 +176,6 @@ class Proposer(ABC):
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         """A round is over in which this proposer drafted.
 
-        `accepted[b]` drafted tokens of row b, and `verdict.next_token[b]`, are its text now.
+        `accepted[b]` drafted tokens of row b, and `verdict.next_token[b]`, are its text now. `verdict.outcome` has all
+        of it on the host, with the draft's notes: looking at the tensors would wait for a device.
         """

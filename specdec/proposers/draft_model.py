@@ -121,8 +121,8 @@ class DraftModelProposer(AutoregressiveProposer):
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         super().observe(draft, verdict, accepted)
         if self.runner.pending:  # the root is committed already
-            growth, steps = self._accepted_steps(verdict, accepted)
-            self.runner.commit(growth, None if draft.chain else steps)
+            assert verdict.outcome is not None
+            self.runner.commit_path(self._accepted_steps(verdict.outcome, accepted), self.runner.device)
 
     def _within_positions(self, context: Context) -> Context:
         """The context with room for as many tokens as the draft model has positions for."""
@@ -157,11 +157,11 @@ class DraftModelProposer(AutoregressiveProposer):
         tokens = self._readable(context.last_tokens(width))
         logits = self.runner.extend(tokens, [width - m for m in missing]).logits
         self._book_pass(context, logits, clock() - start, tokens.numel() if width > FEW_TOKENS else 1)
-        return logits
+        return logits.to(tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         tokens = self._readable(stepped.tokens[:, -n:])
-        return self.runner.grow(tokens, stepped.depth, stepped.ancestors[:, -n:], chain=chain).logits
+        return self.runner.grow(tokens, stepped.depth, stepped.seen, chain=chain).logits.to(tokens.device)
 
     def known_tokens(self) -> Tensor | None:
         return self.vocab

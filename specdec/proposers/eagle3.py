@@ -57,6 +57,7 @@ class Eagle3Proposer(AutoregressiveProposer):
         self.head = head if isinstance(head, Eagle3Head) else load(head)
         self._fast = self.head  # as it drafts
         self._lent: WeakKeyDictionary[PreTrainedModel, Lent] = WeakKeyDictionary()  # by targets in several processes
+        self._ids: Tensor | None = None  # `known_tokens`, where they were wanted last
 
     def check(self, target: PreTrainedModel) -> None:
         head, text = self.head.config, target.config.get_text_config(decoder=True)
@@ -100,6 +101,7 @@ class Eagle3Proposer(AutoregressiveProposer):
     def begin(self, context: Context) -> None:
         assert context.target is not None
         lent = self._lent.get(context.target) or Lent.by(context.target, self.head)
+        self._ids = None
         self.runner = HeadRunner(self.head, lent, self._fast)
         self.runner.start(context.batch_size)
         # per row, the target's states that the head has not seen, (n, C) each
@@ -128,20 +130,22 @@ class Eagle3Proposer(AutoregressiveProposer):
         assert context.features is not None
         states = []
         for b, parts in enumerate(self._waiting):
-            known = context.row(b).shape[0]  # of a prompt given as embeddings only the last token is
+            known = context.ends[b] - context.pads[b]  # of a prompt given as embeddings only the last token is
             waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
             states.append(waiting[max(0, len(waiting) - known) :])
-        self._waiting = [[] for _ in range(B)]
         missing = [len(part) for part in states]
         width = max(missing)
-        # Long prompts have large states: those of a single row are not copied.
-        padded = states[0][None] if B == 1 else pad_sequence(states, batch_first=True, padding_side="left")
+        if all(len(parts) < 2 for parts in self._waiting) and missing == list(context.fresh):
+            padded = context.features  # as it lies, without a copy: long prompts have large states
+        else:
+            padded = pad_sequence(states, batch_first=True, padding_side="left")
+        self._waiting = [[] for _ in range(B)]
         logits = self.runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
         self._book_pass(context, logits, clock() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.ancestors[:, -n:], chain)
+        logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)
         return logits.to(stepped.tokens.device)
 
     def known_tokens(self) -> Tensor | None:
@@ -165,4 +169,6 @@ class Eagle3Proposer(AutoregressiveProposer):
         return full.index_copy_(-1, ids, logits)[..., :vocab_size]
 
     def _targets(self, device: torch.device) -> Tensor:
-        return self.head.draft_to_target.to(device)
+        if self._ids is None or self._ids.device != device:
+            self._ids = self.head.draft_to_target.to(device)
+        return self._ids

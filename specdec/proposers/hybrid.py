@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from specdec.learnt import Learnt, PassCost
 from specdec.pacing import Pacer
-from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.lookup import Lookup
 from specdec.proposers.ngram import NgramProposer
@@ -89,7 +88,6 @@ class HybridProposer(Proposer):
         self.ngram.begin(context)
         self._pacer: Pacer | None = None  # of the other
         self._context: Context | None = None  # this round's
-        self._seconds = 0.0  # that its draft took
         self._reads_prompt = True  # in its next draft
         self._in_a_row = 0  # rounds that the other sat out
 
@@ -102,10 +100,7 @@ class HybridProposer(Proposer):
             self.follow(context)
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
-        start = clock()
-        draft = self.other.propose(replace(context, pacer=self._pacer_of(context)))
-        self._seconds = clock() - start
-        return draft
+        return self.other.propose(replace(context, pacer=self._pacer_of(context)))
 
     def _rounds_of(self, pacer: Pacer) -> Rounds:
         return self._rounds.setdefault(pacer.learnt, Rounds(pacer.learnt.apart()))
@@ -138,7 +133,7 @@ class HybridProposer(Proposer):
         """A round of the other's, with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify
         if rows and verify.known:
-            seconds = self._seconds + verify(size)
+            seconds = context.pacer.drafting + verify(size)
             gained = len(rows) + sum(accepted[b] for b in rows)
             rounds.learnt.observe_pace(seconds, gained)
             rounds.observe(gained / len(rows), seconds)

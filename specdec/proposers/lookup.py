@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from specdec.outcome import depths_of
 from specdec.proposers.base import Context, Proposer
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree
 
 
@@ -32,10 +34,7 @@ class Lookup(Proposer):
 
 def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
     """Of each row worth drafting for, the tokens behind the first `known[b]`."""
-    counts = {b: context.ends[b] - context.pads[b] - known[b] for b in context.rows}
-    width = max(counts.values(), default=0)
-    recent = context.last_tokens(width).tolist()
-    return {b: recent[b][width - count :] for b, count in counts.items()}
+    return {b: context.recent(b, context.ends[b] - context.pads[b] - known[b]) for b in context.rows}
 
 
 def laid_out(context: Context, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
@@ -48,10 +47,9 @@ def laid_out(context: Context, rows: Sequence[tuple[Sequence[int], Sequence[int]
     size = 1 + max((len(tokens) for tokens, _ in rows), default=0)
     if size == 1:
         return DraftTree.root_only(context.root)
-    device = context.tokens.device
     tokens = [[0, *tokens] + [0] * (size - 1 - len(tokens)) for tokens, _ in rows]
     parents = [[-1, *(1 + parent for parent in parents)] + [-1] * (size - 1 - len(parents)) for _, parents in rows]
-    padded = torch.tensor(tokens, device=device)
-    padded[:, 0] = context.root
+    padded, shape = uploaded([tokens, parents], context.tokens.device)
     chain = all(parent == i - 1 for _, parents in rows for i, parent in enumerate(parents))
-    return DraftTree(padded, torch.tensor(parents, device=device), chain=chain)
+    levels = max(max(depths_of(row)) for row in parents)
+    return DraftTree(torch.cat([context.root[:, None], padded[:, 1:]], 1), shape, chain=chain, levels=levels)

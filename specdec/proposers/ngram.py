@@ -38,6 +38,9 @@ class NgramProposer(Lookup):
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
         self._found: list[list[_Guess]] = []  # this round's
         self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
+        if context.pacer.limit:  # the prompts, before any round
+            for b in context.rows:
+                self._read(b, context.row(b).tolist(), context.pacer)
 
     def expect(self, context: Context) -> list[float]:
         """Of the rows' first guesses, per depth."""
