@@ -62,7 +62,7 @@ def walk(
     node = torch.zeros_like(tree.tokens[:, 0])
     accepted, next_token = node, node
     reached, places = [node], [node]
-    on_host = node.device.type == "cpu"
+    looks = node.device.type == "cpu" or go_on is not None  # a look may wait for a device: not for speed alone
     for depth in range(1, tree.height + 2):
         path = torch.stack(reached, 1)
         token = choose(path, alive)
@@ -71,7 +71,7 @@ def walk(
             break
         child = tree.child(node, token)
         alive = alive & (child >= 0)
-        if (on_host and not bool(alive.any())) or (go_on is not None and not go_on(path, token)):
+        if (looks and not bool(alive.any())) or (go_on is not None and not go_on(path, token)):
             break
         node = torch.where(alive, child, node)
         accepted = accepted + alive

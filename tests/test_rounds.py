@@ -81,7 +81,7 @@ def path_to(node, seen):
 
 def plain_pass(tokens):
     with torch.no_grad():
-        return tiny.model("llama")(torch.tensor([tokens])).logits[0].softmax(-1)
+        return tiny.model("llama")(torch.tensor([tokens], device=tiny.DEVICE)).logits[0].softmax(-1)
 
 
 def test_counts_are_the_reports():

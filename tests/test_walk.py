@@ -54,7 +54,7 @@ class ThinkingBudget(LogitsProcessor):
     def __call__(self, ids, scores):
         self.left -= 1
         if self.left == 0:
-            return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([7]), 0.0)
+            return torch.full_like(scores, float("-inf")).index_fill(1, torch.tensor([7], device=scores.device), 0.0)
         return scores
 
 
