@@ -154,5 +154,5 @@ class Agreed(StoppingCriteria):
 
 
 def _fields(draft: DraftTree) -> dict[str, Any]:
-    given = {name: getattr(draft, name) for name in ("tokens", "parents", "probs", "chain", "keys")}
+    given = {name: getattr(draft, name) for name in ("tokens", "parents", "probs", "chain", "keys", "levels")}
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}

@@ -172,7 +172,7 @@ class ModelRunner(CachedRows):
         if own or (unmasked and self.masks == "tensor"):
             return None
         if unmasked:
-            return dict.fromkeys(kinds)
+            return dict.fromkeys([*kinds, *RECURRENT])
         if self.masks == "tensor":
             return self._mask(sight, self.spans[0])
         masks = {kind: self._mask(sight, _span(self.config, kind)) for kind in kinds - set(RECURRENT)}
