@@ -360,7 +360,7 @@ def test_overhead_runs(files, tmp_path):
     command = f"--target {files}/target --max-new-tokens 6 --repeats 1 --out {tmp_path}/o.md --threads 1"
     result = CliRunner().invoke(overhead.app, command.split())
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "o.md").read_text().strip() == result.output.strip()
+    assert (tmp_path / "o.md").read_text().strip() == result.stdout.strip()
     assert first_cells(result.output)[2:4] == ["plain", "specdec, draft length 0"]
 
 
