@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
+from specdec.turns import Clock
 
 app = typer.Typer(add_completion=False)
 
@@ -126,7 +127,7 @@ def compared(
             clock, start = Clock(), perf_counter()
             output = generate(**inputs, max_new_tokens=new, do_sample=False, streamer=clock)
             taken[name][0] += perf_counter() - start
-            taken[name][1] += clock.seen[-1] - clock.seen[1]
+            taken[name][1] += clock.moments[-1] - clock.moments[1]
             texts[name].append(output[0, inputs["input_ids"].shape[1] :].tolist())
     whole, decoding = taken["plain"]
     for name, (seconds, later) in taken.items():
@@ -134,19 +135,6 @@ def compared(
         tokens = f"{specs[name].report.tokens_per_round:.2f}" if name in specs else "1"
         speeds = [f"{later:.1f}", f"{decoding / later:.2f}x", f"{whole / seconds:.2f}x"]
         yield [job, name, str(len(texts[name])), *speeds, tokens, f"{same} of {len(texts[name])}"]
-
-
-class Clock:
-    """A streamer that notes when tokens came; the prompt comes first."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.seen.append(perf_counter())
-
-    def end(self) -> None:
-        pass
 
 
 if __name__ == "__main__":

@@ -22,23 +22,11 @@ from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import PROMPTS, Prompt
+from specdec.turns import Clock
 
 ASKED = "Now say the same in two sentences."
 
 app = typer.Typer(add_completion=False)
-
-
-class Clock:
-    """A streamer that notes when it got its first token; the prompt comes first."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.seen.append(perf_counter())
-
-    def end(self) -> None:
-        pass
 
 
 @app.command(help=__doc__)
@@ -71,7 +59,7 @@ def main(
                 clock, start = Clock(), perf_counter()
                 text = generate(second, past_key_values=cache, streamer=clock, **arguments)
                 if repeat:  # the first one warms up
-                    taken.setdefault((name, cached), []).append((clock.seen[1] - start, clock.seen[-1] - start))
+                    taken.setdefault((name, cached), []).append((clock.moments[1] - start, clock.moments[-1] - start))
                 texts[name, cached] = text[0, second.shape[1] :].tolist()
 
     print(

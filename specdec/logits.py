@@ -186,10 +186,9 @@ def _top_p(processor: Any, scores: Tensor) -> Tensor:
     scores, transformers' own answer is asked for.
     """
     lead = min(1024, scores.shape[-1])
+    # Off the CPU sorting is fast, and the look at the values below would be waited for.
     if processor.top_p >= 1.0 or processor.min_tokens_to_keep >= lead or scores.device.type != "cpu":
-        return processor(
-            None, scores
-        )  # elsewhere sorting is fast, and the look at the values below would be waited for
+        return processor(None, scores)
     top, index = scores.topk(lead, dim=-1)
     probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
     cumulative = probs.cumsum(-1)
