@@ -42,7 +42,7 @@ class Match:
 class TextMemory:
     """Holds `capacity` tokens: of more, the texts that were least recently matched or written go.
 
-    An entry per token and n-gram length, about 0.4 KB a token in all, serves every length of match: a match of the
+    An entry per token and n-gram length, 0.3 to 0.6 KB a token in all, serves every length of match: a match of the
     longest n-gram is followed back token by token. A suffix tree would find the same in as many steps and takes several
     nodes a token.
 
