@@ -66,7 +66,10 @@ def test_user_code_is_checked(tool, tmp_path):
         f"[mypy]\nmypy_path = {ROOT}\n[mypy-specdec.*]\nfollow_imports = silent\n"  # as if it were installed
     )
     (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{ROOT}"], "typeCheckingMode": "standard"}}')
-    options = {"mypy": ["mypy", "--config-file", str(tmp_path / "mypy.ini")], "basedpyright": ["basedpyright"]}[tool]
+    options = {
+        "mypy": ["mypy", "--config-file", str(tmp_path / "mypy.ini")],
+        "basedpyright": ["basedpyright", "--pythonpath", sys.executable],
+    }[tool]
     file = tmp_path / "user.py"
     file.write_text(USER)
     code, _, said = checked(options, file)
