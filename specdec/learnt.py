@@ -155,6 +155,11 @@ class Acceptance:
         return (rate * count + expected * weight) / (count + weight)
 
     @property
+    def tested(self) -> bool:
+        """Was any token seen accepted or rejected?"""
+        return bool(self._rates)
+
+    @property
     def trust(self) -> float:
         came_true, expected = self._trust
         return came_true / expected

@@ -160,6 +160,8 @@ class Loop:
         if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
             raise ValueError(f"{who} drafted {draft.tokens.dtype} tokens with {draft.parents.dtype} parents: use int64")
         tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
+        if N == 1:
+            return DraftTree.root_only(root)
         tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
         if tokens.device.type == "cpu":
             self._check_nodes(tokens, parents, draft.chain, who)

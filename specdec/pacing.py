@@ -16,7 +16,7 @@ from specdec.learnt import Acceptance, Learnt, PassCost
 
 TRIAL_LENGTH = 1  # drafted to see whether it pays again
 FEW_TOKENS = 16  # a draft's pass over so many takes about as long as one over a single token
-CALL_SHARE, CALL_LENGTH = 0.015, 64  # of a call's passes that trials may cost; passes that every call is taken to have
+CALL_SHARE, CALL_LENGTH = 0.02, 64  # of a call's passes that trials may cost; passes that every call is taken to have
 LARGEST_BATCH = 1 << 20
 LONGEST = 24  # drafted per row at most, when the length is automatic
 
@@ -58,6 +58,7 @@ class Pacer:
         self.passes = DraftPasses()
         self.drafting = 0.0
         self._read = 0.0  # seconds of `passes.reading` that are booked
+        self._ran = 0  # of `passes`, those whose rounds are booked
         self._rows = LARGEST_BATCH  # not finished, in the last round
         self._took = self._behind = 0.0  # passes of the target that the call took; that drafts made it longer
         self._trying = False  # this round's draft is a trial
@@ -114,7 +115,7 @@ class Pacer:
         """
         if self.length is not None:
             return drafted < self.length
-        if self._trying and drafted < TRIAL_LENGTH:
+        if drafted < TRIAL_LENGTH and (self._trying or self._tests()):
             return True
         return drafted < LONGEST and self._outlook(sum(chances), len(chances), drafted, draft_steps) > 0
 
@@ -172,6 +173,10 @@ class Pacer:
         """Is there so much in the budget, and does this call not fall far behind for it?"""
         passes = seconds / self.verify.plain
         return passes <= min(self.learnt.budget.left, CALL_SHARE * (CALL_LENGTH + self._took) - self._behind)
+
+    def _tests(self) -> bool:
+        """Are the draft's expectations still to be tested, now that it has run? One token tells something."""
+        return not self.acceptance.tested and self._affords(self.verify(1 + TRIAL_LENGTH) - self.verify.plain)
 
     def _outlook(self, gain: float, rows: int, drafted: int, draft_steps: int) -> float:
         """Seconds that drafting on is going to win at best, if tokens after the next are accepted as expected."""
@@ -240,12 +245,12 @@ class Pacer:
         self.verify.observe(size, seconds - drafting)
         passing = min(seconds - drafting, PassCost.OUTLIER * self.verify(size))
         read, self._read = self.passes.reading - self._read, self.passes.reading
+        ran, self._ran = self.passes.count - self._ran, self.passes.count
         self.learnt.observe_pace(passing + max(0.0, drafting - read), gained)
         if self.verify.known:
             plain = self.verify.plain
             took = (passing + drafting) / plain
-            drafted = size > 1 or drafting > 0.01 * plain
-            behind = took - gained / rows if drafted else 0.0
+            behind = took - gained / rows if size > 1 or ran else 0.0  # looking for a draft is no trial
             self._took, self._behind = self._took + took, max(0.0, self._behind + behind)
             self.learnt.budget.observe(took, -behind)
 

@@ -86,12 +86,22 @@ class Text:
         return [Text(*(getattr(self, n)[i : i + length] for n in self.__dataclass_fields__)) for i in starts]
 
 
-def text(length: int, repeats: float, knows: float, seed: int = 0, *, vain: float = 0.0, n_grams: float = 0.02) -> Text:
+def text(
+    length: int,
+    repeats: float,
+    knows: float,
+    seed: int = 0,
+    *,
+    vain: float = 0.0,
+    modest: float = 0.0,
+    n_grams: float = 0.02,
+) -> Text:
     """Random.
 
     Args:
         repeats: share of the text in stretches that repeat something: 95% of their tokens are as looked up.
         knows: the draft model's mean confidence. vain: how much of it is unfounded.
+        modest: chance that its best token is right, however unsure it is.
         n_grams: chance that a single token found elsewhere is followed by the same.
     """
     random = Random(seed)
@@ -108,7 +118,7 @@ def text(length: int, repeats: float, knows: float, seed: int = 0, *, vain: floa
             while rank < WIDTH and draw >= ranks[rank]:
                 draw -= ranks[rank]
                 rank += 1
-            out.rank.append(rank)
+            out.rank.append(0 if modest and random.random() < modest else rank)
     return out.parts(length)[0]
 
 
@@ -122,12 +132,14 @@ class Machine:
 
     Args:
         table: of the target's, by tokens. step: of a draft model's. reading: of a token of the prompt by the draft
-            model. noise: standard deviation, as a share; one pass in 200 takes three times as long.
+            model. looking: until it is decided whether to draft. noise: standard deviation, as a share; one pass in
+            200 takes three times as long.
     """
 
     table: dict[int, float]
     step: float = 0.0
     reading: float = 0.0
+    looking: float = 0.0
     noise: float = 0.03
     random: Random = field(default_factory=lambda: Random(1))
 
@@ -238,6 +250,8 @@ class Model(Proposer):
 
     def propose(self, context: Any) -> Any:
         pacer, room = context.pacer, context.room[0]
+        if context.machine.looking:
+            context.clock.spend(context.machine.looking)
         limit, backlog = min(pacer.limit, room), 0 if self._read else context.prompt
         if limit <= 0 or not pacer.may_start([pacer.expected_rate], 1, backlog=backlog, tokens_left=room):
             return Draft()
@@ -362,11 +376,12 @@ def speedups(
     length: int | None = None,
     prompt: int = 40,
     noise: float = 0.03,
+    looking: float = 0.0,
     learnt: Learnt | None = None,
 ) -> list[float]:
     """Of each call over plain decoding, one after the other in one process."""
     make, step = KINDS[kind]
-    machine = Machine(TABLES[table], step, 0.08 * step if step else 0.0, noise)
+    machine = Machine(TABLES[table], step, 0.08 * step if step else 0.0, looking, noise)
     proposer, learnt = make(), learnt or Learnt()
     return [
         decode(None, t, machine, learnt) / decode(proposer, t, machine, learnt, length=length, prompt=prompt)
