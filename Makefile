@@ -50,7 +50,7 @@ screenshots: docs
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed
 	$(PY) -m specdec.demo.weights qwen2.5-coder-0.5b-instruct
-	VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(PY) -m pytest -s tests/test_vllm.py $(ARGS)
+	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest -s tests/test_vllm.py $(ARGS)
 
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev

@@ -1,10 +1,14 @@
 """The distribution: its name beside PyPI's other one, its version, its extras, and a wheel that works on its own."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
+from email.parser import Parser
 from importlib.metadata import PathDistribution
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -57,18 +61,61 @@ def test_what_lies_elsewhere_is_no_error(other, files):
 
 
 def test_the_version_stands_in_one_place():
-    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version", ' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert f"\nversion: {specdec.__version__}\n" in cited  # which can't read it from there
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """What the source distribution holds, as a folder."""
+    pytest.importorskip("build")
+    folder = tmp_path_factory.mktemp("sdist")
+    build("--sdist", ROOT, folder)
+    [archive] = folder.glob("specdec_hf-*.tar.gz")
+    shutil.unpack_archive(archive, folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def build(kind, source, folder):
+    command = [sys.executable, "-m", "build", kind, "--outdir", str(folder), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_wheel_works_on_its_own(tmp_path):
+@pytest.mark.parametrize("repository", ["", "https://github.com/someone/specdec"], ids=["no repository", "one"])
+def test_an_index_shows_the_readme_without_a_link_that_leads_nowhere(sdist, tmp_path, repository):
+    source = shutil.copytree(sdist, tmp_path / "source")
+    project = (source / "pyproject.toml").read_text(encoding="utf-8")
+    (source / "pyproject.toml").write_text(
+        re.sub(r'^repository = ".*?"', f'repository = "{repository}"', project, flags=re.M)
+    )
+    build("--wheel", source, tmp_path)
+    [wheel] = tmp_path.glob("specdec_hf-*.whl")
+    with ZipFile(wheel) as files:
+        [name] = [name for name in files.namelist() if name.endswith("/METADATA")]
+        metadata = Parser().parsestr(files.read(name).decode("utf-8"))
+    page, readme = metadata.get_payload(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    link = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+    here, there = link.findall(readme), link.findall(page)
+    assert len(here) > 20
+    if repository:  # a picture as the file, a page as the repository shows it
+        places = {"!": f"{repository}/raw/main/", "": f"{repository}/blob/main/"}
+        assert there == [(picture, words, places[picture] + path) for picture, words, path in here]
+        assert metadata.get_all("Project-URL") == [f"Repository, {repository}"]
+    else:
+        assert not there
+        assert all(words in page for picture, words, _ in here if not picture)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_works_on_its_own(sdist, tmp_path):
     """In an environment of its own that shares the installed dependencies, and nothing of the checkout."""
-    pytest.importorskip("build")
     run = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path}
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)], **run)
+    build("--wheel", sdist, tmp_path)
     [wheel] = tmp_path.glob("specdec_hf-*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], **run)
     python = tmp_path / "venv" / "bin" / "python"
