@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, get_args
 
-ProposerName = Literal["auto", "ngram", "suffix", "eagle3", "ngram+eagle3"]  # others hold a path or hub id
+# others hold a path or hub id
+ProposerName = Literal["auto", "ngram", "suffix", "eagle3", "mtp", "ngram+eagle3", "ngram+mtp"]
 RuleName = Literal["coupled", "block", "token", "typical"]
 OnUnsupported = Literal["plain", "error"]
 NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
@@ -17,10 +18,10 @@ LossName = Literal["ce", "lk"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|(draft|eagle3):.+)")
+PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|mtp|(draft|eagle3|mtp):.+)")
 PROPOSERS_IN_WORDS = (
-    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "ngram+draft:PATH_OR_ID", '
-    '"ngram+eagle3", "ngram+eagle3:PATH_OR_ID" or "auto"'
+    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "mtp" (the model\'s own MTP '
+    'layers), "mtp:PATH_OR_ID", one of the latter five behind "ngram+", or "auto"'
 )
 
 

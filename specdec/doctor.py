@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.choices import ProposerName
 from specdec.diagnosis import Diagnosis
-from specdec.proposers import Eagle3Proposer, HybridProposer, Lookup, Proposer
+from specdec.proposers import Eagle3Proposer, HybridProposer, Lookup, MtpProposer, Proposer
 from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.report import Report
 from specdec.runner import device_of
@@ -76,7 +76,7 @@ def diagnose(
         acceptance=_rates(longest.report),
         uncovered=_uncovered(drafts, torch.cat([call.text for call in plain.calls])),
         elsewhere=next(iter(_rates(elsewhere.report)), 0.0) if on_usual else None,
-        has_head=isinstance(drafts, Eagle3Proposer),
+        has_head=isinstance(drafts, (Eagle3Proposer, MtpProposer)),
         looks_up=isinstance(whole, (HybridProposer, Lookup)),
         answered=answered,
         stopped=answered < len(prompts) or on_usual < len(usual),

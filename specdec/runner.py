@@ -118,12 +118,19 @@ class ModelRunner(CachedRows):
 
     @torch.no_grad()
     def grow(
-        self, tokens: Tensor, depth: Tensor, ancestors: Tensor, *, chain: bool = False, hidden_states: bool = False
+        self,
+        tokens: Tensor,
+        depth: Tensor,
+        ancestors: Tensor,
+        *,
+        chain: bool = False,
+        embedded: bool = False,
+        hidden_states: bool = False,
     ) -> Output:
         """Write n draft nodes behind the rows (and behind nodes already pending) and run the model over them.
 
         Args:
-            tokens: (B, n) int64.
+            tokens: (B, n) int64; (B, n, H) where they are `embedded` already.
             depth: (B, M + n) int64, of the M pending nodes and these: position = length + depth.
             ancestors: (B, n, M + n) bool, which of all these nodes each of the n sees.
             chain: the nodes form one path in order, in every row.
@@ -137,7 +144,7 @@ class ModelRunner(CachedRows):
         unmasked = self._unmasked(n, chain)
         sight = self.place_draft(depth, ancestors, chain)
         mask = self._mask_argument(sight, unmasked)
-        output = self._forward(tokens, sight.positions, mask, keep=n, hidden=hidden_states)
+        output = self._forward(tokens, sight.positions, mask, keep=n, hidden=hidden_states, embedded=embedded)
         self.pending += n
         return output
 

@@ -17,6 +17,7 @@ from specdec.proposers import (
     DraftModelProposer,
     Eagle3Proposer,
     HybridProposer,
+    MtpProposer,
     NgramProposer,
     Proposer,
     SuffixProposer,
@@ -27,7 +28,11 @@ from specdec.tree import DynamicTree
 CHAINS = (2, 4, 8)  # tokens; the last shows the acceptance at so many positions
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)
 LOOKUPS: dict[type, str] = {NgramProposer: '"ngram"', SuffixProposer: '"suffix"'}
-MODEL_OF: dict[type, str] = {DraftModelProposer: "DRAFT", Eagle3Proposer: "HEAD"}  # as the code calls it
+MODEL_OF: dict[type, str] = {
+    DraftModelProposer: "DRAFT",
+    Eagle3Proposer: "HEAD",
+    MtpProposer: "",
+}  # as the code calls it
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,10 @@ def _code(proposer: Proposer, shape: str = "") -> str:
 
 
 def _name(proposer: Proposer) -> str:
-    names: dict[type, str] = {Eagle3Proposer: "the head", DraftModelProposer: "the draft model"}
+    names: dict[type, str] = {
+        Eagle3Proposer: "the head",
+        MtpProposer: "the MTP layers",
+        DraftModelProposer: "the draft model",
+    }
     names |= {NgramProposer: "n-grams", SuffixProposer: "suffixes"}
     return names.get(type(proposer), type(proposer).__name__)

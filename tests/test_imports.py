@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "specdec"
 # A floor is a folder, or files beside the folders; what is not named is of the parts. As in docs/architecture.md.
 FLOORS = {
     "specdec.eagle3": "eagle3",
+    "specdec.mtp": "mtp",
     "specdec.proposers": "proposers",
     "specdec": "generator",
     "specdec.generator": "generator",
@@ -39,7 +40,8 @@ FLOORS = {
 MAY_IMPORT = {
     "parts": [],
     "eagle3": ["parts"],
-    "proposers": ["parts", "eagle3"],
+    "mtp": ["parts"],
+    "proposers": ["parts", "eagle3", "mtp"],
     "generator": ["parts", "proposers"],
     "uses": ["parts", "generator"],
     "data": ["parts", "proposers", "generator"],

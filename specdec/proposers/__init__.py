@@ -5,6 +5,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup import Lookup
+from specdec.proposers.mtp import MtpProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.text_memory import TextMemory
@@ -15,6 +16,7 @@ __all__ = [
     "Eagle3Proposer",
     "HybridProposer",
     "Lookup",
+    "MtpProposer",
     "NgramProposer",
     "Proposer",
     "SuffixProposer",

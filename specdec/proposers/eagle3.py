@@ -1,6 +1,6 @@
 """`Eagle3Proposer`: an EAGLE-3 head drafts from the target's own hidden states.
 
-Owns keeping the head up with the text: which states and tokens it has not seen yet.
+Owns what a head of its own vocabulary drafts, and which head it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
@@ -19,17 +18,16 @@ from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
-from specdec.pacing import FEW_TOKENS
-from specdec.products import clock
-from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped, top_children
+from specdec.proposers.autoregressive import Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
+from specdec.proposers.following import Follower, FollowingProposer
 from specdec.runner import device_of
 from specdec.step import spread
 from specdec.taps import Taps, decoder_layers
-from specdec.tree import DraftTree, DynamicTree, Verdict
+from specdec.tree import DynamicTree
 
 
-class Eagle3Proposer(AutoregressiveProposer):
+class Eagle3Proposer(FollowingProposer):
     """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
 
     On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
@@ -104,45 +102,11 @@ class Eagle3Proposer(AutoregressiveProposer):
         self._ids = None
         self.runner = HeadRunner(self.head, lent, self._fast)
         self.runner.start(context.batch_size)
-        # per row, the target's states that the head has not seen, (n, C) each
-        self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
+        super().begin(context)
 
-    def propose(self, context: Context) -> DraftTree:
-        self.follow(context)
-        return super().propose(context)
-
-    def follow(self, context: Context) -> None:
-        assert context.features is not None
-        for b, count in enumerate(context.fresh):
-            if count and context.active[b] and context.pacer.limit:
-                self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
-
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        super().observe(draft, verdict, accepted)
-        self.runner.drop_draft()
-
-    def _backlog(self, context: Context) -> int:
-        width = max(sum(map(len, parts)) for parts in self._waiting)
-        return width * context.batch_size if width > FEW_TOKENS else 0
-
-    def _catch_up(self, context: Context) -> Tensor:
-        start, B = clock(), context.batch_size
-        assert context.features is not None
-        states = []
-        for b, parts in enumerate(self._waiting):
-            known = context.ends[b] - context.pads[b]  # of a prompt given as embeddings only the last token is
-            waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
-            states.append(waiting[max(0, len(waiting) - known) :])
-        missing = [len(part) for part in states]
-        width = max(missing)
-        if all(len(parts) < 2 for parts in self._waiting) and missing == list(context.fresh):
-            padded = context.features  # as it lies, without a copy: long prompts have large states
-        else:
-            padded = pad_sequence(states, batch_first=True, padding_side="left")
-        self._waiting = [[] for _ in range(B)]
-        logits = self.runner.extend(context.last_tokens(width), padded, [width - m for m in missing])
-        self._book_pass(context, logits, clock() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
-        return logits.to(context.tokens.device)
+    @property
+    def follower(self) -> Follower:
+        return self.runner
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec import mtp
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
 from specdec.eagle3 import registry
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.mtp import MtpProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
 
@@ -53,18 +55,22 @@ def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, targe
         return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
     if kind == "draft":
         return DraftModelProposer(source, like=target)
+    if kind == "mtp":
+        return MtpProposer(source or None)
     if kind == "eagle3":
         return Eagle3Proposer(source or registry.find(target))
-    head = _known_head(target) if kind == "auto" else None
+    head = _head_at_hand(target) if kind == "auto" else None
     return NgramProposer() if head is None else HybridProposer(head)
 
 
-def _known_head(target: PreTrainedModel) -> Proposer | None:
-    """The registry's head if there is one, it is at hand and fits; "auto" is content with n-grams."""
-    if registry.known(target) is None:
+def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
+    """The registry's head, or else the target's own MTP layers, if they are there and fit; "auto" is content with
+    n-grams."""
+    known = registry.known(target) is not None
+    if not known and not mtp.at_hand(target):
         return None
     try:
-        proposer = Eagle3Proposer(registry.find(target))
+        proposer = Eagle3Proposer(registry.find(target)) if known else MtpProposer()
         proposer.check(target)
     except (ValueError, OSError) as error:
         warnings.warn(f'"auto" drafts with n-grams: {error}')
