@@ -17,6 +17,7 @@ from specdec import SpeculativeGenerator, machine
 from specdec.data.prompts import LIGHTHOUSE, PROMPTS, Prompt
 from specdec.demo import __main__ as command
 from specdec.demo import room, weights
+from specdec.demo import show as show_module
 from specdec.demo.comparison import PLAIN, Run, Speed
 from specdec.demo.divergence import Divergence, diverge, first_difference
 from specdec.demo.loading import load, locate
@@ -203,6 +204,43 @@ def test_show_compares_every_method_on_every_prompt(model, tokenizer):
     pooled = next(index for index, words in enumerate(table) if words[:2] == ["all", PLAIN])
     assert [words[:2] for words in table[pooled + 1 : pooled + 3]] == [["ngram", "yes"], ["draft", "yes"]]
     assert "please report" not in text().lower()
+
+
+@pytest.mark.parametrize("finished", [0, 1, 2, 4])
+def test_ctrl_c_ends_with_the_table_of_what_was_finished(model, tokenizer, monkeypatch, finished):
+    """Two prompts, three methods; the call that is interrupted has shown some of its text."""
+    console, text = screen()
+    generators = {"ngram": SpeculativeGenerator(model, "ngram"), "draft": SpeculativeGenerator(model, model)}
+    run, done = show_module.run, []
+
+    def interrupted(method, prompt, generate, inputs, streamer, max_new_tokens, **rest):
+        if streamer._console is console and len(done) == finished:
+            streamer.put(inputs["input_ids"])
+            streamer.put(torch.tensor([104]))
+            raise KeyboardInterrupt
+        result = run(method, prompt, generate, inputs, streamer, max_new_tokens, **rest)
+        done.extend([result] if streamer._console is console else [])
+        return result
+
+    monkeypatch.setattr(show_module, "run", interrupted)
+    prompts = (Prompt("one", "hello hello hello"), Prompt("two", "ab ab ab"))
+    with pytest.raises(KeyboardInterrupt):
+        Show(model, tokenizer, generators, console, max_new_tokens=16).run(prompts)
+    _, stopped, rest = text().partition(f"\nstopped after {finished} of 6 texts\n")
+    assert stopped
+    pooled = re.split(r"^ *all ", rest, flags=re.M)[1:]
+    assert len(pooled) == bool(finished)
+    assert [method for method in (PLAIN, "ngram", "draft") if pooled and method in pooled[0].split()] == [
+        PLAIN,
+        "ngram",
+        "draft",
+    ][:finished]
+
+
+def test_the_demo_says_how_long_it_takes(model, tokenizer):
+    console, text = screen()
+    Show(model, tokenizer, {"ngram": SpeculativeGenerator(model, "ngram")}, console, max_new_tokens=9).run(PROMPTS[:1])
+    assert re.search(r"^2 texts of 9 tokens, up to \d+ (seconds|minutes)\. Ctrl-C", text(), re.M)
 
 
 def test_the_table_fits_a_terminal():

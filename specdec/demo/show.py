@@ -51,30 +51,49 @@ class Show:
         self.max_new_tokens = max_new_tokens
 
     def run(self, prompts: Sequence[Prompt] = PROMPTS) -> list[Run]:
-        """Generate everything, print everything; returns the runs, plain decoding first for each prompt."""
-        self._warm_up(prompts[0])
+        """Generate everything, print everything; returns the runs, plain decoding first for each prompt.
+
+        Raises:
+            KeyboardInterrupt: it was stopped; the table of what was done by then is printed.
+        """
+        texts = len(prompts) * len(self._methods())
+        longest = texts * self._warm_up(prompts[0])
+        size = f"{texts} texts of {self.max_new_tokens} tokens, up to {_minutes(longest)}"
+        self.console.print(f"{size}. Ctrl-C ends it with the table so far.")
         self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
         runs: list[Run] = []
-        differences: list[str] = []
-        for prompt in prompts:
-            of_prompt = [self._run(method, prompt) for method in self._methods()]
-            differences += self._differences(prompt, of_prompt)
-            runs += of_prompt
+        try:
+            for prompt in prompts:
+                for method in self._methods():
+                    runs.append(self._run(method, prompt))
+        except KeyboardInterrupt:
+            self.console.print(f"\nstopped after {len(runs)} of {texts} texts")
+            if runs:
+                self.console.print(summary(runs))
+            raise
         self.console.print(summary(runs))
-        for line in differences:
-            self.console.print(line, markup=False)
+        for prompt in prompts:
+            for line in self._differences(prompt, [one for one in runs if one.prompt == prompt.name]):
+                self.console.print(line, markup=False)
         return runs
 
     def _methods(self) -> dict[str, Callable[..., Any]]:
         speculative = {name: generator.generate for name, generator in self.generators.items()}
         return {PLAIN: self.model.generate, **speculative}
 
-    def _warm_up(self, prompt: Prompt) -> None:
-        """First passes allocate buffers and choose kernels: not what is to be measured."""
+    def _warm_up(self, prompt: Prompt) -> float:
+        """First passes allocate buffers and choose kernels: not what is to be measured.
+
+        Returns:
+            Seconds that a text takes in plain decoding.
+        """
         inputs = prompt.encode(self.tokenizer, self.model.device)
         with self.console.status("warming up"):
             for generate in self._methods().values():
                 generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+            streamer = ColourStreamer(self.tokenizer, Console(quiet=True))
+            speed = Speed.of([run(PLAIN, prompt.name, self.model.generate, inputs, streamer, WARM_UP_TOKENS)])
+        return speed.time_to_first_token + (self.max_new_tokens - 1) * speed.time_per_output_token
 
     def _run(self, method: str, prompt: Prompt) -> Run:
         self.console.rule(f"{prompt.name}: {_title(method)}", align="left")
@@ -120,11 +139,13 @@ def summary(runs: Sequence[Run]) -> Table:
     methods = list(dict.fromkeys(run.method for run in runs))
     for prompt in [*prompts, ALL]:
         chosen = [run for run in runs if prompt in (ALL, run.prompt)]
-        plain = [run for run in chosen if run.method == PLAIN]
         for method in methods:
-            cells = _cells([run for run in chosen if run.method == method], plain)
-            style = "bold" if prompt == ALL else ""
-            table.add_row(prompt if method == PLAIN else "", method, *cells, style=style)
+            ours = [run for run in chosen if run.method == method]
+            done = {run.prompt for run in ours}  # not all, where the demo was stopped
+            if ours:
+                cells = _cells(ours, [run for run in chosen if run.method == PLAIN and run.prompt in done])
+                style = "bold" if prompt == ALL else ""
+                table.add_row(prompt if method == PLAIN else "", method, *cells, style=style)
         table.add_section()
     return table
 
@@ -148,6 +169,10 @@ def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
 
 def _title(method: str) -> str:
     return "model.generate()" if method == PLAIN else f"specdec, {method}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
 
 
 def _ms(seconds: float) -> str:
