@@ -1,18 +1,22 @@
 """The target's own MTP layers draft: the text stays the target's, the drafts are those of slow references."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specdec import DynamicTree, SpeculativeGenerator
-from specdec.mtp import MtpLayer, NoMtpLayers
+from specdec.mtp import MtpLayer, NoMtpLayers, load
 from specdec.mtp.runner import MtpRunner
 from specdec.proposers import HybridProposer, MtpProposer, NgramProposer
+from specdec.taps import decoder_layers
 from tests import mtp, tiny
 from tests.naive_mtp import NaiveMtp
 
-FAMILIES = tuple(mtp.CONFIGS)
+FAMILIES = ("deepseek_v3", "glm4_moe", "qwen3_5_text")
+QUICK = ("qwen3_next", "nemotron_h", "mimo_v2_flash")
 SHAPES = {"chain": {}, "fixed": {"branching": (2, 2, 1)}, "dynamic": {"tree": DynamicTree(top_k=3, size=8)}}
 
 
@@ -45,6 +49,28 @@ def test_the_text_is_plain_decodings(target, family, layers, lengths, shape):
         plain = model.generate(**inputs, max_new_tokens=20, **kwargs)
         torch.manual_seed(3)
         assert spec.generate(**inputs, max_new_tokens=20, **kwargs).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+        for family in mtp.CONFIGS
+        if family not in FAMILIES
+    ],
+)
+def test_every_family_has_its_layers(target, family):
+    """Of the kind that they are, with the checkpoint's weights, and the text stays plain decoding's."""
+    model, inputs = target(family), tiny.prompts(11, 4, 1, vocab=mtp.VOCAB)
+    (layer,) = load(model).layers
+    known = torch.load(Path(model.name_or_path) / "blocks.pt")
+    for block, state in zip(decoder_layers(layer.block), known, strict=True):
+        assert block.state_dict().keys() == state.keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in block.state_dict().items())
+    spec = SpeculativeGenerator(model, "mtp", draft_length=3, on_unsupported="error")
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=12)
+    assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain.tolist()
+    assert spec.report.num_draft_tokens
 
 
 class Recorded(MtpProposer):

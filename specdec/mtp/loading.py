@@ -24,7 +24,7 @@ from specdec.taps import decoder_layers
 from specdec.view import whole
 
 EXPERT = re.compile(r"\bexperts\.(?:\d+\.)?.*")
-MLP = re.compile(r"\b(mlp|moe|feed_forward|block_sparse_moe|mixer)\b")
+MLP = re.compile(r"\b(mlp|moe|feed_forward|block_sparse_moe)\b")
 
 
 def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
@@ -37,7 +37,7 @@ def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
         NoMtpLayers: there are none there.
     """
     found = read(path or _source(target), len(decoder_layers(target)))
-    layers = [made(target, tensors) for tensors in found]
+    layers = [made(target, tensors, index) for index, tensors in enumerate(found)]
     lent = [target.get_input_embeddings(), target.get_output_embeddings()]
     return MtpHead(layers, *(map(whole, lent) if spread(target) else lent)).eval().requires_grad_(False)
 
@@ -54,9 +54,9 @@ def _source(target: PreTrainedModel) -> str:
     return str(getattr(target.config, "_name_or_path", "") or "")
 
 
-def made(target: PreTrainedModel, tensors: MtpTensors) -> MtpLayer:
-    """One layer."""
-    kind, config = _kind_and_config(target, tensors.block)
+def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLayer:
+    """One layer, the `index`-th."""
+    kind, config = _kind_and_config(target, tensors.block, index)
     with torch.device("meta"):
         outline = kind(copy.deepcopy(config))
     norm_name, norm = _last_norm(outline)
@@ -87,7 +87,7 @@ def made(target: PreTrainedModel, tensors: MtpTensors) -> MtpLayer:
 
 
 def _kind_and_config(
-    target: PreTrainedModel, block: Sequence[dict[str, Tensor]]
+    target: PreTrainedModel, block: Sequence[dict[str, Tensor]], index: int
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     """The class of a causal LM that has these decoder layers, and its config."""
     text = target.config.get_text_config(decoder=True)
@@ -97,8 +97,9 @@ def _kind_and_config(
     count = len(decoder_layers(target))
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == count and "layer" in name:
-            of_mlp = "mlp" in name or "moe" in name
-            setattr(config, name, [value[mlp if of_mlp else attention] for attention, mlp in like])
+            of_mlp, said = "mlp" in name or "moe" in name, getattr(text, f"mtp_{name}", None)
+            kinds = [value[mlp if of_mlp else attention] for attention, mlp in like]
+            setattr(config, name, said[index * len(like) :][: len(like)] if said else kinds)
     if hasattr(config, "first_k_dense_replace"):
         dense = sum(mlp < text.first_k_dense_replace for _, mlp in like)
         config.first_k_dense_replace = dense
