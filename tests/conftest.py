@@ -17,7 +17,7 @@ os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, o
 def pytest_addoption(parser):
     parser.addoption(
         "--device",
-        choices=("cpu", "pretend"),
+        choices=("cpu", "cuda", "pretend"),
         default="cpu",
         help='where tiny models live: "pretend" is a CUDA device played by the CPU (tests/pretend.py)',
     )
@@ -26,6 +26,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--device") == "pretend":
         pretend.install()
+    if config.getoption("--device") != "cpu":
         tiny.DEVICE = "cuda"
 
 

@@ -10,7 +10,7 @@ from transformers import LogitsProcessor, StoppingCriteria
 from specdec import NgramProposer, SpeculativeGenerator
 from tests import launches, pretend, tiny
 
-pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu", reason="pytest --device pretend")
+pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu" or torch.cuda.is_available(), reason="pytest --device pretend")
 
 NEW = 24
 # Kernels of a round outside of the models, by batch and sampling, before rounds were lean (benchmarks/results).

@@ -1,0 +1,362 @@
+"""What a GPU makes of specdec, unattended: speed over both of transformers' ways, rounds, launches, memory, parity.
+
+    python benchmarks/gpu.py --out results             # on a GPU, under 8 minutes, nothing is downloaded
+    python benchmarks/gpu.py --out results --small     # anywhere: tiny models, to see that it runs
+
+Models have real shapes and random weights (`counting`), acceptance is set (`Replay`), and verification real. Each part
+is a process of its own, within a time of its own, and writes a line of JSON per measurement as it comes: what fails or
+runs late takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import counting
+import machine
+import torch
+import typer
+from replay import Replay
+from table import number, table
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec.eagle3 import Eagle3Head
+from specdec.proposers import Eagle3Proposer, Proposer
+
+os.environ["SPECDEC_KEEP_COSTS"] = "0"
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS = {0.6: 3, 0.8: 6, 0.9: 8}  # tokens to draft, by the share of them that is right
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
+Row = dict[str, Any]
+
+app = typer.Typer(add_completion=False)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large.
+
+    Attributes:
+        new_tokens: per call that is measured.
+    """
+
+    device: torch.device
+    small: bool
+    new_tokens: int
+
+    def model(self, shape: str, **changes: Any) -> PreTrainedModel:
+        return counting.counting(shape, self.device, self.small, **changes)
+
+    def batches(self) -> tuple[int, ...]:
+        return (1, 2) if self.small else (1, 4, 16, 64)
+
+    def lengths(self) -> tuple[int, ...]:
+        return (16, 32) if self.small else (128, 2048, 32000)
+
+
+# Parts: each gives its measurements one by one
+
+
+def bandwidth(setting: Setting) -> Iterator[Row]:
+    """What the floors are made of: how fast memory is read, and what a kernel costs that does nothing."""
+    data = torch.ones(2**20 if setting.small else 2**31, dtype=torch.bfloat16, device=setting.device)
+    one = torch.ones(1, device=setting.device)
+    seconds = least(setting, data.sum)
+    chain = least(setting, lambda: [one.add_(1) for _ in range(1000)])
+    yield {"GB/s": data.nbytes / seconds / 1e9, "us a kernel": chain * 1e3}
+
+
+def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
+    """All ways to generate, one row, a prompt of 128 tokens."""
+
+    def part(setting: Setting) -> Iterator[Row]:
+        target = setting.model(shape)
+        ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+        draft = setting.model(shape, wrong=0.2, num_hidden_layers=2)
+        head = counting.head_for(target)
+        for name, generate in plain_ways(target).items():
+            yield measured(setting, target, name, generate, ids)
+        yield measured(setting, target, "assisted, 0.8", in_assisted(target, draft), ids)
+        for right in LENGTHS:
+            yield measured(setting, target, f"specdec replay, {right}", replayed(setting, target, ids, right), ids)
+        spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
+        yield measured(setting, target, "specdec draft model, 0.8", spec, ids)
+        spec = replayed(setting, target, ids, 0.8, head)
+        yield measured(setting, target, "specdec EAGLE-3 chain, 0.8", spec, ids)
+
+    return part
+
+
+def batches(setting: Setting) -> Iterator[Row]:
+    target = setting.model("llama-8b")
+    for rows in setting.batches():
+        ids = counting.prompts(rows, setting.lengths()[0], target.config.vocab_size, setting.device)
+        yield from against_plain(setting, target, ids)
+
+
+def long_prompts(setting: Setting) -> Iterator[Row]:
+    target = setting.model("qwen3-4b")
+    for length in setting.lengths():
+        ids = counting.prompts(1, length, target.config.vocab_size, setting.device)
+        yield from against_plain(setting, target, ids)
+
+
+def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor) -> Iterator[Row]:
+    for name, generate in plain_ways(target).items():
+        yield measured(setting, target, name, generate, ids)
+    yield measured(setting, target, "specdec replay, 0.8", replayed(setting, target, ids, 0.8), ids)
+
+
+def launches(setting: Setting) -> Iterator[Row]:
+    """Per token or round, as torch's profiler saw them."""
+    target = setting.model("llama-8b")
+    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+    head = counting.head_for(target)
+    ways: dict[str, Any] = {
+        **plain_ways(target),
+        "specdec replay, 0.8": replayed(setting, target, ids, 0.8),
+        "specdec EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
+        "specdec EAGLE-3 tree": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
+    }
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if setting.device.type == "cuda" else []
+    for name, way in ways.items():
+        counts = []
+        for new in (2, 2 + setting.new_tokens // 4):  # their difference is without the prompt's part
+            write(way, ids, new)
+            with torch.profiler.profile(activities=activities) as profile:
+                write(way, ids, new)
+            seen = {event.key: event.count for event in profile.key_averages()}
+            counts.append([sum(seen.get(key, 0) for key in keys) for keys in (LAUNCHES, WAITS)])
+            counts[-1].append(passes(way, new) or 0)
+        launched, waited, rounds = (b - a for a, b in zip(*counts, strict=True))
+        yield {"method": name, "launches a pass": launched / rounds, "waits a pass": waited / rounds}
+
+
+def parity(setting: Setting) -> Iterator[Row]:
+    """The tests whose texts must be plain decoding's, on the device."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", setting.device.type, "-p", "no:cacheprovider"]
+    chosen = ["tests/test_rounds.py"] if setting.small else ["tests/test_parity.py", "tests/test_sampling.py"]
+    done = subprocess.run([*command, "-m", "not slow", *chosen], cwd=ROOT, capture_output=True, text=True)
+    yield {"passed": done.returncode == 0, "said": done.stdout.strip().splitlines()[-1:]}
+
+
+PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # seconds it may take
+    "bandwidth": (30, bandwidth),
+    "llama-8b": (120, methods("llama-8b")),
+    "launches": (60, launches),
+    "parity": (120, parity),
+    "batches": (120, batches),
+    "long prompts": (120, long_prompts),
+    "qwen3-4b": (90, methods("qwen3-4b")),
+    "mixture of experts": (120, methods("qwen3-30b-a3b, half its layers")),
+}
+
+
+# Ways to generate
+
+
+def plain_ways(target: PreTrainedModel) -> dict[str, Any]:
+    """Eager, and with a static cache, whose passes transformers compiles on a GPU: the baseline to be measured by."""
+
+    def static(ids: Tensor, **kwargs: Any) -> Tensor:
+        return target.generate(ids, cache_implementation="static", **kwargs)
+
+    return {"generate(), eager": target.generate, "generate(), static": static}
+
+
+def in_assisted(target: PreTrainedModel, draft: PreTrainedModel) -> Any:
+    def assisted(ids: Tensor, **kwargs: Any) -> Tensor:
+        return target.generate(ids, assistant_model=draft, **kwargs)
+
+    return assisted
+
+
+def replayed(setting: Setting, target: PreTrainedModel, ids: Tensor, right: float, head: Eagle3Head | None = None):
+    """specdec on a replay, at the cost of the head's drafts where there is one."""
+    vocab_size = target.config.vocab_size
+    texts = counting.counted(ids, setting.new_tokens + 64, vocab_size)
+    behind: Proposer | None = None if head is None else Eagle3Proposer(head).shaped()
+    return SpeculativeGenerator(target, Replay(texts, right, vocab_size, behind), draft_length=LENGTHS[right])
+
+
+# Measuring
+
+
+def measured(setting: Setting, target: PreTrainedModel, name: str, way: Any, ids: Tensor) -> Row:
+    """Seconds per token behind the first. `way`: called like `generate()`, or has it."""
+    B, new = len(ids), setting.new_tokens
+    write(way, ids, new)  # compiles, and finds out what passes cost
+    first = least(setting, lambda: write(way, ids, 1))
+    whole = least(setting, lambda: write(way, ids, new))
+    if setting.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    output, count = write(way, ids, new), passes(way, new)
+    row: Row = {
+        "method": name,
+        "batch": B,
+        "prompt": ids.shape[1],
+        "ms a token": 1e3 * (whole - first) / (new - 1),
+        "tokens/s": B * (new - 1) / (whole - first),
+        "tokens a pass": None if count is None else new / count,
+        "first token ms": 1e3 * first,
+        "right": counting.share_counted(output, ids, target.config.vocab_size),
+    }
+    if not hasattr(target.config, "num_experts"):  # else a pass reads a part of them
+        row["weights GB"] = sum(weight.nbytes for weight in target.parameters()) / 1e9
+    if setting.device.type == "cuda":
+        row["memory GB"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
+
+
+def write(way: Any, ids: Tensor, new: int) -> Tensor:
+    mask = torch.ones_like(ids)
+    generate = getattr(way, "generate", way)
+    return generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=None)
+
+
+def passes(way: Any, new: int) -> int | None:
+    """Of the target in the last call of so many new tokens; a hook that counted them would compile them anew."""
+    if isinstance(way, SpeculativeGenerator):
+        return way.last_report.num_rounds + 1
+    return None if way.__name__ == "assisted" else new
+
+
+def least(setting: Setting, work: Callable[[], Any], repeats: int = 3) -> float:
+    """Seconds of the fastest, the device's end included."""
+    taken = []
+    for _ in range(repeats):
+        start = perf_counter()
+        work()
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(perf_counter() - start)
+    return min(taken)
+
+
+# Running the parts
+
+
+@app.command(help=__doc__)
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for results.jsonl and results.md.")],
+    part: Annotated[str | None, typer.Option(help="This one alone, in this process.")] = None,
+    small: Annotated[bool, typer.Option(help="Tiny models and short texts, on the CPU too.")] = False,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Parts that do not fit are left out.")] = 8,
+    new_tokens: Annotated[int | None, typer.Option(min=8, help="Per call that is measured.")] = None,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not small:
+        raise typer.BadParameter("there is no GPU here: --small runs anywhere")
+    if part is not None and part not in PARTS:
+        raise typer.BadParameter(f"no part is called {part!r}; there are {', '.join(PARTS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    setting = Setting(device, small, new_tokens or (16 if small else 128))
+    if part is None:
+        run_all(out, setting, 60 * minutes)
+    else:
+        logging.set_verbosity_error()
+        for row in PARTS[part][1](setting):
+            note(out, {"part": part, **row})
+
+
+def run_all(out: Path, setting: Setting, seconds: float) -> None:
+    (out / "results.jsonl").unlink(missing_ok=True)
+    (out / "machine.json").write_text(json.dumps(machine.describe(), indent=1))
+    end = perf_counter() + seconds
+    for part, (most, _) in PARTS.items():
+        left = min(most, end - perf_counter())
+        failure = "no time was left" if left <= 0 else run_part(command(out, part, setting), left)
+        if failure:
+            note(out, {"part": part, "failure": failure})
+        print(f"{part}: {failure or 'done'}", flush=True)
+    (out / "results.md").write_text(tables(out))
+    draw(out)
+    print(tables(out))
+
+
+def command(out: Path, part: str, setting: Setting) -> list[str]:
+    options = ["--out", str(out), "--part", part, "--new-tokens", str(setting.new_tokens)]
+    return [sys.executable, __file__, *options, *(["--small"] if setting.small else [])]
+
+
+def run_part(command: list[str], seconds: float) -> str | None:
+    """Why it failed, None where it did not."""
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"not done within {seconds:.0f} s"
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+
+
+def note(out: Path, row: Row) -> None:
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def tables(out: Path) -> str:
+    """Everything measured, a table a part."""
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    bandwidth = next((row["GB/s"] for row in rows if "GB/s" in row), None)
+    made = []
+    for part in dict.fromkeys(row["part"] for row in rows):
+        mine = [with_floor(row, bandwidth) for row in rows if row["part"] == part]
+        measured = [row for row in mine if "failure" not in row]
+        head = list(dict.fromkeys(key for row in measured for key in row if key != "part"))
+        lines = [[shown(row.get(key)) for key in head] for row in measured]
+        failures = [f"Failed: {row['failure']}" for row in mine if "failure" in row]
+        made.append("\n\n".join([f"## {part}", *([table(head, lines)] if lines else []), *failures]))
+    return "\n\n".join(made) + "\n"
+
+
+def draw(out: Path) -> None:
+    """Tokens per second of every way, a panel a part."""
+    from matplotlib.figure import Figure
+
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "tokens/s" in row]
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    if not parts:
+        return
+    figure = Figure(figsize=(9, 3 * len(parts)), layout="constrained")
+    for panel, part in zip(figure.subplots(len(parts), squeeze=False)[:, 0], parts, strict=True):
+        mine = [row for row in rows if row["part"] == part]
+        names = [f"{row['method']}\n{row['batch']} x {row['prompt']}" for row in mine]
+        panel.bar_label(panel.barh(names, [row["tokens/s"] for row in mine]), fmt="%.0f", fontsize=6)
+        panel.set_title(part, fontsize="medium")
+        panel.set_xlabel("tokens/s", fontsize="x-small")
+        panel.tick_params(labelsize=6)
+        panel.invert_yaxis()
+    figure.savefig(out / "results.png", dpi=150)
+
+
+def with_floor(row: Row, bandwidth: float | None) -> Row:
+    """Beside a token's time, what reading the weights once a pass would take."""
+    if bandwidth is None or not row.get("tokens a pass") or "weights GB" not in row:
+        return row
+    return row | {"floor ms": 1e3 * row["weights GB"] / bandwidth / row["tokens a pass"]}
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "-" if value is None else str(value)
+    return number(value)
+
+
+if __name__ == "__main__":
+    app()
