@@ -13,15 +13,18 @@ refuse_namesake()  # before anything of it is imported
 if TYPE_CHECKING:
     from specdec.generator import SpeculativeGenerator
     from specdec.proposers import (
+        BlockProposer,
         Context,
         DraftModelProposer,
         Eagle3Proposer,
+        EarlyExitProposer,
         HybridProposer,
         MtpProposer,
         NgramProposer,
         Proposer,
         SuffixProposer,
         TextMemory,
+        TranslatedDraftProposer,
     )
     from specdec.report import Report
     from specdec.rounds import Round
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
     from specdec.tree import DraftTree, DynamicTree, Verdict
 else:
     _FILES = {
+        "BlockProposer": "proposers",
         "Context": "proposers",
         "DraftModelProposer": "proposers",
         "DraftTree": "tree",
         "DynamicTree": "tree",
         "Eagle3Proposer": "proposers",
+        "EarlyExitProposer": "proposers",
         "HybridProposer": "proposers",
         "MtpProposer": "proposers",
         "NgramProposer": "proposers",
@@ -43,6 +48,7 @@ else:
         "SpeculativeGenerator": "generator",
         "SuffixProposer": "proposers",
         "TextMemory": "proposers",
+        "TranslatedDraftProposer": "proposers",
         "Unsupported": "support",
         "Verdict": "tree",
     }
@@ -59,11 +65,13 @@ else:
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockProposer",
     "Context",
     "DraftModelProposer",
     "DraftTree",
     "DynamicTree",
     "Eagle3Proposer",
+    "EarlyExitProposer",
     "HybridProposer",
     "MtpProposer",
     "NgramProposer",
@@ -73,6 +81,7 @@ __all__ = [
     "SpeculativeGenerator",
     "SuffixProposer",
     "TextMemory",
+    "TranslatedDraftProposer",
     "Unsupported",
     "Verdict",
 ]

@@ -18,10 +18,11 @@ LossName = Literal["ce", "lk"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|mtp|(draft|eagle3|mtp):.+)")
+PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|mtp|(draft|eagle3|mtp|dflash|medusa):.+|exit:\d+)")
 PROPOSERS_IN_WORDS = (
     '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "mtp" (the model\'s own MTP '
-    'layers), "mtp:PATH_OR_ID", one of the latter five behind "ngram+", or "auto"'
+    'layers), "mtp:PATH_OR_ID", "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "exit:LAYERS", one of the latter eight '
+    'behind "ngram+", or "auto"'
 )
 
 

@@ -55,9 +55,10 @@ class SpeculativeGenerator:
     Args:
         model: the target, a causal LM from transformers, also with PEFT's adapters or in `torch.compile`.
         proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3"
-            (the head that `eagle3.registry` knows for this model), "mtp" (its own MTP layers), "mtp:PATH_OR_ID", one of
-            the latter five behind "ngram+" (see `HybridProposer`), or "auto" ("ngram+eagle3" where a head is known,
-            "ngram+mtp" where its checkpoint holds MTP layers, else "ngram").
+            (the head that `eagle3.registry` knows for this model), "mtp" (its own MTP layers), "mtp:PATH_OR_ID",
+            "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "exit:LAYERS", one of the latter eight behind "ngram+" (see
+            `HybridProposer`), or "auto" ("ngram+eagle3" where a head is known, "ngram+mtp" where its checkpoint holds
+            MTP layers, else "ngram").
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
         rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
             text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.
@@ -367,16 +368,22 @@ class SpeculativeGenerator:
 
     def _drafting_of_call(self, config: GenerationConfig, assistant: Any) -> Drafting:
         """The generator's own, unless the call asks for another, in the order in which transformers looks (5.23)."""
-        if config.prompt_lookup_num_tokens is None and assistant is None:
+        asked = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
+        if config.prompt_lookup_num_tokens is not None:
+            asked = "ngram"
+        elif asked is None and assistant is not None:
+            asked = bare(assistant)
+        if asked is None:
             return self._drafting
-        asked = "ngram" if config.prompt_lookup_num_tokens is not None else bare(assistant)
         if _drafts_with(self.proposer, asked):
             return self._drafting
         if asked not in self._asked_for:
             try:
                 self._asked_for[asked] = Drafting(as_proposer(asked, self.model), self.model)
-            except ValueError as error:  # a draft model that shares no tokenizer with this target
-                self._warn(f"assistant_model is ignored, {type(self.proposer).__name__} drafts: {error}")
+            except ValueError as error:  # it cannot draft for this target
+                self._warn(
+                    f"what the call asks to draft with is ignored, {type(self.proposer).__name__} drafts: {error}"
+                )
                 self._asked_for[asked] = self._drafting
         return self._asked_for[asked]
 

@@ -188,7 +188,7 @@ class Budget:
 
 
 class DraftCost:
-    """Seconds of a draft's passes.
+    """Seconds of a draft's passes. Where one pass drafts several tokens, those behind the first cost less.
 
     Attributes:
         share: of a pass of the target over one token, that a step is taken to cost before one was measured here.
@@ -198,18 +198,31 @@ class DraftCost:
     def __init__(self, share: float = PRIOR_STEP) -> None:
         self.share, self.reading = share, 0.0
         self._steps: tuple[float, ...] = ()
+        self._read_out: tuple[float, ...] = ()
 
     @property
     def known(self) -> bool:
         """Has a step been measured here?"""
         return bool(self._steps)
 
+    @property
+    def reads_out(self) -> bool:
+        """Does one pass draft several tokens?"""
+        return bool(self._read_out)
+
     def step(self, plain: float) -> float:
         """Seconds of one draft pass: the median of recent ones. plain: of a pass of the target."""
         return median(self._steps) if self._steps else self.share * plain
 
+    def further(self, plain: float) -> float:
+        """Seconds of a token behind another: of a pass of its own, unless it was read out of the same."""
+        return median(self._read_out) if self._read_out else self.step(plain)
+
     def observe(self, seconds: float) -> None:
         self._steps = (*self._steps[1 - STEPS :], seconds)
+
+    def observe_read_out(self, seconds: float) -> None:
+        self._read_out = (*self._read_out[1 - STEPS :], seconds)
 
 
 class Learnt:
@@ -246,6 +259,11 @@ class Learnt:
     def draft_step(self) -> float:
         """Seconds of one draft pass."""
         return self.draft.step(self.verify.plain)
+
+    @property
+    def further_token(self) -> float:
+        """Seconds of drafting a token behind another."""
+        return self.draft.further(self.verify.plain)
 
     @property
     def seconds_per_token(self) -> float | None:

@@ -144,6 +144,7 @@ class Loop:
             fresh=self._fresh,
             features=self._features,
             written=text.written,
+            cache=self.target.cache,
         )
 
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:

@@ -150,11 +150,12 @@ class Pacer:
 
     def promise(self) -> float:
         """Tokens per row and second of drafts whose tokens are accepted as expected, of the best length."""
-        verify, step, best, gained, chance = self.verify, self.learnt.draft_step, 1 / self.verify.plain, 1.0, 1.0
+        verify, drafting, best, gained, chance = self.verify, self.learnt.draft_step, 1 / self.verify.plain, 1.0, 1.0
         for length in range(1, 1 + LONGEST):
             chance *= self.expected_rate
             gained += chance
-            best = max(best, gained / (verify(1 + length) + length * step))
+            best = max(best, gained / (verify(1 + length) + drafting))
+            drafting += self.learnt.further_token
         return best
 
     def _price(self, rows: int) -> float:
@@ -180,13 +181,14 @@ class Pacer:
 
     def _outlook(self, gain: float, rows: int, drafted: int, draft_steps: int) -> float:
         """Seconds that drafting on is going to win at best, if tokens after the next are accepted as expected."""
-        verify, price, step, rate = self.verify, self._price(rows), self.learnt.draft_step, self.expected_rate
+        verify, price, rate, further = self.verify, self._price(rows), self.expected_rate, self.learnt.further_token
+        step = further if drafted else self.learnt.draft_step
         best, won, cost = float("-inf"), 0.0, draft_steps * step - verify(1 + drafted)
         for size in range(2 + drafted, 1 + min(1 + LONGEST, verify.explored)):
             won += gain * price
             best = max(best, won - cost - verify(size))
             gain *= rate
-            cost += step
+            cost += further
         return best
 
     def observe_expectation(self, rate: float) -> None:
@@ -202,6 +204,10 @@ class Pacer:
         else:
             self.passes.reading += seconds
             self.learnt.draft.reading = seconds / tokens
+
+    def observe_read_out(self, seconds: float) -> None:
+        """Book what it took to read one more token out of a pass that drafted several."""
+        self.learnt.draft.observe_read_out(seconds)
 
     def launched_draft_pass(self, tokens: int = 1) -> None:
         """A pass of the draft model was asked of a device: the round will tell what it took."""

@@ -35,7 +35,7 @@ KNOWN_KWARGS = {
     "cache_position",
 }
 # Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
-ASSISTED_FIELDS = ("assistant_early_exit", "assistant_ensemble_weight", "use_mtp")
+ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
 
 class Unsupported(ValueError):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specdec.capability import capability
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import (
+    BlockProposer,
     DraftModelProposer,
     Eagle3Proposer,
     HybridProposer,
@@ -32,6 +33,7 @@ MODEL_OF: dict[type, str] = {
     DraftModelProposer: "DRAFT",
     Eagle3Proposer: "HEAD",
     MtpProposer: "",
+    BlockProposer: "HEAD",
 }  # as the code calls it
 
 
@@ -118,5 +120,5 @@ def _name(proposer: Proposer) -> str:
         MtpProposer: "the MTP layers",
         DraftModelProposer: "the draft model",
     }
-    names |= {NgramProposer: "n-grams", SuffixProposer: "suffixes"}
+    names |= {BlockProposer: "the drafter", NgramProposer: "n-grams", SuffixProposer: "suffixes"}
     return names.get(type(proposer), type(proposer).__name__)

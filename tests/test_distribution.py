@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import (
+    BlockProposer,
     Context,
     DraftModelProposer,
     DraftTree,
@@ -30,7 +31,7 @@ from specdec.pacing import Pacer
 from specdec.taps import FINAL
 from specdec.training.objective import Objective
 from specdec.training.teacher import TargetLogits
-from tests import eagle3, naive, tiny
+from tests import blocks, eagle3, naive, tiny
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
 EXACT = 5.0  # standard deviations, see `departure`
@@ -169,6 +170,21 @@ def trained_eagle_head():
     return head.eval()
 
 
+def block_head(name: str):
+    """Untrained, for blocks of five."""
+    return blocks.head(
+        name,
+        hidden_size=16,
+        target_hidden_size=16,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tap_ids=(0, 1),
+        mask_token_id=0,
+    )
+
+
 SMALL_TREE = DynamicTree(depth=3, top_k=2, size=6)
 PROPOSERS = {
     "chain": lambda: DraftModelProposer(drafter()),
@@ -184,6 +200,10 @@ PROPOSERS = {
     "eagle3, automatic size": lambda: Eagle3Proposer(eagle_head()),
     "eagle3, drawn chain": lambda: Eagle3Proposer(eagle_head(), branching=(1, 1, 1)),
     "eagle3, drawn tree": lambda: Eagle3Proposer(eagle_head(), branching=(2, 2)),
+    "block": lambda: BlockProposer(block_head("DFlash"), tree=SMALL_TREE),
+    "block, Markov": lambda: BlockProposer(block_head("DSpark")),
+    "block, Markov, drawn chain": lambda: BlockProposer(block_head("rnn"), branching=(1, 1, 1)),
+    "block, drawn tree": lambda: BlockProposer(block_head("DFlash"), branching=(2, 2)),
     "trimmed vocabulary": lambda: DraftModelProposer(drafter(), vocab=torch.tensor([1, 3, 4])),
     "hybrid": lambda: HybridProposer(DraftModelProposer(drafter())),
     "turns, drawn chain": lambda: tiny.TakingTurns(DraftModelProposer(drafter())),
@@ -330,6 +350,8 @@ REPRESENTATIVE = [
     pytest.param("eagle3, trained", "block", "plain", 3, id="trained eagle3, dynamic tree"),
     pytest.param("turns, drawn chain", "block", "plain", 3, id="n-grams and drawn chain take turns"),
     pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
+    pytest.param("block, Markov, drawn chain", "block", "plain", 3, id="drawn chain of a block"),
+    pytest.param("block, Markov", "coupled", "warped", 3, id="tree of a block, coupled, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
     pytest.param("chain", "coupled", "plain", None, id="chain, coupled, automatic length"),
     pytest.param("dynamic tree", "coupled", "warped", 3, id="dynamic tree, coupled, warped"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpeculativeGenerator
 from specdec.cli import app
-from tests import tiny
+from tests import blocks, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -71,6 +71,7 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: target)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
     monkeypatch.setattr("specdec.proposers.draft_model.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
+    monkeypatch.setattr("specdec.proposers.block.load", lambda path: blocks.head())
     matplotlib.use("Agg")
     names = {
         "torch": torch,

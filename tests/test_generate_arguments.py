@@ -542,10 +542,10 @@ def test_an_assistant_of_another_tokenizer_is_named_and_ignored(spec, single, mo
     assert "they don't share a tokenizer" in messages[0]
 
 
-def test_early_exit_is_named_and_ignored(spec, single):
+def test_an_early_exit_that_cannot_be_is_named_and_ignored(spec, single):
     expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
     with tiny.specdec_warnings() as messages:
-        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_early_exit=1)
+        ours = spec.generate(**single, do_sample=False, max_new_tokens=NEW, assistant_early_exit=9)
     assert ours.tolist() == expected.tolist()
     assert len(messages) == 1
     assert "assistant_early_exit" in messages[0]

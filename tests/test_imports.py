@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "specdec"
 FLOORS = {
     "specdec.eagle3": "eagle3",
     "specdec.mtp": "mtp",
+    "specdec.blocks": "blocks",
     "specdec.proposers": "proposers",
     "specdec": "generator",
     "specdec.generator": "generator",
@@ -41,14 +42,15 @@ MAY_IMPORT = {
     "parts": [],
     "eagle3": ["parts"],
     "mtp": ["parts"],
-    "proposers": ["parts", "eagle3", "mtp"],
+    "blocks": ["parts", "eagle3"],
+    "proposers": ["parts", "eagle3", "mtp", "blocks"],
     "generator": ["parts", "proposers"],
     "uses": ["parts", "generator"],
     "data": ["parts", "proposers", "generator"],
     "training": ["parts", "eagle3", "proposers", "generator", "data"],
     "measuring": ["parts", "eagle3", "proposers", "generator", "data"],
     "demo": ["parts", "eagle3", "proposers", "generator", "data"],
-    "cli": ["parts", "eagle3", "proposers", "generator", "data", "training", "measuring", "uses"],
+    "cli": ["parts", "eagle3", "blocks", "proposers", "generator", "data", "training", "measuring", "uses"],
 }
 
 

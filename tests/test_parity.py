@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
-from tests import tiny
+from specdec import (
+    BlockProposer,
+    DraftModelProposer,
+    DynamicTree,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    SuffixProposer,
+)
+from tests import blocks, tiny
 
 MODELS = list(tiny.CONFIGS)
 BATCHES = {"single": (9,), "ragged": (9, 1, 5), "one token": (1,), "past the window": (20, 3, 14)}
@@ -20,6 +28,7 @@ PROPOSERS = {
     "dynamic target tree": lambda target: DraftModelProposer(target, tree=DynamicTree(depth=4, top_k=3)),
     "trimmed": lambda target: DraftModelProposer(target, vocab=20),
     "hybrid": lambda target: HybridProposer(DraftModelProposer(draft_of(target))),
+    "block": lambda target: BlockProposer(blocks.head("DSpark")),
     "garbage": lambda target: tiny.Garbage(),
 }
 LENGTHS = (None, 0, 1, 4)

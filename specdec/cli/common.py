@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from specdec.choices import PROPOSERS_IN_WORDS, NumberFormat, ProposerName, RuleName, check_name
+from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
 from specdec.paths import require_folder_or_id
 
 if TYPE_CHECKING:
@@ -25,7 +25,9 @@ INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
 
 def proposer_names(incomplete: str) -> list[str]:
     """For a shell that completes one."""
-    return [name for name in (*get_args(ProposerName), "draft:", "ngram+draft:") if name.startswith(incomplete)]
+    return [
+        name for name in (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:") if name.startswith(incomplete)
+    ]
 
 
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
@@ -78,7 +80,9 @@ def interrupted(what: str = "stopped") -> typer.Exit:
 def check(target: str, proposer: str = "auto") -> None:
     """Raise ValueError for what can be seen to be wrong before torch is imported."""
     check_name(proposer)
-    source = proposer.partition(":")[2]
+    kind, _, source = proposer.removeprefix(WITH_NGRAMS).partition(":")
+    if kind == "exit":  # a number of layers
+        source = ""
     for name in (target, *([source] if source else [])):
         require_folder_or_id(name)
 

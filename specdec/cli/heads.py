@@ -1,4 +1,4 @@
-"""Commands about EAGLE heads: `inspect` and `export`."""
+"""Commands about heads: `inspect`, and `export` of EAGLE's."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from specdec.paths import require_folder_or_id
 
 
 def inspect(
-    head: str = typer.Argument(help="Folder or hub id of an EAGLE head."),
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE head, or of a DFlash or DSpark drafter."),
     target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they fit."),
     probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
 ) -> None:
-    """Say what an EAGLE head's files hold, which of it is used, and what had to be assumed."""
+    """Say what the files of an EAGLE head or a block-parallel drafter hold, what is used, and what was assumed."""
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
     with bad_input_ends():
         for name in (head, *([target] if target else [])):
             require_folder_or_id(name)
-        from specdec.eagle3.checkpoint import read
+        from specdec.blocks.checkpoint import read
+        from specdec.eagle3.head import Eagle3Head
         from specdec.eagle3.inspection import describe
-        from specdec.proposers import Eagle3Proposer
+        from specdec.proposers import BlockProposer, Eagle3Proposer
         from specdec.tap_probe import probe_taps
 
         checkpoint = read(head)
@@ -33,11 +34,18 @@ def inspect(
         if target is None:
             return
         model, tokenizer = load(target, tokenizer=probe)
-        proposer = Eagle3Proposer(module.to(model.device))
+        module = module.to(model.device)
+        proposer: Eagle3Proposer | BlockProposer
+        if isinstance(module, Eagle3Head) and module.config.mask_token_id is None:
+            proposer = Eagle3Proposer(module)
+        else:
+            proposer = BlockProposer(module)
         proposer.check(model)
         typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
         if probe:
-            typer.echo(probe_taps(module, model, tokenizer))
+            if not isinstance(proposer, Eagle3Proposer):
+                raise ValueError("--probe is for EAGLE heads: a block-parallel drafter's layout says how it counts")
+            typer.echo(probe_taps(proposer.head, model, tokenizer))
 
 
 def export(

@@ -7,18 +7,23 @@ config is put together in `reading`, how heads are written in `layouts`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.config import Eagle3Config, LayerConfig
 from specdec.eagle3.files import folder_of, read_config, read_tensors
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.int8 import of_int8
 from specdec.eagle3.reading import ConfigReader, Field
 
+M = TypeVar("M", bound=nn.Module)
+# Beginnings of names, and what they are in ours.
+RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
 # Names that carry nothing a head computes with.
 IGNORED = {
     "t2d": "the inverse of d2t",
@@ -29,7 +34,7 @@ IGNORED = {
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Understood:
     """A checkpoint as it was understood.
 
     Attributes:
@@ -39,35 +44,65 @@ class Checkpoint:
 
     path: Path
     format: str
-    config: Eagle3Config
+    config: LayerConfig
     fields: tuple[Field, ...]
     used: dict[str, tuple[int, ...]]
     ignored: dict[str, str]
     weights: dict[str, Tensor]
 
+    @property
+    def borrowed(self) -> list[str]:
+        """Tensors that the target lends."""
+        return [] if self.config.own_embedding else ["embed_tokens.weight"]
+
+
+@dataclass(frozen=True)
+class Checkpoint(Understood):
+    """Of an EAGLE head."""
+
+    config: Eagle3Config
+
     def head(self) -> Eagle3Head:
         """The head, in the precision it was saved in; bfloat16 if that was int8."""
         with torch.device("meta"):
             head = Eagle3Head(self.config)
-        expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-        missing = sorted(expected.keys() - self.weights.keys())
-        if missing:
-            raise ValueError(f"{self.path} lacks {', '.join(missing)}")
-        unplaced = sorted(self.weights.keys() - expected.keys())
-        if unplaced:
-            raise ValueError(f"{self.path} holds {', '.join(unplaced)}, which this kind of head has no place for")
-        for name, tensor in self.weights.items():
-            if tuple(tensor.shape) != expected[name]:
-                raise ValueError(
-                    f"{self.path}: {name} has shape {tuple(tensor.shape)}, its config and the other weights ask for "
-                    f"{expected[name]}"
-                )
-        dtype = self.weights["fc.weight"].dtype
-        head.load_state_dict(
-            {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in self.weights.items()},
-            assign=True,
-        )
-        return head.requires_grad_(False).eval()
+        return filled(head, self.weights, self.path)
+
+    @property
+    def borrowed(self) -> list[str]:
+        return super().borrowed + (["lm_head.weight"] if self.config.version == 1 else [])
+
+
+def filled(head: M, weights: Mapping[str, Tensor], path: Path) -> M:
+    """A head on the meta device with these weights: each of its own, and no other."""
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    missing = sorted(expected.keys() - weights.keys())
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    unplaced = sorted(weights.keys() - expected.keys())
+    if unplaced:
+        raise ValueError(f"{path} holds {', '.join(unplaced)}, which this kind of head has no place for")
+    for name, tensor in weights.items():
+        if tuple(tensor.shape) != expected[name]:
+            raise ValueError(
+                f"{path}: {name} has shape {tuple(tensor.shape)}, its config and the other weights ask for "
+                f"{expected[name]}"
+            )
+    dtype = weights["fc.weight" if "fc.weight" in weights else min(weights)].dtype
+    head.load_state_dict(
+        {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()},
+        assign=True,
+    )
+    return head.requires_grad_(False).eval()
+
+
+def is_block(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a DFlash or DSpark drafter, in any layout."""
+    kind = str(config.get("speculators_model_type", ""))
+    names = [kind, *(config.get("architectures") or ())]
+    return any(word in str(name).lower() for word in ("dflash", "dspark") for name in names) or (
+        not kind and config.get("mask_token_id") is not None and config.get("target_layer_ids") is not None
+    )
 
 
 def load(path: str | Path) -> Eagle3Head:
@@ -79,15 +114,33 @@ def read(path: str | Path) -> Checkpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first). Nothing in it is executed."""
     folder = folder_of(path)
     config = read_config(folder)
+    if is_block(config):
+        raise ValueError(f'{folder} is a block-parallel drafter, no EAGLE head: pass "dflash:{path}" as the proposer')
     stored = read_tensors(folder)
     tensors, scales = of_int8(stored, folder)
+    weights, used, ignored = placed(tensors, folder)
+    used = {name: tuple(scale.shape) for name, scale in scales.items()} | used
+    if "fc.weight" not in weights:
+        raise ValueError(f"{folder} holds no fc.weight: it is not an EAGLE head")
+    reader = ConfigReader(folder, config, weights, list(used))
+    understood = reader.config()
+    if understood.draft_vocab_size == understood.vocab_size or understood.version == 1:
+        weights.setdefault("d2t", torch.zeros(understood.draft_vocab_size, dtype=torch.long))
+    check_vocabulary(folder, weights.get("d2t"), understood)
+    format = "specdec's own, 8-bit" if scales else reader.format
+    return Checkpoint(folder, format, understood, tuple(reader.fields), used, ignored, weights)
+
+
+def placed(
+    tensors: Mapping[str, Tensor], folder: Path
+) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], dict[str, str]]:
+    """What a file's tensors are to us: those in use, by our names; these by the file's; those left out, and why."""
+    weights: dict[str, Tensor] = {}
+    used: dict[str, tuple[int, ...]] = {}
+    ignored: dict[str, str] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise ValueError(f"{folder}: {name} holds NaN or infinite values; the file is damaged or its training was")
-    weights: dict[str, Tensor] = {}
-    used = {name: tuple(scale.shape) for name, scale in scales.items()}
-    ignored: dict[str, str] = {}
-    for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
         reason = next((why for end, why in IGNORED.items() if plain == end or plain.endswith("." + end)), None)
         if plain.endswith("self_attn.o_proj.bias") and not bool(tensor.any()):
@@ -95,23 +148,16 @@ def read(path: str | Path) -> Checkpoint:
         if reason:
             ignored[name] = reason
             continue
-        ours = plain.replace("midlayer.", "layers.0.", 1) if plain.startswith("midlayer.") else plain
+        first = next((theirs for theirs in RENAMED if plain.startswith(theirs)), "")
+        ours = RENAMED.get(first, "") + plain.removeprefix(first)
         if ours in weights:
             raise ValueError(f"{folder}: two tensors are {ours}: {name} and another")
         weights[ours] = tensor
         used[name] = tuple(tensor.shape)
-    if "fc.weight" not in weights:
-        raise ValueError(f"{folder} holds no fc.weight: it is not an EAGLE head")
-    reader = ConfigReader(folder, config, weights, list(used))
-    understood = reader.config()
-    if understood.draft_vocab_size == understood.vocab_size or understood.version == 1:
-        weights.setdefault("d2t", torch.zeros(understood.draft_vocab_size, dtype=torch.long))
-    _check_vocabulary(folder, weights.get("d2t"), understood)
-    format = "specdec's own, 8-bit" if scales else reader.format
-    return Checkpoint(folder, format, understood, tuple(reader.fields), used, ignored, weights)
+    return weights, used, ignored
 
 
-def _check_vocabulary(folder: Path, d2t: Tensor | None, config: Eagle3Config) -> None:
+def check_vocabulary(folder: Path, d2t: Tensor | None, config: LayerConfig) -> None:
     if d2t is None:
         raise ValueError(
             f"{folder} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no d2t to say which"

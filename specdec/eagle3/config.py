@@ -9,27 +9,19 @@ from typing import Any
 from specdec.taps import FINAL
 
 
-@dataclass(frozen=True)
-class Eagle3Config:
-    """Shape and variant of a head. The defaults are the paper's (2503.01840) on a Llama layer.
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Shape of a decoder layer, of Llama's or Qwen3's kind, and what its head drafts.
 
     Attributes:
         hidden_size: H, width of the head. target_hidden_size: of the target's states.
         vocab_size: V, the target's. draft_vocab_size: K, what the head can draft.
-        num_layers: decoder layers; the first is the fusing one.
+        num_layers: decoder layers.
         attention_bias: of the q, k and v projections. output_bias: of the o projection.
         qk_norm: a norm per head before RoPE (Qwen3 layers).
         rope: transformers' `rope_parameters`, base 10000 where a checkpoint is silent: never the target's.
-        sliding_window: tokens a layer looks back; None: all.
-        tap_ids: the target's states, as the checkpoint counts them; None: low, middle and high of any target.
-        tap_convention: "entering" counts states entering a layer, "output" those leaving it.
-        tap_convention_known: False where the checkpoint does not say; then the target's number of layers decides if
-            one way of counting gives the paper's states.
-        version: 3, or 1 for EAGLE-1 and 2 heads, which read the target's final state and its LM head.
-        norm_before_residual: the residual carries the normed feature. norm_before_fc: one norm over all taps.
-        fc_norm: a norm per tap. norm_output: the feature fed back is normed (3.1 = fc_norm + norm_output).
-        fc_bias: EAGLE-1's fusing layer may have one.
         own_embedding: the checkpoint brings its own token embedding; else the target's is used.
+        mask_token_id: the token that stands for those not known yet, in heads that draft several tokens in a pass.
     """
 
     hidden_size: int
@@ -49,6 +41,35 @@ class Eagle3Config:
     qk_norm: bool = False
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     max_position_embeddings: int = 4096
+    own_embedding: bool = False
+    mask_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is above vocab_size {self.vocab_size}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config(LayerConfig):
+    """Shape and variant of a head. The defaults are the paper's (2503.01840) on a Llama layer, the first a fusing one.
+
+    Attributes:
+        sliding_window: tokens a layer looks back; None: all.
+        tap_ids: the target's states, as the checkpoint counts them; None: low, middle and high of any target.
+        tap_convention: "entering" counts states entering a layer, "output" those leaving it.
+        tap_convention_known: False where the checkpoint does not say; then the target's number of layers decides if
+            one way of counting gives the paper's states.
+        version: 3, or 1 for EAGLE-1 and 2 heads, which read the target's final state and its LM head.
+        norm_before_residual: the residual carries the normed feature. norm_before_fc: one norm over all taps.
+        fc_norm: a norm per tap. norm_output: the feature fed back is normed (3.1 = fc_norm + norm_output).
+        fc_bias: EAGLE-1's fusing layer may have one.
+        block_size: tokens drafted in a pass, of P-EAGLE heads, which have a `mask_token_id`; 1: of others.
+    """
+
     sliding_window: int | None = None
     tap_ids: tuple[int, ...] | None = None
     tap_convention: str = "entering"
@@ -59,19 +80,19 @@ class Eagle3Config:
     fc_norm: bool = False
     norm_output: bool = False
     fc_bias: bool = False
-    own_embedding: bool = False
+    block_size: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tap_convention not in ("entering", "output"):
             raise ValueError(f'tap_convention must be "entering" or "output", got {self.tap_convention!r}')
-        if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is above vocab_size {self.vocab_size}")
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads"
-            )
         if self.version not in (1, 3):
             raise ValueError(f"version must be 1 (EAGLE-1 and 2) or 3, got {self.version}")
+
+    @property
+    def drafted(self) -> int:
+        """Tokens drafted in a pass."""
+        return self.block_size
 
     @property
     def num_taps(self) -> int:

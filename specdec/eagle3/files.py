@@ -31,7 +31,7 @@ def folder_of(path: str | Path) -> Path:
 
     log.info("fetching %s from the hub, if it is not here yet", path)
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin", "medusa*.pt"]))
     except (HFValidationError, OSError) as error:
         raise ValueError(f"{path} is neither a folder nor a hub repository that can be reached: {error}") from error
 
@@ -50,10 +50,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*model*.bin"))
+def read_tensors(folder: Path, others: str = "*model*.bin") -> dict[str, Tensor]:
+    """others: files that are read where there are no safetensors."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob(others))
     if not files:
-        raise ValueError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin")
+        raise ValueError(f"{folder} holds no weights: neither *.safetensors nor {others}")
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _read_file(file).items():

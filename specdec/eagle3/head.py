@@ -21,7 +21,7 @@ from transformers import Cache, LlamaConfig
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
-from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.config import Eagle3Config, LayerConfig
 
 Visible = Tensor | BlockMask | None
 
@@ -53,8 +53,10 @@ class Eagle3Head(nn.Module):
         self.layers = nn.ModuleList([first, *(DecoderLayer(config, i) for i in range(1, config.num_layers))])
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps) if config.version == 3 else None
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False) if config.version == 3 else None
+        masked = config.mask_token_id is not None
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide)) if masked else None  # the states nobody knows yet
         with torch.device("cpu"):  # in a tuple, lest `head.to(bfloat16)` round the frequencies
-            self._rotary = (LlamaRotaryEmbedding(_rotary_config(config)),)
+            self._rotary = (LlamaRotaryEmbedding(rotary_config(config)),)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @property
@@ -170,7 +172,7 @@ class FusingLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """An ordinary layer of width H."""
 
-    def __init__(self, config: Eagle3Config, index: int, input_norm: bool = True):
+    def __init__(self, config: LayerConfig, index: int, input_norm: bool = True):
         super().__init__()
         H = config.hidden_size
         self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps) if input_norm else None
@@ -185,7 +187,7 @@ class DecoderLayer(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: LayerConfig):
         super().__init__()
         H, wide = config.hidden_size, config.intermediate_size
         self.gate_proj = nn.Linear(H, wide, bias=config.mlp_bias)
@@ -198,7 +200,7 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Eagle3Config, index: int, input_size: int):
+    def __init__(self, config: LayerConfig, index: int, input_size: int):
         super().__init__()
         self.index, self.head_dim = index, config.head_dim
         self.groups = config.num_attention_heads // config.num_key_value_heads
@@ -250,7 +252,7 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
 
-def _rotary_config(config: Eagle3Config) -> LlamaConfig:
+def rotary_config(config: LayerConfig) -> LlamaConfig:
     """transformers computes the frequencies, of every kind of scaling it knows."""
     rope: dict[str, Any] = dict(config.rope)
     covered = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from specdec.eagle3.checkpoint import Checkpoint
+from specdec.eagle3.checkpoint import Understood
 
 SURE = {"config": "its config says so", "weights": "its weights show it", "assumed": "ASSUMED"}
 
 
-def describe(checkpoint: Checkpoint) -> str:
+def describe(checkpoint: Understood) -> str:
     """Every key used, missing and unused, every field and how sure it is."""
     lines = [f"{checkpoint.path}: {checkpoint.format}", "", "fields"]
     width = max(len(field.name) for field in checkpoint.fields)
@@ -20,7 +20,5 @@ def describe(checkpoint: Checkpoint) -> str:
     lines += ["", "tensors left out"] + [f"  {name}: {why}" for name, why in sorted(checkpoint.ignored.items())]
     if not checkpoint.ignored:
         lines.append("  none")
-    missing = [] if checkpoint.config.own_embedding else ["embed_tokens.weight (the target's is used)"]
-    if checkpoint.config.version == 1:
-        missing.append("lm_head.weight (the target's is used)")
+    missing = [f"{name} (the target's is used)" for name in checkpoint.borrowed]
     return "\n".join([*lines, "", "not in the files", *(f"  {name}" for name in missing or ["nothing"])])

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from specdec.eagle3.config import Eagle3Config
 
+PARALLEL_TOKENS = 8  # drafted by a P-EAGLE head in a pass, where its config is silent: speculators' default
+
 
 @dataclass(frozen=True)
 class Field:
@@ -40,6 +42,35 @@ class ConfigReader:
     def config(self) -> Eagle3Config:
         weights = self.weights
         H, wide = weights["fc.weight"].shape
+        taps, convention, known = self._taps()
+        num_taps = len(taps) if taps else 3
+        target_hidden = self._seen("target_hidden_size", H if self.version == 1 else wide // num_taps)
+        if self.version == 3 and target_hidden * num_taps != wide:
+            raise ValueError(f"{self.folder}: fc.weight takes {wide} values, which are not {num_taps} equal states")
+        masked = "mask_hidden" in weights
+        return Eagle3Config(
+            **self._layers(),
+            vocab_size=self._vocab_size(),
+            draft_vocab_size=self._draft_vocab_size(),
+            target_hidden_size=target_hidden,
+            sliding_window=self._window(),
+            tap_ids=taps,
+            tap_convention=convention,
+            tap_convention_known=known,
+            version=self._seen("version", self.version),
+            norm_before_fc=self._seen("norm_before_fc", "input_norm.weight" in weights),
+            fc_norm=self._seen("fc_norm", "fc_norm.0.weight" in weights),
+            norm_before_residual=self._norm_before_residual(),
+            norm_output=self._norm_output(),
+            fc_bias=self._seen("fc_bias", "fc.bias" in weights),
+            own_embedding=self._seen("own_embedding", "embed_tokens.weight" in weights),
+            mask_token_id=self._mask_token_id() if masked else None,
+            block_size=self._parallel_tokens() if masked else 1,
+        )
+
+    def _layers(self) -> dict[str, Any]:
+        """What the decoder layers are built of."""
+        weights = self.weights
         q = self._weight("layers.0.self_attn.q_proj.weight").shape[0]
         kv = self._weight("layers.0.self_attn.k_proj.weight").shape[0]
         qk_norm = "layers.0.self_attn.q_norm.weight" in weights
@@ -53,44 +84,40 @@ class ConfigReader:
             self._note("head_dim", head_dim, "config" if self.layer.get("head_dim") else "weights")
         if q % head_dim or kv % head_dim:
             raise ValueError(f"{self.folder}: head_dim {head_dim} does not divide the projections' {q} and {kv} rows")
-        taps, convention, known = self._taps()
-        num_taps = len(taps) if taps else 3
-        target_hidden = self._seen("target_hidden_size", H if self.version == 1 else wide // num_taps)
-        if self.version == 3 and target_hidden * num_taps != wide:
-            raise ValueError(f"{self.folder}: fc.weight takes {wide} values, which are not {num_taps} equal states")
         layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
         said_layers = self.layer.get("num_hidden_layers")
         note = f"the config says {said_layers}" if said_layers not in (None, layers) else ""
-        return Eagle3Config(
-            hidden_size=self._seen("hidden_size", H),
-            vocab_size=self._vocab_size(),
-            draft_vocab_size=self._draft_vocab_size(),
-            intermediate_size=self._seen("intermediate_size", self._weight("layers.0.mlp.gate_proj.weight").shape[0]),
-            num_attention_heads=self._seen("num_attention_heads", q // head_dim),
-            num_key_value_heads=self._seen("num_key_value_heads", kv // head_dim),
-            head_dim=head_dim,
-            target_hidden_size=target_hidden,
-            num_layers=self._seen("num_layers", layers, note),
-            rms_norm_eps=self._said_or("rms_norm_eps", self.layer, 1e-6),
-            hidden_act=self._said_or("hidden_act", self.layer, "silu"),
-            attention_bias=self._seen("attention_bias", "layers.0.self_attn.q_proj.bias" in weights),
-            output_bias=self._seen("output_bias", "layers.0.self_attn.o_proj.bias" in weights),
-            mlp_bias=self._seen("mlp_bias", "layers.0.mlp.gate_proj.bias" in weights),
-            qk_norm=self._seen("qk_norm", qk_norm),
-            rope=self._rope(),
-            max_position_embeddings=self._said_or("max_position_embeddings", self.layer, 4096),
-            sliding_window=self._window(),
-            tap_ids=taps,
-            tap_convention=convention,
-            tap_convention_known=known,
-            version=self._seen("version", self.version),
-            norm_before_fc=self._seen("norm_before_fc", "input_norm.weight" in weights),
-            fc_norm=self._seen("fc_norm", "fc_norm.0.weight" in weights),
-            norm_before_residual=self._norm_before_residual(),
-            norm_output=self._norm_output(),
-            fc_bias=self._seen("fc_bias", "fc.bias" in weights),
-            own_embedding=self._seen("own_embedding", "embed_tokens.weight" in weights),
-        )
+        return {
+            "hidden_size": self._seen("hidden_size", weights["fc.weight"].shape[0]),
+            "intermediate_size": self._seen(
+                "intermediate_size", self._weight("layers.0.mlp.gate_proj.weight").shape[0]
+            ),
+            "num_attention_heads": self._seen("num_attention_heads", q // head_dim),
+            "num_key_value_heads": self._seen("num_key_value_heads", kv // head_dim),
+            "head_dim": head_dim,
+            "num_layers": self._seen("num_layers", layers, note),
+            "rms_norm_eps": self._said_or("rms_norm_eps", self.layer, 1e-6),
+            "hidden_act": self._said_or("hidden_act", self.layer, "silu"),
+            "attention_bias": self._seen("attention_bias", "layers.0.self_attn.q_proj.bias" in weights),
+            "output_bias": self._seen("output_bias", "layers.0.self_attn.o_proj.bias" in weights),
+            "mlp_bias": self._seen("mlp_bias", "layers.0.mlp.gate_proj.bias" in weights),
+            "qk_norm": self._seen("qk_norm", qk_norm),
+            "rope": self._rope(),
+            "max_position_embeddings": self._said_or("max_position_embeddings", self.layer, 4096),
+        }
+
+    def _mask_token_id(self) -> int:
+        """Of what is drafted in one pass."""
+        token = next((d["mask_token_id"] for d in (self.top, self.nested) if d.get("mask_token_id") is not None), None)
+        if token is None:
+            raise ValueError(f"{self.folder}/config.json has no mask_token_id")
+        return int(self._note("mask_token_id", token, "config"))
+
+    def _parallel_tokens(self) -> int:
+        """P-EAGLE heads are trained for so many tokens of a pass."""
+        methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        tokens = methods[0].get("speculative_tokens")
+        return int(self._note("block_size", tokens or PARALLEL_TOKENS, "config" if tokens else "assumed"))
 
     def _format(self, names: list[str]) -> str:
         if "speculators_model_type" in self.top:

@@ -32,7 +32,7 @@ class Lent:
     lm_head: nn.Module | None
 
     @classmethod
-    def by(cls, target: PreTrainedModel, head: Eagle3Head) -> Lent:
+    def by(cls, target: PreTrainedModel, head: nn.Module) -> Lent:
         """Copies, where the target's weights lie in several processes: then all of them must ask."""
         lent = [
             target.get_input_embeddings() if head.embed_tokens is None else None,
@@ -133,7 +133,7 @@ class HeadRunner(CachedRows):
         weight = next(self.embedding.parameters())
         if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
-        return self.embedding(_beside(weight, tokens)).to(self.head.device, self.head.dtype)
+        return self.embedding(beside(weight, tokens)).to(self.head.device, self.head.dtype)
 
     def _pass(self, tokens: Tensor, features: Tensor, sight: Sight, sees_all: bool) -> Tensor:
         (span,) = self.spans
@@ -146,9 +146,9 @@ class HeadRunner(CachedRows):
         if self.lm_head is None:
             return self._fast.logits(h)
         weight = next(self.lm_head.parameters())
-        return self.lm_head(_beside(weight, h.to(weight.dtype))).to(h.device)
+        return self.lm_head(beside(weight, h.to(weight.dtype))).to(h.device)
 
 
-def _beside(weight: Tensor, tensor: Tensor) -> Tensor:
+def beside(weight: Tensor, tensor: Tensor) -> Tensor:
     """On the weight's device; where it is fetched for each pass (accelerate's offloading), its hook sees to that."""
     return tensor if weight.device.type == "meta" else tensor.to(weight.device)

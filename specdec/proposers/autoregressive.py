@@ -219,7 +219,7 @@ class AutoregressiveProposer(Proposer):
         scores, q = read(logits)
         while True:
             if pacer.length is None:
-                keys.append(_confidence(scores, q))
+                keys.append(self._confidence(scores, q))
                 chances = _onward(context, chances, keys[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
@@ -245,6 +245,14 @@ class AutoregressiveProposer(Proposer):
             probs=torch.stack(probs, 1) if probs else None,
             keys=torch.stack(keys[: len(drafts)], 1) if keys else None,
         )
+
+    def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
+        """(B,) int64, how sure the draft is of its next token, in bins: by its top probability.
+
+        Args:
+            scores: (B, V). q: (B, V), of them; None: the token is not drawn.
+        """
+        return bin_of(q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp())
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
@@ -409,10 +417,9 @@ def _bin(probability: float) -> int:
     return 1 + int(probability * (CONFIDENCES - 1e-3))
 
 
-def _confidence(scores: Tensor, q: Tensor | None) -> Tensor:
-    """(B,) int64, the bin of the draft's top probability, from its scores (B, V) or its q (B, V): 1 to CONFIDENCES."""
-    top = q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp()
-    return 1 + (top.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
+def bin_of(chances: Tensor) -> Tensor:
+    """(B,) int64 bins of chances (B,): 1 to CONFIDENCES."""
+    return 1 + (chances.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
 
 
 def _chances(context: Context, rate: float) -> list[float]:

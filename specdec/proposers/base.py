@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.cache import SpeculativeCache
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.pacing import Pacer
@@ -47,6 +48,7 @@ class Context:
             a proposer without taps.
         target: the model that verifies; a head borrows its embedding.
         noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
+        cache: the target's, which holds each row but its root; None where it has none of ours.
         written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
     """
 
@@ -66,6 +68,7 @@ class Context:
     noise: Noise | None = None
     start: int = 0
     written: Sequence[Sequence[int]] = ()
+    cache: SpeculativeCache | None = None
 
     def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
+from specdec.eagle3.checkpoint import is_block
 from specdec.machine import DTYPES
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
@@ -67,18 +68,7 @@ class DraftModelProposer(AutoregressiveProposer):
         self._settle()
 
     def check(self, target: PreTrainedModel) -> None:
-        ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (self.model, target))
-        if abs(ours - theirs) > LARGEST_PADDING:
-            raise ValueError(
-                f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a "
-                "tokenizer. Choose a draft model of the target's family."
-            )
-        differing = _first_difference(_vocabulary_of(self.model), _vocabulary_of(target))
-        if differing is not None:
-            raise ValueError(
-                f"the draft model's tokenizer ({self.model.name_or_path}) and the target's ({target.name_or_path}) "
-                f"differ, at token id {differing} first. Choose a draft model of the target's family."
-            )
+        self._check_vocabulary(target)
         if spread(self.model):
             raise ValueError(
                 "the draft model's weights lie in several processes, which would have to draft together: load it whole "
@@ -93,11 +83,19 @@ class DraftModelProposer(AutoregressiveProposer):
                 f"draft.to('{device_of(target)}')"
             )
 
+    def _check_vocabulary(self, target: PreTrainedModel) -> None:
+        differ = what_differs(self.model, target)
+        if differ is not None:
+            raise ValueError(
+                f"{differ}. Choose a draft model of the target's family, or use TranslatedDraftProposer, which drafts "
+                "in the tokens that both have."
+            )
+
     def _settle(self) -> None:
         """Make the view of the model that drafts."""
         owned = self._path is not None
         self._view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
-        if _decide(self._int8, self.model):
+        if decide_int8(self._int8, self.model):
             # In float32 the integers are the faster ones up to 32 tokens (AVX2), and a quarter of the memory; beside
             # bfloat16, which some processors multiply as it is, catching up over several tokens keeps the weights.
             self._view = with_int8_linears(self._view, alone=owned and self.model.dtype == torch.float32)
@@ -129,10 +127,14 @@ class DraftModelProposer(AutoregressiveProposer):
         most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is None:
             return context
-        lengths = [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
+        lengths = self._lengths(context)
         room = [max(0, min(room, most - length)) for room, length in zip(context.room, lengths, strict=True)]
         active = [alive and most > length for alive, length in zip(context.active, lengths, strict=True)]
         return replace(context, room=room, active=active)
+
+    def _lengths(self, context: Context) -> list[int]:
+        """Tokens of each row's text, as the draft model has them."""
+        return [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """A fine-tuned target may have tokens that its draft model has not: chat markers, say."""
@@ -175,12 +177,33 @@ class DraftModelProposer(AutoregressiveProposer):
         return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
 
 
+def what_differs(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
+    """Between the vocabularies of a draft model and a target, in words; None where they are the same."""
+    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, target))
+    if abs(ours - theirs) > LARGEST_PADDING:
+        return f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a tokenizer"
+    differing = _first_difference(_vocabulary_of(model), _vocabulary_of(target))
+    if differing is None:
+        return None
+    return (
+        f"the draft model's tokenizer ({model.name_or_path}) and the target's ({target.name_or_path}) differ, at token "
+        f"id {differing} first"
+    )
+
+
+def tokenizers_at_hand(model: PreTrainedModel, target: PreTrainedModel) -> bool:
+    """Whether the tokenizers of both lie beside their weights."""
+    return _vocabulary_of(model) is not None and _vocabulary_of(target) is not None
+
+
 def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
     """Load a model in the precision it was saved in; or in another's, and on its device."""
     require_folder_or_id(path)
     log.info("loading %s", path)
     try:
         config, _ = PretrainedConfig.get_config_dict(path)
+        if is_block(config):
+            raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
         if "draft_vocab_size" in config or "speculators_model_type" in config:
             raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
@@ -212,7 +235,7 @@ def _first_difference(ours: dict[int, str] | None, theirs: dict[int, str] | None
     return min((index for index in ours.keys() & theirs.keys() if ours[index] != theirs[index]), default=None)
 
 
-def _decide(int8: bool | None, model: PreTrainedModel) -> bool:
+def decide_int8(int8: bool | None, model: PreTrainedModel) -> bool:
     pays = int8_pays(model)
     if int8 and not pays:
         raise ValueError(

@@ -1,33 +1,21 @@
-"""`Eagle3Proposer`: an EAGLE-3 head drafts from the target's own hidden states.
-
-Owns what a head of its own vocabulary drafts, and which head it is.
-"""
+"""`Eagle3Proposer`: an EAGLE-3 head drafts from the target's own hidden states, a pass for each depth."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
-from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
-from specdec.proposers.autoregressive import Stepped, top_children
-from specdec.proposers.base import LARGEST_PADDING, Context
-from specdec.proposers.following import Follower, FollowingProposer
-from specdec.runner import device_of
-from specdec.step import spread
-from specdec.taps import Taps, decoder_layers
+from specdec.proposers.autoregressive import Stepped
+from specdec.proposers.head import HeadProposer
 from specdec.tree import DynamicTree
 
 
-class Eagle3Proposer(FollowingProposer):
+class Eagle3Proposer(HeadProposer):
     """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
 
     On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
@@ -39,6 +27,9 @@ class Eagle3Proposer(FollowingProposer):
         draw: how the draft is chosen, see there.
     """
 
+    head: Eagle3Head
+    runner: HeadRunner
+
     def __init__(
         self,
         head: Eagle3Head | str | Path,
@@ -47,92 +38,19 @@ class Eagle3Proposer(FollowingProposer):
         tree: DynamicTree | None = None,
         draw: bool = True,
     ):
-        self._automatic = branching is None and tree is None
-        if self._automatic:
-            tree = DynamicTree()
-        super().__init__(branching=branching, tree=tree, draw=draw)
-        self._loaded = not isinstance(head, Eagle3Head)  # then it goes where the target is
-        self.head = head if isinstance(head, Eagle3Head) else load(head)
-        self._fast = self.head  # as it drafts
-        self._lent: WeakKeyDictionary[PreTrainedModel, Lent] = WeakKeyDictionary()  # by targets in several processes
-        self._ids: Tensor | None = None  # `known_tokens`, where they were wanted last
+        super().__init__(head, branching=branching, tree=tree, draw=draw)
+        if self.head.config.mask_token_id is not None:
+            raise ValueError('this is a P-EAGLE head, which drafts in one pass: pass "dflash:PATH", or BlockProposer')
 
-    def check(self, target: PreTrainedModel) -> None:
-        head, text = self.head.config, target.config.get_text_config(decoder=True)
-        if text.hidden_size != head.target_hidden_size:
-            raise ValueError(
-                f"the head was made for a target with hidden states of {head.target_hidden_size}, this one's have "
-                f"{text.hidden_size}: it belongs to another model"
-            )
-        if abs(head.vocab_size - text.vocab_size) > LARGEST_PADDING:
-            raise ValueError(
-                f"the head was made for a vocabulary of {head.vocab_size} tokens, the target's has {text.vocab_size}: "
-                "it belongs to another model"
-            )
-        if self.head.embed_tokens is None and target.get_input_embeddings().weight.shape[-1] != head.hidden_size:
-            raise ValueError(
-                f"the head is {head.hidden_size} wide and has no embedding of its own, the target's is "
-                f"{target.get_input_embeddings().weight.shape[-1]} wide"
-            )
-        if int(self.head.draft_to_target.max()) >= text.vocab_size:
-            raise ValueError(f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}")
-        if self._loaded:
-            self.head.to(device_of(target))
-        if self._automatic and device_of(target).type == "cpu":
-            self.tree = DynamicTree(top_k=FEW_INT8_TOKENS)
-        if spread(target):
-            self._lent[target] = Lent.by(target, self.head)
-        self.taps(target)  # raises if the target has no such layers
-        self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
+    def _load(self, path: str | Path) -> Eagle3Head:
+        return load(path)
 
-    def shaped(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Eagle3Proposer:
-        other = super().shaped(branching=branching, tree=tree)
-        other._automatic = False  # `check` leaves the shape as it is
-        return other
+    def _tree(self, top_k: int) -> DynamicTree:
+        return DynamicTree(top_k=top_k)
 
-    def taps(self, target: PreTrainedModel) -> Taps:
-        return Taps(target, self.head.config.taps(len(decoder_layers(target))), self.head.device)
-
-    def drafting_model(self) -> Eagle3Head:
-        return self._fast
-
-    def begin(self, context: Context) -> None:
-        assert context.target is not None
-        lent = self._lent.get(context.target) or Lent.by(context.target, self.head)
-        self._ids = None
-        self.runner = HeadRunner(self.head, lent, self._fast)
-        self.runner.start(context.batch_size)
-        super().begin(context)
-
-    @property
-    def follower(self) -> Follower:
-        return self.runner
+    def _runner(self, lent: Lent) -> HeadRunner:
+        return HeadRunner(self.head, lent, self._fast)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)
         return logits.to(stepped.tokens.device)
-
-    def known_tokens(self) -> Tensor | None:
-        return self.head.draft_to_target
-
-    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """In the draft's own vocabulary, where no processor wants to see the text or names tokens.
-
-        An end token that is drafted too early is rejected.
-        """
-        if not context.processors.fit_any_vocabulary:
-            return super()._children(context, logits, stepped, n, k)
-        ids = self._targets(logits.device)
-        scores = context.raced(context.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
-        tokens, log_probs = top_children(scores, k)
-        return ids[tokens], log_probs
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        ids = self._targets(logits.device)
-        full = logits.new_full((*logits.shape[:-1], max(vocab_size, self.head.config.vocab_size)), float("-inf"))
-        return full.index_copy_(-1, ids, logits)[..., :vocab_size]
-
-    def _targets(self, device: torch.device) -> Tensor:
-        if self._ids is None or self._ids.device != device:
-            self._ids = self.head.draft_to_target.to(device)
-        return self._ids

@@ -15,12 +15,15 @@ from specdec import mtp
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
 from specdec.eagle3 import registry
 from specdec.proposers.base import Proposer
-from specdec.proposers.draft_model import DraftModelProposer
+from specdec.proposers.block import BlockProposer
+from specdec.proposers.draft_model import DraftModelProposer, tokenizers_at_hand, what_differs
 from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.proposers.early_exit import EarlyExitProposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.mtp import MtpProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
+from specdec.proposers.translated import TranslatedDraftProposer
 
 
 def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Proposer]:
@@ -42,7 +45,7 @@ def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, targe
     if isinstance(proposer, Proposer):
         return proposer
     if isinstance(proposer, nn.Module):
-        return DraftModelProposer(proposer)
+        return _draft_model(proposer, target)
     if not isinstance(proposer, str):
         raise ValueError(
             f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got {proposer!r}"
@@ -54,13 +57,25 @@ def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, targe
     if kind.startswith(WITH_NGRAMS):
         return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
     if kind == "draft":
-        return DraftModelProposer(source, like=target)
+        return _draft_model(source, target)
+    if kind == "exit":
+        return EarlyExitProposer(int(source))
+    if kind in ("dflash", "medusa"):
+        return BlockProposer(source)
     if kind == "mtp":
         return MtpProposer(source or None)
     if kind == "eagle3":
         return Eagle3Proposer(source or registry.find(target))
     head = _head_at_hand(target) if kind == "auto" else None
     return NgramProposer() if head is None else HybridProposer(head)
+
+
+def _draft_model(model: PreTrainedModel | str, target: PreTrainedModel) -> Proposer:
+    """With its tokens as they are, or translated."""
+    proposer = DraftModelProposer(model, like=target)
+    if what_differs(proposer.model, target) is not None and tokenizers_at_hand(proposer.model, target):
+        return TranslatedDraftProposer(model, like=target)
+    return proposer
 
 
 def _head_at_hand(target: PreTrainedModel) -> Proposer | None:

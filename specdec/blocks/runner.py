@@ -1,0 +1,128 @@
+"""`DFlashRunner`: runs a DFlash or DSpark drafter beside a target, over the rows of a batch.
+
+Owns its cache. Slot i of a row holds keys and values made of the target's state at token i, at position i. The block
+behind them is a draft: it is dropped when the next states come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specdec.blocks.block import Block
+from specdec.blocks.head import DFlashHead
+from specdec.cache import Span
+from specdec.eagle3.runner import AT_ONCE, Lent, beside
+from specdec.products import quick
+from specdec.rows import CachedRows, Sight
+
+
+class DFlashRunner(CachedRows):
+    """Runs one drafter.
+
+    Args:
+        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+
+    Attributes:
+        block: what the last pass drafted.
+    """
+
+    block: Block
+
+    def __init__(self, head: DFlashHead, lent: Lent, fast: DFlashHead | None = None):
+        c = head.config
+        # What a window's layers keep: what the block's last token sees, and the block.
+        super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
+        self.head = head
+        self._fast = quick(head if fast is None else fast)
+        head.bring_frequencies()
+        embedding = lent.embedding if head.embed_tokens is None else head.embed_tokens
+        assert embedding is not None
+        self.embedding = embedding
+        self.lm_head = None if lent.lm_head is None else quick(lent.lm_head)
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
+        """Append the target's states, and draft a block behind each row's last token, which has none yet.
+
+        Args:
+            tokens: (B, W) int64, i+1. states: (B, W, taps * target H) at tokens i. pads: padding on the left.
+
+        Returns:
+            Logits (B, 1, K) after each row's last token.
+        """
+        head, W = self.head, tokens.shape[1]
+        self.pending = 0
+        for start in range(0, W, AT_ONCE):
+            part = states[:, start : start + AT_ONCE].to(head.device, head.dtype)
+            width = part.shape[1]
+            part_pads = [min(max(pad - start, 0), width) for pad in pads]
+            sight = self.place_known(width, part_pads, head.device)
+            self._fast.remember(part, sight.positions, self.cache)
+            self.commit([width - pad for pad in part_pads])
+        self.block = self._pass(tokens[:, -1:])
+        return self.behind(0, tokens[:, -1:], None)
+
+    def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+        """Logits (B, n, K) behind n tokens (B, n) at this depth of the draft, see `Block.behind`."""
+        logits, self.block = self.block.behind(depth, tokens, above)
+        return logits
+
+    def drop_draft(self) -> None:
+        """Forget the block."""
+        self.pending = 0
+
+    def _pass(self, anchor: Tensor) -> Block:
+        """Run the head over the anchors (B, 1) and the masks behind them."""
+        c, B = self.head.config, len(anchor)
+        assert c.mask_token_id is not None
+        masks = anchor.new_full((B, c.block_size - 1), c.mask_token_id)
+        embeds = self._embedded(torch.cat([anchor, masks], 1))
+        place = torch.arange(c.block_size, device=self.head.device)
+        whole = torch.ones(B, c.block_size, c.block_size, dtype=torch.bool, device=self.head.device)
+        sight = self.place_draft(place.expand(B, -1), whole)
+        h = self._fast(embeds, sight.positions, self._visible(sight, place, B), self.cache)
+        drafting = h[:, c.block_size - c.drafted :]
+        block = Block(self._logits(drafting), drafting, self._fast.markov_head, self._fast.confidence_head)
+        if c.from_anchor or block.markov is None:
+            return block
+        # A recurrent Markov head begins at the anchor, whose own output is not drafted from.
+        before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
+        return Block(block.logits, drafting, block.markov, block.confidence, block.markov(before, h[:, :1], None)[1])
+
+    def _visible(self, sight: Sight, place: Tensor, rows: int) -> list[Tensor]:
+        """For each layer, (B, n, slots) bool: what is known of the text, and the block."""
+        c, made = self.head.config, {}
+        for window, span in zip(c.windows, self.spans, strict=True):
+            if window in made:
+                continue
+            held = self.cache.held(span, self.head.device)[:, None]  # (B or 1, 1, slots)
+            node = held - sight.base[..., None]  # place in the block, negative where known
+            seen = node < c.block_size
+            if window is not None:
+                first = sight.base[..., None] if c.window_from_anchor else sight.positions[..., None]
+                seen = seen & (held >= first - window)
+                if c.causal_windows:
+                    seen = seen & (node <= place[:, None])
+            made[window] = seen.expand(rows, c.block_size, -1)
+        return [made[window] for window in c.windows]
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        embedding = self.embedding
+        weight = next(embedding.parameters())
+        if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
+            tokens = tokens.clamp(max=weight.shape[0] - 1)
+        tokens = beside(weight, tokens)
+        # An embedding that norms what it looks up is read without that, as by transformers' own (5.23,
+        # candidate_generator.py).
+        made = nn.functional.embedding(tokens, weight) if hasattr(embedding, "embed_norm") else embedding(tokens)
+        return made.to(self.head.device, self.head.dtype)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        if self.lm_head is None:
+            assert self._fast.lm_head is not None
+            return self._fast.lm_head(h)
+        weight = next(self.lm_head.parameters())
+        return self.lm_head(beside(weight, h.to(weight.dtype))).to(h.device)

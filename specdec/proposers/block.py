@@ -1,0 +1,115 @@
+"""`BlockProposer`: a block-parallel drafter (DFlash, DSpark, P-EAGLE, Medusa) drafts all its tokens in one pass.
+
+Owns what is drafted of a block: its places' distributions, read out along a chain or a tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from specdec.blocks.checkpoint import load
+from specdec.blocks.head import DFlashHead
+from specdec.blocks.medusa import MedusaHeads, MedusaRunner
+from specdec.blocks.parallel import ParallelRunner
+from specdec.blocks.runner import DFlashRunner
+from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.runner import Lent
+from specdec.products import clock
+from specdec.proposers.autoregressive import Read, Stepped, bin_of
+from specdec.proposers.base import Context
+from specdec.proposers.head import HeadProposer
+from specdec.tree import DraftTree, DynamicTree
+
+
+class BlockProposer(HeadProposer):
+    """Drafts trees by default, of the most probable combinations of what a block's places say; chains where the target
+    can verify nothing else.
+
+    With a Markov head each token's distribution hangs on the token before; a confidence head says how far a chain is
+    worth drafting. On CPUs the weights are read as 8-bit integers where that is faster.
+
+    Args:
+        head: the drafter, or a folder or hub id of any of the known formats (see `specdec inspect`).
+        branching: the draft's shape, see `AutoregressiveProposer`.
+        tree: likewise.
+        draw: how the draft is chosen, see there.
+    """
+
+    runner: DFlashRunner | ParallelRunner | MedusaRunner
+
+    def __init__(
+        self,
+        head: DFlashHead | Eagle3Head | MedusaHeads | str | Path,
+        *,
+        branching: Sequence[int] | None = None,
+        tree: DynamicTree | None = None,
+        draw: bool = True,
+    ):
+        super().__init__(head, branching=branching, tree=tree, draw=draw)
+        if isinstance(self.head, Eagle3Head) and self.head.config.mask_token_id is None:
+            raise ValueError(
+                'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
+            )
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a pass drafts."""
+        return self.head.config.drafted
+
+    def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads:
+        return load(path)
+
+    def _tree(self, top_k: int) -> DynamicTree:
+        return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
+
+    def _runner(self, lent: Lent) -> DFlashRunner | ParallelRunner | MedusaRunner:
+        if isinstance(self.head, DFlashHead):
+            return DFlashRunner(self.head, lent, self._fast)
+        if isinstance(self.head, MedusaHeads):
+            return MedusaRunner(self.head, self._fast)
+        return ParallelRunner(self.head, lent, self._fast)
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        if not context.pacer.learnt.draft.reads_out:
+            context.pacer.observe_read_out(0.0)  # until it is measured
+
+    def _backlog(self, context: Context) -> int:
+        return 0 if isinstance(self.head, MedusaHeads) else super()._backlog(context)
+
+    def _draft(self, context: Context, limit: int) -> DraftTree:
+        return super()._draft(context, min(limit, self.drafted))
+
+    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+        logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
+        return logits.to(stepped.tokens.device)
+
+    def _step_and(
+        self,
+        read: Callable[[Tensor], tuple[Tensor, Read]],
+        context: Context,
+        stepped: Stepped,
+        n: int,
+        parents: Tensor | None,
+        *,
+        chain: bool = False,
+    ) -> tuple[Tensor, Read]:
+        """No pass: the block's was the only one."""
+        start = clock()
+        out = read(self._step(stepped, n, parents, chain))
+        context.pacer.observe_read_out(clock() - start if context.looks_are_free else 0.0)
+        return out
+
+    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """Without a Markov head the nodes of a depth have the same children."""
+        if n == 1 or self.runner.block.markov is not None or not context.processors.read_scores_alone:
+            return super()._children(context, logits, stepped, n, k)
+        tokens, log_probs = super()._children(context, logits[:, :1], stepped, 1, k)
+        return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)
+
+    def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
+        sure = self.runner.block.sure
+        return super()._confidence(scores, q) if sure is None else bin_of(sure[:, -1]).to(scores.device)
