@@ -9,8 +9,10 @@ import itertools
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec import (
     BlockProposer,
@@ -24,6 +26,7 @@ from specdec import (
     Proposer,
     SpeculativeGenerator,
     SuffixProposer,
+    TranslatedDraftProposer,
     drafting,
 )
 from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
@@ -185,6 +188,17 @@ def block_head(name: str):
     )
 
 
+def translated(**shape):
+    """A draft model that has four of the target's tokens, under other numbers, and two of its own."""
+    letters = [
+        PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(WordLevel({c: i for i, c in enumerate(text)}, unk_token="b"))
+        )
+        for text in ("edxcyb", "abcdef")
+    ]
+    return TranslatedDraftProposer(drafter(), tokenizer=letters[0], target_tokenizer=letters[1], **shape)
+
+
 SMALL_TREE = DynamicTree(depth=3, top_k=2, size=6)
 PROPOSERS = {
     "chain": lambda: DraftModelProposer(drafter()),
@@ -204,6 +218,8 @@ PROPOSERS = {
     "block, Markov": lambda: BlockProposer(block_head("DSpark")),
     "block, Markov, drawn chain": lambda: BlockProposer(block_head("rnn"), branching=(1, 1, 1)),
     "block, drawn tree": lambda: BlockProposer(block_head("DFlash"), branching=(2, 2)),
+    "translated": translated,
+    "translated, drawn tree": lambda: translated(branching=(2, 2)),
     "trimmed vocabulary": lambda: DraftModelProposer(drafter(), vocab=torch.tensor([1, 3, 4])),
     "hybrid": lambda: HybridProposer(DraftModelProposer(drafter())),
     "turns, drawn chain": lambda: tiny.TakingTurns(DraftModelProposer(drafter())),
@@ -350,6 +366,7 @@ REPRESENTATIVE = [
     pytest.param("eagle3, trained", "block", "plain", 3, id="trained eagle3, dynamic tree"),
     pytest.param("turns, drawn chain", "block", "plain", 3, id="n-grams and drawn chain take turns"),
     pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
+    pytest.param("translated", "block", "warped", 3, id="drawn chain in another tokenizer's tokens"),
     pytest.param("block, Markov, drawn chain", "block", "plain", 3, id="drawn chain of a block"),
     pytest.param("block, Markov", "coupled", "warped", 3, id="tree of a block, coupled, warped"),
     pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),

@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator, TranslatedDraftProposer
 from specdec.draft_view import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
 from tests import tiny
 
@@ -21,12 +21,13 @@ def save_with_tokenizer(model, folder, words):
     return str(folder)
 
 
-def test_tokenizers_that_differ_are_refused(tmp_path, llama):
+def test_tokenizers_that_differ_are_found_out(tmp_path, llama):
     words = [f"w{i}" for i in range(llama.config.vocab_size)]
     target = type(llama).from_pretrained(save_with_tokenizer(llama, tmp_path / "target", words))
     other = save_with_tokenizer(llama, tmp_path / "other", [*words[:5], *reversed(words[5:])])
     with pytest.raises(ValueError, match="differ, at token id 5 first"):
-        SpeculativeGenerator(target, f"draft:{other}")
+        SpeculativeGenerator(target, DraftModelProposer(str(other)))
+    assert isinstance(SpeculativeGenerator(target, f"draft:{other}").proposer, TranslatedDraftProposer)
     same = save_with_tokenizer(llama, tmp_path / "same", words)
     out = SpeculativeGenerator(target, f"draft:{same}").generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3)
     assert out.shape == (1, 6)

@@ -118,21 +118,6 @@ def test_processors_see_the_targets_tokens():
     assert spec.generate(**inputs, **arguments).tolist() == plain.tolist()
 
 
-def test_names_lead_to_it(tmp_path):
-    """Folders with tokenizers that differ: the draft is translated; with the same, it is not."""
-    for name, tokenizer, model in (
-        ("target", TARGETS, tiny.model("llama")),
-        ("other", BACKWARDS, tiny.model("llama", seed=1)),
-        ("same", TARGETS, tiny.model("llama", seed=1)),
-    ):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    target = type(tiny.model("llama")).from_pretrained(tmp_path / "target").to(tiny.DEVICE)
-    assert isinstance(SpeculativeGenerator(target, f"draft:{tmp_path / 'other'}").proposer, TranslatedDraftProposer)
-    same = SpeculativeGenerator(target, f"draft:{tmp_path / 'same'}").proposer
-    assert not isinstance(same, TranslatedDraftProposer)
-
-
 def test_without_tokenizers():
     with pytest.raises(ValueError, match="no tokenizer lies beside the weights"):
         SpeculativeGenerator(tiny.model("llama"), TranslatedDraftProposer(tiny.on_host("llama", seed=1)))
