@@ -132,7 +132,8 @@ class SpeculativeGenerator:
             generation_config: settings; keyword arguments go before it. None: the model's own.
             more: what `model.generate()` takes by position behind these.
             kwargs: what it takes by name: `attention_mask` (B, T), `max_new_tokens`, `do_sample`, `streamer`, ...
-                `stop_strings` needs `tokenizer`; `assistant_model` and `prompt_lookup_num_tokens` choose what drafts.
+                `stop_strings` needs `tokenizer`; `assistant_model` (with `assistant_tokenizer`),
+                `assistant_early_exit` and `prompt_lookup_num_tokens` choose what drafts.
 
         Returns:
             Prompts and what follows, (B, T + new) int64, rows that end before others padded on the right. With
@@ -149,6 +150,7 @@ class SpeculativeGenerator:
         self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
     ):
         given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
+        tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
         generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
         plain_generate = type(self._entrance).generate
         outside = decided_before(self.model, generation_config, kwargs)
@@ -157,10 +159,11 @@ class SpeculativeGenerator:
             return plain_generate(self._entrance, inputs, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, **hook_kwargs):
-            return self._decode(report, model, input_ids, **given, **hook_kwargs)
+            return self._decode(report, model, input_ids, tokenizers=tokenizers, **given, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
-        kwargs = {name: value for name, value in kwargs.items() if name not in ("tokenizer", "assistant_model")}
+        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model")
+        kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
             self._entrance, inputs, generation_config=generation_config, custom_generate=decode, **kwargs
         )
@@ -176,7 +179,7 @@ class SpeculativeGenerator:
         if model is not self.model:
             raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
         caller = generate_frame()
-        given = {name: caller.get(name) for name in NOT_HANDED_OVER}
+        given: dict[str, Any] = {name: caller.get(name) for name in NOT_HANDED_OVER}
         with self._counted() as report:
             return self._decode(report, model, input_ids, **given, **kwargs)
 
@@ -237,6 +240,7 @@ class SpeculativeGenerator:
         streamer: Any = None,
         synced_gpus: bool | None = None,
         assistant_model: Any = None,
+        tokenizers: tuple[Any, Any] = (None, None),
         **model_kwargs: Any,
     ):
         report.num_rows = len(input_ids)
@@ -270,7 +274,7 @@ class SpeculativeGenerator:
         else:
             for name in ignored_fields(generation_config):
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
-            drafting = self._drafting_of_call(generation_config, assistant_model)
+            drafting = self._drafting_of_call(generation_config, assistant_model, tokenizers)
             with torch.no_grad():
                 output = self._speculate(
                     drafting,
@@ -366,8 +370,13 @@ class SpeculativeGenerator:
 
         return rule
 
-    def _drafting_of_call(self, config: GenerationConfig, assistant: Any) -> Drafting:
-        """The generator's own, unless the call asks for another, in the order in which transformers looks (5.23)."""
+    def _drafting_of_call(
+        self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any] = (None, None)
+    ) -> Drafting:
+        """The generator's own, unless the call asks for another, in the order in which transformers looks (5.23).
+
+        tokenizers: the target's and the assistant's, where the call has them.
+        """
         asked = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
         if config.prompt_lookup_num_tokens is not None:
             asked = "ngram"
@@ -379,11 +388,10 @@ class SpeculativeGenerator:
             return self._drafting
         if asked not in self._asked_for:
             try:
-                self._asked_for[asked] = Drafting(as_proposer(asked, self.model), self.model)
+                self._asked_for[asked] = Drafting(as_proposer(asked, self.model, tokenizers), self.model)
             except ValueError as error:  # it cannot draft for this target
-                self._warn(
-                    f"what the call asks to draft with is ignored, {type(self.proposer).__name__} drafts: {error}"
-                )
+                field = "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
+                self._warn(f"{field} is ignored, {type(self.proposer).__name__} drafts: {error}")
                 self._asked_for[asked] = self._drafting
         return self._asked_for[asked]
 

@@ -118,6 +118,18 @@ def test_processors_see_the_targets_tokens():
     assert spec.generate(**inputs, **arguments).tolist() == plain.tolist()
 
 
+def test_a_call_may_bring_both_tokenizers():
+    """As transformers' universal assisted generation wants them."""
+    target, inputs = tiny.model("llama"), tiny.prompts(9)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=16)
+    spec = SpeculativeGenerator(target, "ngram", draft_length=3)
+    arguments = {"assistant_model": permuted(), "tokenizer": TARGETS, "assistant_tokenizer": BACKWARDS}
+    ours = spec.generate(**inputs, do_sample=False, max_new_tokens=16, **arguments)
+    assert ours.tolist() == plain.tolist()
+    assert set(spec.report.num_drafts_by) == {"TranslatedDraftProposer"}
+    assert spec.report.num_accepted_tokens == spec.report.num_draft_tokens > 9
+
+
 def test_without_tokenizers():
     with pytest.raises(ValueError, match="no tokenizer lies beside the weights"):
         SpeculativeGenerator(tiny.model("llama"), TranslatedDraftProposer(tiny.on_host("llama", seed=1)))

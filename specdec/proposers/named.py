@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -37,15 +38,21 @@ def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Pro
     return {name: made[name] for name in names}
 
 
-def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, target: PreTrainedModel) -> Proposer:
+def as_proposer(
+    proposer: Proposer | PreTrainedModel | ProposerName | str,
+    target: PreTrainedModel,
+    tokenizers: tuple[Any, Any] = (None, None),
+) -> Proposer:
     """A `Proposer` from an object, a loaded draft model, or a short string.
+
+    tokenizers: the target's and the draft model's, where they are known.
 
     A draft model that is loaded here has the target's number format, and is on its device.
     """
     if isinstance(proposer, Proposer):
         return proposer
     if isinstance(proposer, nn.Module):
-        return _draft_model(proposer, target)
+        return _draft_model(proposer, target, tokenizers)
     if not isinstance(proposer, str):
         raise ValueError(
             f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got {proposer!r}"
@@ -70,9 +77,13 @@ def as_proposer(proposer: Proposer | PreTrainedModel | ProposerName | str, targe
     return NgramProposer() if head is None else HybridProposer(head)
 
 
-def _draft_model(model: PreTrainedModel | str, target: PreTrainedModel) -> Proposer:
+def _draft_model(
+    model: PreTrainedModel | str, target: PreTrainedModel, tokenizers: tuple[Any, Any] = (None, None)
+) -> Proposer:
     """With its tokens as they are, or translated."""
     proposer = DraftModelProposer(model, like=target)
+    if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        return TranslatedDraftProposer(model, like=target, target_tokenizer=tokenizers[0], tokenizer=tokenizers[1])
     if what_differs(proposer.model, target) is not None and tokenizers_at_hand(proposer.model, target):
         return TranslatedDraftProposer(model, like=target)
     return proposer
