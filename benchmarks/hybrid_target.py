@@ -2,7 +2,7 @@
 
     python benchmarks/hybrid_target.py OUT --text FILES...     # jsonl with prompt and response, or plain text
     python benchmarks/hybrid_target.py OUT                     # on the sources of Python's standard library
-    python benchmarks/compare.py OUT --methods plain,ngram,mtp ...
+    python benchmarks/hybrid_rounds.py OUT                     # what proposers gain on it
 
 Six gated delta nets and two layers of full attention, 4096 tokens. The MTP layer learns with the target, as
 DeepSeek-V3's did (2412.19437): its loss counts 0.3. Started again, it goes on where it was stopped. It need not be
