@@ -11,15 +11,24 @@ from unittest.mock import patch
 
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    BlockProposer,
+    DraftModelProposer,
+    DynamicTree,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+)
+from specdec.blocks import DFlashHead
 from specdec.eagle3 import Eagle3Head
 from specdec.loop import Loop
 from specdec.pacing import Pacer
 from specdec.runner import ModelRunner
-from tests import eagle3, pretend, tiny
+from tests import blocks, eagle3, pretend, tiny
 
 OUTSIDE, TARGET, DRAFT = "outside", "target", "draft"  # of the models; the target's pass; the draft's own passes
-PROPOSERS = ("ngram", "draft chain", "eagle3 chain", "eagle3 tree", "hybrid")
+PROPOSERS = ("ngram", "draft chain", "eagle3 chain", "eagle3 tree", "block chain", "block tree", "hybrid")
 LENGTH = 5  # tokens drafted per round, where that is set
 LARGE = DynamicTree(depth=8, top_k=8, size=60)
 
@@ -32,6 +41,13 @@ def models() -> tuple[Any, Any, Any]:
     return tuple(copy.deepcopy(model).to("cuda") for model in (target, target, head))
 
 
+@functools.cache
+def block_head() -> DFlashHead:
+    """For the same target; drafts of ten tokens with a Markov head."""
+    shape = {"hidden_size": 48, "target_hidden_size": 48, "block_size": 10, "tap_ids": (1, 3)}
+    return copy.deepcopy(blocks.head("DSpark", **shape)).to("cuda")
+
+
 def generator(name: str, automatic: bool) -> SpeculativeGenerator:
     """automatic: how far is drafted is for the pacer to say."""
     target, draft, head = models()
@@ -41,6 +57,8 @@ def generator(name: str, automatic: bool) -> SpeculativeGenerator:
         "draft chain": lambda: DraftModelProposer(draft),
         "eagle3 chain": lambda: Eagle3Proposer(head).shaped(),
         "eagle3 tree": lambda: Eagle3Proposer(head, tree=tree),
+        "block chain": lambda: BlockProposer(block_head()).shaped(),
+        "block tree": lambda: BlockProposer(block_head(), tree=tree),
         "hybrid": lambda: HybridProposer(Eagle3Proposer(head, tree=tree)),
     }[name]()
     length = None if automatic else LARGE.depth if "tree" in name or name == "hybrid" else LENGTH
