@@ -85,6 +85,11 @@ class SpeculativeCache(Cache):
         """Write (B, heads, n, dim) into the placed slots; return the layer's (B, heads, S, dim) keys and values."""
         return self._kind_of(layer_idx).write(layer_idx, key_states, value_states)
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Tensor:
+        """Likewise what an indexer keeps of the tokens, by which it picks those that attention sees: (B, n, D) in, the
+        layer's (B, S, D) out. It is in the keys' slots, so what it picks are slots, and masks hold for it too."""
+        return self._kind_of(layer_idx).write_indexed(layer_idx, indexer_key_states[:, None])[:, 0]
+
     def held(self, span: Span, device: torch.device) -> Tensor:
         """(B, S) int64, in the present pass: the position of what lies in each slot that attention sees, drafts counted
         in the order they were written; where that is nothing, one behind the row. (1, S) where all rows agree."""
@@ -107,18 +112,22 @@ class SpeculativeCache(Cache):
 
     # Known keys and values, in and out
 
-    def put(self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor) -> None:
+    def put(self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor, indexed: Tensor | None = None) -> None:
         """Fill a layer with what was computed elsewhere; `lengths` say how much that is.
 
         Args:
             keys, values: (B, heads, T, dim). columns: (B, max(lengths)) int64, where the token at each position is
-                among the T; negative where it is not.
+                among the T; negative where it is not. indexed: (B, T, D), see `update_indexer`.
         """
-        self._kind_of(layer_idx).put(layer_idx, keys, values, columns, self.lengths)
+        self._kind_of(layer_idx).put(layer_idx, keys, values, columns, self.lengths, indexed)
 
     def take(self, layer_idx: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The layer's keys and values (B, heads, T, dim) of `positions` (B, T) int64; they are gone here then."""
         return self._kind_of(layer_idx).take(layer_idx, positions)
+
+    def take_indexed(self, layer_idx: int, positions: Tensor) -> Tensor | None:
+        """Likewise (B, T, D) of what its indexer keeps; None where it has none."""
+        return self._kind_of(layer_idx).take_indexed(layer_idx, positions)
 
     def adopt(self, row: int, other: SpeculativeCache) -> None:
         """Put the one row of `other`, a cache of the same model, in the place of this one's `row`."""
@@ -147,7 +156,7 @@ class SpeculativeCache(Cache):
     def nbytes(self) -> dict[Span, int]:
         """Of all buffers, by kind of layers."""
         return {
-            span: sum(buffer.nbytes for pair in kind.buffers.values() for buffer in pair)
+            span: sum(buffer.nbytes for buffers in kind.all_buffers for buffer in buffers)
             for span, kind in self._kinds.items()
         }
 
@@ -223,6 +232,7 @@ class Slots:
         self.count = 0
         self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
+        self.indexed: dict[int, list[Tensor]] = {}  # what indexers keep, by layer, one (B, 1, count, D) each
         self._spare = SPARE if window is None else min(SPARE, max(8, window // 16))
 
     def place(
@@ -259,6 +269,16 @@ class Slots:
         put = self._pass_by if self._passing else self._store
         kept_keys, kept_values = self.buffers[layer]
         return put(kept_keys, keys), put(kept_values, values)
+
+    def write_indexed(self, layer: int, states: Tensor) -> Tensor:
+        if layer not in self.indexed:
+            self.indexed[layer] = [states.new_zeros(*states.shape[:2], self.count, states.shape[3])]
+        return (self._pass_by if self._passing else self._store)(self.indexed[layer][0], states)
+
+    @property
+    def all_buffers(self) -> list[list[Tensor]]:
+        """Of all layers, in lists in which they can be replaced."""
+        return [*self.buffers.values(), *self.indexed.values()]
 
     def _store(self, buffer: Tensor, states: Tensor) -> Tensor:
         """What attention sees: the buffer, with `states` in their slots."""
@@ -302,11 +322,19 @@ class Slots:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy what lies at the positions `source` to `target`, both (B, D)."""
         source, target = source % self.count, target % self.count
-        for pair in self.buffers.values():
-            for buffer in pair:
+        for buffers in self.all_buffers:
+            for buffer in buffers:
                 buffer.scatter_(2, _index(target, buffer), _gathered(buffer, source))
 
-    def put(self, layer: int, keys: Tensor, values: Tensor, columns: Tensor, lengths: Sequence[int]) -> None:
+    def put(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        columns: Tensor,
+        lengths: Sequence[int],
+        indexed: Tensor | None = None,
+    ) -> None:
         self._lengths, self._pending = lengths, 0
         if not self.buffers:
             most = max(lengths) + SPARE
@@ -314,6 +342,13 @@ class Slots:
         position = self._positions(_column(lengths, columns.device))
         column = columns.gather(1, position.clamp(0, columns.shape[1] - 1)).clamp(min=0)
         self.buffers[layer] = [_gathered(keys, column), _gathered(values, column)]
+        if indexed is not None:
+            self.indexed[layer] = [_gathered(indexed[:, None], column)]
+
+    def take_indexed(self, layer: int, positions: Tensor) -> Tensor | None:
+        if layer not in self.indexed:
+            return None
+        return _gathered(self.indexed.pop(layer)[0], positions.clamp(min=0) % self.count)[:, 0]
 
     def take(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.buffers.pop(layer)
@@ -330,24 +365,25 @@ class Slots:
         positions = other._positions(_column(theirs, torch.device("cpu")))[0]
         held = (positions >= 0).nonzero()[:, 0]
         slots = positions[held] % self.count
-        for layer, pair in other.buffers.items():
-            if layer not in self.buffers:
-                shape = (len(lengths), pair[0].shape[1], self.count)
-                self.buffers[layer] = [states.new_zeros(*shape, states.shape[3]) for states in pair]
-            for buffer, states in zip(self.buffers[layer], pair, strict=True):
-                buffer[row, :, slots] = states[0, :, held]
+        for ours, others in ((self.buffers, other.buffers), (self.indexed, other.indexed)):
+            for layer, buffers in others.items():
+                if layer not in ours:
+                    shape = (len(lengths), buffers[0].shape[1], self.count)
+                    ours[layer] = [states.new_zeros(*shape, states.shape[3]) for states in buffers]
+                for buffer, states in zip(ours[layer], buffers, strict=True):
+                    buffer[row, :, slots] = states[0, :, held]
 
     def keep(self, rows: Sequence[int]) -> None:
-        for pair in self.buffers.values():
-            pair[:] = [buffer[list(rows)] for buffer in pair]
+        for buffers in self.all_buffers:
+            buffers[:] = [buffer[list(rows)] for buffer in buffers]
 
     def _resize(self, count: int) -> None:
         """Go on with `count` slots, more than before; one buffer at a time is held twice."""
         old, self.count = self.count, count
         wraps = max(self._lengths) + self._pending > old
-        for pair in self.buffers.values():
-            for i in range(len(pair)):
-                pair[i] = self._resized(pair[i], old, wraps)
+        for buffers in self.all_buffers:
+            for i in range(len(buffers)):
+                buffers[i] = self._resized(buffers[i], old, wraps)
 
     def _resized(self, buffer: Tensor, old: int, wraps: bool) -> Tensor:
         if wraps:

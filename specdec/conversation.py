@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -33,6 +33,7 @@ KINDS = (
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    *([cache_utils.DynamicIndexedLayer] if hasattr(cache_utils, "DynamicIndexedLayer") else []),
 )  # of layers of a DynamicCache that can be gone on from
 
 
@@ -130,7 +131,8 @@ class Conversation:
             if getattr(layer, "keys", None) is not None:
                 keys, values = layer.keys, layer.values
                 layer.keys = layer.values = None
-                rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]))
+                indexed = getattr(layer, "indexer_keys", None)
+                rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]), indexed)
 
     def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int) -> None:
         grown = torch.arange(max(0, columns - self.real.shape[1]))
@@ -138,7 +140,11 @@ class Conversation:
         for index in rows.cache.filled:
             layer = _layer(cache, index)
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
+            indexed = rows.cache.take_indexed(index, positions[:, first:])
             _fill(layer, *rows.cache.take(index, positions[:, first:]), columns)
+            if indexed is not None:
+                layer.lazy_initialization_indexer(indexed)
+                layer.indexer_keys = indexed
         if columns != self.cached:  # else the call failed, and the cache's states are as they were
             behind = columns - self.real.shape[1]  # rows may have run ahead of where the text ended
             rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])
