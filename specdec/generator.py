@@ -41,6 +41,8 @@ from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllChoices, AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
 
+SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported"}  # of a generator, not of its calls
+
 
 class SpeculativeGenerator:
     """Generates what `model.generate()` would, verifying a proposer's drafts instead of single tokens.
@@ -140,9 +142,13 @@ class SpeculativeGenerator:
             `return_dict_in_generate`, by argument or config, transformers' output object, whose `sequences` they are.
 
         Raises:
+            TypeError: an argument of `SpeculativeGenerator`'s own.
             Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
             ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
         """
+        ours = SETTINGS & kwargs.keys()
+        if ours:
+            raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 

@@ -154,7 +154,9 @@ class Loop:
         """
         who = f"{self.proposer.drafted_by}.propose"
         if not isinstance(draft, DraftTree):
-            raise TypeError(f"{who} must return a DraftTree, got {type(draft).__name__}")
+            raise TypeError(
+                f"{who} must return a DraftTree, got {type(draft).__name__}: context.chain(drafts) makes one"
+            )
         B, N = draft.tokens.shape
         if len(root) != B or N == 0:
             raise ValueError(f"{who} drafted for {B} rows of {N} nodes, the batch has {len(root)}: each needs its root")

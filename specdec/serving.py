@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import PreTrainedModel
 
 from specdec.generator import SpeculativeGenerator
@@ -30,9 +32,13 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ImportError('serving needs more packages: pip install "transformers[serving]"')
+        raise ImportError(
+            'serving needs more packages: pip install "transformers[serving]", or in a checkout of specdec '
+            "pip install -c constraints.txt -e '.[serve]'"
+        )
     from transformers.cli.serve import Serve
 
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # its list of models fails where there is none
     with _speculating(generator_of):
         return Serve(force_model=target, **options)
 

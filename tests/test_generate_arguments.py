@@ -693,3 +693,10 @@ def test_warnings_point_at_the_callers_line():
     with pytest.warns(UserWarning, match="assistant_model is ignored") as also:
         spec.generate(**tiny.prompts(5), assistant_model=other, max_new_tokens=4)
     assert {warning.filename for warning in [caught[0], also[0]]} == {__file__}
+
+
+def test_a_generators_own_settings_are_no_arguments_of_a_call():
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
+    with pytest.raises(TypeError, match=r"draft_length is no argument of a call, but of SpeculativeGenerator"):
+        spec.generate(**tiny.prompts(5), draft_length=3)
+    assert spec.report.num_calls == 0

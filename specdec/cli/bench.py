@@ -64,21 +64,24 @@ def bench(
         from specdec.bench import bench as measure
         from specdec.proposers.named import as_proposers
 
-        model, tokenizer = load(target, dtype=dtype, device=device)
-        made = as_proposers(names, model)
-        used = encoded(asked, tokenizer) or of_ours(tokenizer, limit)
-        with bar() as progress:
-            found = measure(
-                model,
-                made,
-                used,
-                repeats=repeats,
-                max_new_tokens=max_new_tokens,
-                draft_length=draft_length,
-                rule=rule,
-                progress=progress,
-                **sampling(temperature),
-            )
+        try:
+            model, tokenizer = load(target, dtype=dtype, device=device)
+            made = as_proposers(names, model)
+            used = encoded(asked, tokenizer) or of_ours(tokenizer, limit)
+            with bar() as progress:
+                found = measure(
+                    model,
+                    made,
+                    used,
+                    repeats=repeats,
+                    max_new_tokens=max_new_tokens,
+                    draft_length=draft_length,
+                    rule=rule,
+                    progress=progress,
+                    **sampling(temperature),
+                )
+        except KeyboardInterrupt:
+            raise interrupted("stopped before anything was measured") from None
     if as_json:
         typer.echo(json.dumps(found.to_dict() | {"target": target, "max_new_tokens": max_new_tokens}))
     else:

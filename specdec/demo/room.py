@@ -19,15 +19,15 @@ def require(what: str, folder: Path, disk: int, memory: int, more_remedies: Sequ
     remedies: list[str] = []
     free = free_disk(folder)
     if free < disk:
-        shortages.append(f"{_gb(disk)} of disk at {folder}, where {_gb(free)} are free ({_gb(disk - free)} missing)")
+        shortages.append(f"{_gb(disk)} of disk at {folder}, where {_gb(free)} are free ({_missing(disk - free)})")
         remedies.append("free some space or set SPECDEC_CACHE to a folder on a larger disk")
     available = available_memory()
     if available is not None and available < memory:
-        shortages.append(f"{_gb(memory)} of memory, {_gb(available)} are available ({_gb(memory - available)} missing)")
+        shortages.append(f"{_gb(memory)} of memory, {_gb(available)} are available ({_missing(memory - available)})")
         remedies.append("close other programs")
     if shortages:
         advice = "; or ".join([*remedies, *more_remedies])
-        raise NoRoom(f"{what} needs {' and '.join(shortages)}: {advice}.")
+        raise NoRoom(f"no room for {what}: it takes {' and '.join(shortages)}. Please {advice}.")
 
 
 def free_disk(folder: Path) -> int:
@@ -40,6 +40,11 @@ def free_disk(folder: Path) -> int:
 def size_of(folder: Path) -> int:
     """Bytes of all files in `folder`; 0 if there is none."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _missing(size: int) -> str:
+    """Rounded up: what is missing is never nothing."""
+    return f"{_gb(-(-size // 10**8) * 10**8)} missing"
 
 
 def _gb(size: int) -> str:
