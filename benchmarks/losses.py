@@ -34,7 +34,7 @@ from specdec.data.texts import kept_texts
 from specdec.eagle3 import Eagle3Head, load
 from specdec.proposers import Eagle3Proposer
 from specdec.taps import FINAL, decoder_layers
-from specdec.training import Eagle3Trainer, initialize
+from specdec.training import Eagle3Trainer, initialize, precision
 from specdec.training.dataset import StateDataset, collate
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.objective import LOSSES
@@ -87,7 +87,7 @@ def main(
                 lr_scheduler_type="cosine",
                 adam_beta2=0.95,
                 max_grad_norm=0.5,
-                bf16=True,
+                bf16=precision.pays(torch.device("cpu")),
                 use_cpu=True,
                 save_strategy="no",
                 report_to=[],
@@ -133,9 +133,15 @@ def rows_of(file: Path, model: PreTrainedModel, taps: Sequence[int]) -> list[dic
         texts = kept_texts(file)
     else:
         texts = list(read_texts(file, AutoTokenizer.from_pretrained(model.name_or_path), LENGTH))
-    found = states_of(model, [*taps, FINAL], texts)
+    found, logits = states_of(model, [*taps, FINAL], texts), TargetLogits.of(model)
     return [
-        {"ids": text.ids, "learn": text.learn, "documents": torch.zeros_like(text.ids), "states": states}
+        {
+            "ids": text.ids,
+            "learn": text.learn,
+            "documents": torch.zeros_like(text.ids),
+            "states": states,
+            "over_all": logits.over_all(states, text.learn),
+        }
         for text, states in zip(texts, found, strict=True)
     ]
 
@@ -156,13 +162,15 @@ def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tenso
     for row in rows:
         batch = collate([row])
         ids, learn, documents, states = (batch[name] for name in ("ids", "learn", "documents", "states"))
+        over_all = batch["over_all"]
         taps, final = states[..., :-H].float(), states[..., -H:]
         for step, h in enumerate(unroll(head, embedding[ids], taps, STEPS, documents)):
             first = 2 + step
             keep = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
-            p = target_logits(final[:, first - 1 : -1][keep]).softmax(-1)
+            norm, choice = over_all[:, first - 1 : -1][keep].unbind(-1)
+            p = (target_logits(final[:, first - 1 : -1][keep]) - norm[:, None]).exp()
             q = head.logits(h[:, : ids.shape[1] - first][keep]).softmax(-1)
-            total[0, step] += (p.argmax(-1) == q.argmax(-1)).sum()
+            total[0, step] += (choice == head.draft_to_target[q.argmax(-1)]).sum()
             total[1, step] += torch.minimum(p, q).sum()
             count[step] += len(p)
     return total / count

@@ -162,13 +162,15 @@ def trained_eagle_head():
     prompt = torch.tensor([PROMPT] * 256)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=NEW)
     states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
-    target_logits = TargetLogits.of(model, head.draft_to_target)
+    logits = TargetLogits.of(model)
+    target_logits = logits.restricted(head.draft_to_target)
     objective = Objective(head, model.get_input_embeddings().weight, target_logits, steps=3)
     learn, documents = torch.arange(ids.shape[1]).expand_as(ids) >= len(PROMPT), torch.zeros_like(ids)
+    over_all = logits.over_all(states, learn)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(150):
         optimizer.zero_grad()
-        objective(ids, learn, documents, states)["loss"].backward()
+        objective(ids, learn, documents, states, over_all)["loss"].backward()
         optimizer.step()
     return head.eval()
 

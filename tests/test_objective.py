@@ -9,13 +9,13 @@ from specdec.training.teacher import TargetLogits
 from specdec.training.unroll import unroll
 from tests import eagle3, tiny
 from tests.naive_eagle3 import NaiveHead
-from tests.training import some_texts, target_logits_of
+from tests.training import batch_of, some_texts, target_logits_of
 
 
 def naive_loss(head, target, text, state, steps, decay):
     """One text, token by token: the naive head's drafts against the target's own distribution."""
     reference = NaiveHead(head.state_dict(), head.config, target.get_input_embeddings().weight)
-    lm_head = target.get_output_embeddings().weight.double()[head.draft_to_target]
+    lm_head = target.get_output_embeddings().weight.double()
     ids, taps, final = text.ids.tolist(), state[:, :-32], state[:, -32:].double()
     losses, right = [], []
     for step in range(steps):
@@ -25,8 +25,9 @@ def naive_loss(head, target, text, state, steps, decay):
                 continue
             drafted = reference.draft(taps[: i + 1], ids[1 : i + 2], ids[i + 2 : i + 2 + step])
             wanted = lm_head @ final[i + 1 + step]
-            entropies.append(-(wanted.softmax(-1) * drafted.log_softmax(-1)).sum())
-            hits.append(float(wanted.argmax() == drafted.argmax()))
+            p = wanted.softmax(-1)[head.draft_to_target]
+            entropies.append(-(p * drafted.log_softmax(-1)).sum())
+            hits.append(float(wanted.argmax() == head.draft_to_target[drafted.argmax()]))
         losses.append(decay**step * sum(entropies) / len(entropies))
         right.append(sum(hits) / len(hits))
     return sum(losses) / sum(decay**step for step in range(steps)), right
@@ -38,7 +39,7 @@ def test_the_objective_is_the_naive_one():
     text = some_texts(target, 1, new_tokens=8)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
     objective = Objective(head, *target_logits_of(target, head), steps=3, decay=0.7)
-    outputs = objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state)
+    outputs = objective(*batch_of(target, text.ids[None], text.learn[None], state))
     loss, accuracy = naive_loss(head, target, text, state[0], 3, 0.7)
     assert float(outputs["loss"]) == pytest.approx(float(loss), rel=1e-5)
     assert outputs["accuracy"].tolist() == pytest.approx(accuracy)
@@ -49,7 +50,7 @@ def test_gradients_reach_every_parameter():
     text = some_texts(target, 1)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
     objective = Objective(head, *target_logits_of(target, head), steps=2)
-    objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state)["loss"].backward()
+    objective(*batch_of(target, text.ids[None], text.learn[None], state))["loss"].backward()
     assert all(weight.grad is not None and bool(weight.grad.any()) for weight in head.parameters())
     assert all(weight.grad is None for weight in target.parameters())
 
@@ -71,7 +72,7 @@ def test_gradients_are_autograds(loss, monkeypatch):
     for step, h in enumerate(unroll(head, embedding[ids], state[..., :-32], 3, documents)):
         rows = ids.shape[1] - 2 - step
         keep = learn[:, 2 + step :] & (documents[:, 2 + step :] == documents[:, :rows])
-        p = target_logits(state[:, 1 + step : -1, -32:][keep]).softmax(-1)
+        p = target.get_output_embeddings()(state[:, 1 + step : -1, -32:][keep]).softmax(-1)[:, head.draft_to_target]
         log_q = head.logits(h[:, :rows])[keep].log_softmax(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
         of_rows = -(p * log_q).sum(-1) if loss == "ce" else -overlap.log()
@@ -81,7 +82,8 @@ def test_gradients_are_autograds(loss, monkeypatch):
 
     head.zero_grad()
     monkeypatch.setattr("specdec.training.objective.ROWS_AT_ONCE", 7)
-    found = Objective(head, embedding, target_logits, steps=3, loss=loss)(ids, learn, documents, state)["loss"]
+    objective = Objective(head, embedding, target_logits, steps=3, loss=loss)
+    found = objective(*batch_of(target, ids, learn, state, documents))["loss"]
     assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))
     found.backward()
     for name, weight in head.named_parameters():

@@ -18,7 +18,7 @@ from specdec.training.objective import Objective
 from specdec.training.starting_head import given_head
 from specdec.training.transfer import transfer_head, translate
 from tests import eagle3, tiny
-from tests.training import SMALL, WORDS, losses, run, same_heads, some_texts, target_logits_of
+from tests.training import SMALL, WORDS, batch_of, losses, run, same_heads, some_texts, target_logits_of
 
 
 def test_frequent_tokens():
@@ -133,9 +133,7 @@ def test_the_added_part_is_seen_once_training_has_begun():
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
-        objective(text.ids[None], text.learn[None], torch.zeros_like(text.ids)[None], state[None].float())[
-            "loss"
-        ].backward()
+        objective(*batch_of(target, text.ids[None], text.learn[None], state[None].float()))["loss"].backward()
         optimizer.step()
     assert bool((head.lm_head.weight.grad[:, 32:] != 0).any())
     for name in ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdec.data.texts import Text
 from specdec.taps import Taps
@@ -41,6 +42,29 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
         assert ids == text.ids.tolist()
         assert learn == text.learn.tolist()
         torch.testing.assert_close(ours, state, rtol=2e-2, atol=2e-2)
+
+
+def test_what_logits_say_over_all_tokens_is_kept_where_something_is_learnt(tmp_path, monkeypatch):
+    target = tiny.model("llama")
+    text = some_texts(target, 1)[0]
+    monkeypatch.setattr("specdec.training.teacher.NUMBERS_AT_ONCE", 3 * tiny.VOCAB)
+    extract(target, [text], (1,), tmp_path)
+    over_all = StateDataset(tmp_path, 64)[0]["over_all"]
+    logits = target(text.ids[None]).logits[0].float()
+    wanted = torch.stack([logits.logsumexp(-1), logits.argmax(-1).float()], -1)
+    first = int(text.learn.long().argmax()) - 1
+    torch.testing.assert_close(over_all[first:-1], wanted[first:-1], rtol=0.02, atol=0.02)
+    assert not over_all[:first].any()
+    assert not over_all[-1].any()
+
+
+def test_states_of_an_earlier_version_are_refused(tmp_path):
+    target = tiny.model("llama")
+    extract(target, some_texts(target, 1), (1,), tmp_path)
+    (shard,) = tmp_path.glob("states-*.safetensors")
+    save_file({name: tensor for name, tensor in load_file(shard).items() if name != "over_all"}, shard)
+    with pytest.raises(ValueError, match="remove that folder"):
+        StateDataset(tmp_path, 64)
 
 
 def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):

@@ -51,6 +51,12 @@ def target_logits_of(target, head):
     return target.get_input_embeddings().weight, TargetLogits.of(target, head.draft_to_target)
 
 
+def batch_of(target, ids, learn, states, documents=None):
+    """What `Objective` takes of texts (B, T)."""
+    documents = torch.zeros_like(ids) if documents is None else documents
+    return ids, learn, documents, states, TargetLogits.of(target).over_all(states, learn)
+
+
 def arguments(files, out, *options):
     return ["train", str(files / "model"), str(files / "data.jsonl"), str(out), *SMALL.split(), *options]
 

@@ -1,7 +1,7 @@
 """Rows to train on: whole texts packed end to end, with the target's states from disk or without them.
 
 Owns packing and padding. An item: ids (T,), learn (T,), documents (T,) int64 which text each token is of, and states
-(T, C) bfloat16 where they were kept.
+(T, C) bfloat16 with over_all (T, 2) float32, see `TargetLogits`, where they were kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class _Place:
 class StateDataset(Dataset):
     """Rows of up to `length` tokens, packed from whole texts; longer texts are cut.
 
-    An item: ids (T,), learn (T,), documents (T,) int64 which text each token is of, states (T, C) bfloat16.
+    An item: ids (T,), learn (T,), documents (T,) int64 which text each token is of, states (T, C) bfloat16, over_all
+    (T, 2) float32 of the target's logits, see `TargetLogits.over_all`.
     """
 
     def __init__(self, folder: Path, length: int):
@@ -57,6 +58,11 @@ class StateDataset(Dataset):
 
     def _rows_of(self, shard: int) -> list[list[_Place]]:
         with safe_open(self._paths[shard], "pt") as file:
+            if "over_all" not in file.keys():  # noqa: SIM118 (no dict)
+                raise ValueError(
+                    f"the states in {self.folder} were kept by an earlier version, which did not look at the whole "
+                    "vocabulary: remove that folder, and they are computed anew"
+                )
             lengths = file.get_tensor("lengths").tolist()
         starts = [0, *accumulate(lengths)]
         places = [
@@ -72,11 +78,11 @@ class StateDataset(Dataset):
         return sum(place.length for row in self._rows for place in row)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        parts: dict[str, list[Tensor]] = {"ids": [], "learn": [], "states": [], "documents": []}
+        parts: dict[str, list[Tensor]] = {"ids": [], "learn": [], "states": [], "over_all": [], "documents": []}
         row = self._rows[index]  # of one shard
         with safe_open(self._paths[row[0].shard], "pt") as file:
             for number, place in enumerate(row):
-                for name in ("ids", "learn", "states"):
+                for name in ("ids", "learn", "states", "over_all"):
                     parts[name].append(file.get_slice(name)[place.start : place.start + place.length])
                 parts["documents"].append(torch.full((place.length,), number))
         return {name: torch.cat(tensors) for name, tensors in parts.items()}
@@ -109,7 +115,7 @@ class PackedTexts(Dataset):
 def collate(items: Sequence[dict[str, Tensor]], length: int = 0) -> dict[str, Tensor]:
     """A batch, padded on the right to `length` at least, with documents of their own that nothing is learnt from."""
     longest = max(length, *(len(item["ids"]) for item in items))
-    fill = {"ids": 0, "learn": 0, "states": 0, "documents": PADDING}
+    fill = {"ids": 0, "learn": 0, "states": 0, "over_all": 0, "documents": PADDING}
 
     def padded(tensor: Tensor, name: str) -> Tensor:
         extra = longest - len(tensor)

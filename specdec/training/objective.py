@@ -1,11 +1,13 @@
 """`Objective`: what a head is trained to do, as a module that gives the loss of a batch.
 
 EAGLE-3's training-time test (2503.01840): at every step the head's distribution q over the draft vocabulary is drawn
-towards the target's, p, restricted to that vocabulary and renormalised.
+towards the target's, p. What p gives to tokens that cannot be drafted is missing from its sum: where it is most of p,
+little is learnt, and as little would be accepted.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +22,10 @@ ROWS_AT_ONCE = 1024  # whose logits are in memory together
 
 
 def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """H(p, q) of each row (n,), and its gradient by the logits (n, K), which it overwrites."""
-    norm = logits.logsumexp(-1, keepdim=True)
-    loss = norm[:, 0] - (p * logits).sum(-1)
-    return loss, logits.sub_(norm).exp_().sub_(p)
+    """-sum(p log q) of each row (n,), and its gradient by the logits (n, K), which it overwrites."""
+    norm, mass = logits.logsumexp(-1, keepdim=True), p.sum(-1, keepdim=True)
+    loss = (mass * norm)[:, 0] - (p * logits).sum(-1)
+    return loss, logits.sub_(norm).exp_().mul_(mass).sub_(p)
 
 
 def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,15 +71,18 @@ class Objective(nn.Module):
         self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
         self._target_logits = target_logits
 
-    def forward(self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor) -> dict[str, Any]:
+    def forward(
+        self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor, over_all: Tensor
+    ) -> dict[str, Any]:
         """Loss of a batch, as `StateDataset` and `collate` make it.
 
         Args:
             ids, documents: (B, T) int64. learn: (B, T) bool. states: (B, T, C) the taps' and the final state.
+            over_all: (B, T, 2) float32 of the target's logits, see `TargetLogits.over_all`.
 
         Returns:
             loss: weighted mean over steps of the loss per learnt token.
-            accuracy: (steps,) share of learnt tokens where the head's first choice is the target's.
+            accuracy: (steps,) share of learnt tokens where the head's first choice is the target's, of all tokens.
         """
         head, T = self.head, ids.shape[1]
         embedding, target_logits = self._embedding[0].to(ids.device), self._target_logits.to(ids.device)
@@ -99,13 +104,36 @@ class Objective(nn.Module):
         # Another process may have longer rows, and so more steps.
         counts = nn.functional.pad(rows.sum(-1), (0, self.steps - len(rows)))
         scale = rows * (weight / weight.sum() / _over_processes(counts)[: len(rows)].clamp(min=1))[:, None]
-        before = final.roll(1, 1)[learnt]  # the target chose a token from its state at the one before
+        # The target chose a token from its state at the one before.
+        before, over_all = final.roll(1, 1)[learnt], over_all.roll(1, 1)[learnt]
+        choice = _places(over_all[:, 1].long(), head.draft_to_target)
+        truth = Truth(before, over_all[:, 0], choice, target_logits)
         assert head.lm_head is not None
         out = head.read_out(torch.stack(drafted))
-        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, before, target_logits, scale, LOSSES[self.loss])
+        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         return {"loss": loss, "accuracy": hits / rows.sum(-1).clamp(min=1)}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the target thinks of N tokens.
+
+    Attributes:
+        final: (N, H), the states it chose them from. norm: (N,), the log-sum-exp of its logits there.
+        choice: (N,) int64, its first choice's index in the draft vocabulary; -1: not there.
+        logits: its logits of the draft vocabulary.
+    """
+
+    final: Tensor
+    norm: Tensor
+    choice: Tensor
+    logits: TargetLogits
+
+    def p(self, part: slice) -> Tensor:
+        """(n, K) of the rows of a part. Its sum is 1 less what other tokens are given."""
+        return (self.logits(self.final[part]) - self.norm[part, None]).exp_()
 
 
 class _LossOfRows(torch.autograd.Function):
@@ -118,12 +146,11 @@ class _LossOfRows(torch.autograd.Function):
         ctx: Any,
         drafted: Tensor,
         weight: Tensor,
-        final: Tensor,
-        target_logits: TargetLogits,
+        truth: Truth,
         scale: Tensor,
         loss_of: Any,
     ) -> tuple[Tensor, Tensor]:
-        """drafted (steps, N, H), weight (K, H), final (N, target H), scale (steps, N), loss_of: of `LOSSES`.
+        """drafted (steps, N, H), weight (K, H), truth of N rows, scale (steps, N), loss_of: of `LOSSES`.
 
         Returns the loss, and (steps,) in how many rows both have the same first choice.
         """
@@ -136,8 +163,7 @@ class _LossOfRows(torch.autograd.Function):
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
             part = slice(start, start + ROWS_AT_ONCE)
-            p = target_logits(final[part]).softmax(-1)
-            choice = p.argmax(-1)
+            p, choice = truth.p(part), truth.choice[part]
             for step, (h, each) in enumerate(zip(drafted[:, part], scale[:, part], strict=True)):
                 logits = (h @ half.T).float()
                 hits[step] += ((logits.argmax(-1) == choice) & (each > 0)).sum()
@@ -154,7 +180,14 @@ class _LossOfRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         to_drafted, to_weight = ctx.saved_tensors
-        return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None, None
+        return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None
+
+
+def _places(tokens: Tensor, among: Tensor) -> Tensor:
+    """(N,) int64 index of each token (N,) among K others (K,); -1 where it is none of them."""
+    ordered, order = among.sort()
+    place = torch.searchsorted(ordered, tokens).clamp(max=len(among) - 1)
+    return order[place].where(ordered[place] == tokens, -1)
 
 
 def _distance(out: Tensor, wanted: Tensor) -> Tensor:

@@ -17,13 +17,13 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
-from transformers.utils import is_torch_bf16_gpu_available
 
 from specdec.capability import capability
 from specdec.data.texts import Text, keep
 from specdec.eagle3.head import Eagle3Head
 from specdec.proposers.draft_model import load as load_model
 from specdec.taps import decoder_layers
+from specdec.training import precision
 from specdec.training.corpus import checksum_of_entries, corpus
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
@@ -59,7 +59,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
     tokenizer = AutoTokenizer.from_pretrained(recipe.target)
     checksum = checksum_of_entries(recipe)
     learnt, held_out = corpus(recipe, folder, tokenizer, checksum)
-    target = load_model(recipe.target).to(processes.device)
+    target = precision.as_fast_as_it_reads(load_model(recipe.target).to(processes.device))
     if capability(target).masks is None:
         raise ValueError(f"{recipe.target} cannot be decoded speculatively: {capability(target).reason}")
     weights = fingerprint(target)
@@ -136,7 +136,7 @@ def _trainer(
         max_grad_norm=0.5,
         warmup_steps=20,
         lr_scheduler_type="cosine",
-        bf16=on_cpu or is_torch_bf16_gpu_available(),
+        bf16=precision.pays(processes.device),
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
         logging_steps=math.gcd(LOG_EVERY, recipe.save_every),  # a resumed run logs the same means

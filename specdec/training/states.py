@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from specdec.data.texts import Text, end_to_end
 from specdec.taps import FINAL, Taps
 from specdec.training.dataset import PADDING, packed
+from specdec.training.teacher import TargetLogits
 
 SHARD_TOKENS = 50_000
 
@@ -26,7 +27,7 @@ SHARD_TOKENS = 50_000
 def bytes_per_token(target: PreTrainedModel, taps: Sequence[int]) -> int:
     """Disk that the states of one token take."""
     width = target.config.get_text_config(decoder=True).hidden_size
-    return (len(taps) + 1) * width * 2 + 9  # bfloat16, and its id and learn flag
+    return (len(taps) + 1) * width * 2 + 17  # bfloat16; its id, learn flag, and two numbers of its logits
 
 
 @torch.no_grad()
@@ -43,12 +44,13 @@ def extract(
     """Write the states of all texts, going on where an earlier run stopped. Returns whether all are there.
 
     Args:
-        taps: see `Taps`; the final state is kept beside them. batch_tokens: padded, per target pass;
+        taps: see `Taps`; the final state is kept beside them, and of the distributions that drafts of tokens to learn
+            are compared with what `TargetLogits.over_all` says. batch_tokens: padded, per target pass;
             None: 16384, on CPUs 1024, which their caches like better.
         progress: called with the number of tokens done, as they are. go_on: asked before each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    listener = Taps(target, [*taps, FINAL])
+    listener, logits = Taps(target, [*taps, FINAL]), TargetLogits.of(target)
     for number, members in enumerate(packed([len(text.ids) for text in texts], SHARD_TOKENS)):
         path = folder / f"states-{number:05d}.safetensors"
         tokens = sum(len(texts[i].ids) for i in members)
@@ -56,7 +58,9 @@ def extract(
             if not go_on():
                 return False
             of_shard = [texts[i] for i in members]
-            _write(path, of_shard, _kept(target, listener, of_shard, batch_tokens))
+            states = _kept(target, listener, of_shard, batch_tokens)
+            over_all = [logits.over_all(state, text.learn) for state, text in zip(states, of_shard, strict=True)]
+            _write(path, of_shard, states, over_all)
         progress(tokens)
     partial = folder / f"states.json.{gethostname()}.part"
     partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
@@ -64,8 +68,8 @@ def extract(
     return True
 
 
-def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor]) -> None:
-    tensors = end_to_end(texts) | {"states": torch.cat(list(states))}
+def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor], over_all: Sequence[Tensor]) -> None:
+    tensors = end_to_end(texts) | {"states": torch.cat(list(states)), "over_all": torch.cat(list(over_all))}
     partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
     save_file(tensors, partial)
     partial.rename(path)

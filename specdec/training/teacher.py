@@ -6,8 +6,10 @@ import hashlib
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+NUMBERS_AT_ONCE = 2**25  # logits of the whole vocabulary in memory together
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ class TargetLogits:
             logits = logits * self.scale
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
+    def over_all(self, states: Tensor, learn: Tensor) -> Tensor:
+        """What the logits of some tokens leave out of a distribution over the whole vocabulary.
+
+        Args:
+            states: (..., T, C), the final state last. learn: (..., T) bool.
+
+        Returns:
+            (..., T, 2) float32, on the states' device: the logits' log-sum-exp and the index of the highest, of each
+            state that a token to learn was chosen from; 0 elsewhere.
+        """
+        whole, H = states.new_zeros(*states.shape[:-1], 2, dtype=torch.float32), self.weight.shape[-1]
+        chosen_from = nn.functional.pad(learn.bool()[..., 1:], (0, 1)).to(states.device)
+        final = states[..., -H:][chosen_from].to(self.weight.device)
+        few = max(1, NUMBERS_AT_ONCE // len(self.weight))
+        for where, part in zip(chosen_from.nonzero().split(few), final.split(few), strict=True):
+            logits = self(part)
+            found = torch.stack([logits.logsumexp(-1), logits.argmax(-1).float()], -1)
+            whole[where.unbind(-1)] = found.to(whole.device)
+        return whole
+
+    def restricted(self, rows: Tensor) -> TargetLogits:
+        """To the tokens `rows` (K,)."""
+        rows = rows.to(self.weight.device)
+        return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
+
     def to(self, device: torch.device) -> TargetLogits:
         if self.weight.device == device:
             return self
@@ -40,8 +67,8 @@ class TargetLogits:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, target: PreTrainedModel, rows: Tensor) -> TargetLogits:
-        """Of a target, restricted to the tokens `rows` (K,); found out, and checked, by running it on eight tokens."""
+    def of(cls, target: PreTrainedModel, rows: Tensor | None = None) -> TargetLogits:
+        """Of a target, of all tokens or of `rows` (K,); found out, and checked, by running it on eight tokens."""
         lm_head = target.get_output_embeddings()
         bias = getattr(lm_head, "bias", None)
         cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
@@ -59,8 +86,7 @@ class TargetLogits:
                 f"{type(target).__name__} computes its logits in a way that is not known (more than a matrix, a bias, "
                 "a scale and a cap): heads cannot be trained for it"
             )
-        rows = rows.to(whole.weight.device)
-        return replace(whole, weight=whole.weight[rows], bias=None if whole.bias is None else whole.bias[rows])
+        return whole if rows is None else whole.restricted(rows)
 
 
 def embedding_of(target: PreTrainedModel) -> Tensor:

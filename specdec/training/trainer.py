@@ -52,7 +52,8 @@ class Eagle3Trainer(Trainer):
             args._n_gpu = 1  # DataParallel would split rows whose losses belong together
             print("one GPU of several is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
-        target_logits = TargetLogits.of(target, head.draft_to_target)
+        self._logits = TargetLogits.of(target)
+        target_logits = self._logits.restricted(head.draft_to_target)
         self.objective = Objective(head, embedding_of(target), target_logits, steps=steps, loss=loss, flex=flex)
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
@@ -65,7 +66,8 @@ class Eagle3Trainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         if "states" not in inputs:
-            inputs = inputs | {"states": states_of_packed(self.target, self._listener, inputs)}
+            states = states_of_packed(self.target, self._listener, inputs)
+            inputs = inputs | {"states": states, "over_all": self._logits.over_all(states, inputs["learn"])}
         done = self.state.global_step / max(1, self.state.max_steps)
         self.objective.state_weight = self.state_weight * (1 - done)
         outputs = model(**inputs)
