@@ -147,7 +147,7 @@ class SpeculativeGenerator:
             ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
         """
         ours = SETTINGS & kwargs.keys()
-        if ours:
+        if ours and "custom_generate" not in kwargs:  # whose arguments they then are
             raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
