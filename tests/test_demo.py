@@ -243,6 +243,26 @@ def test_the_demo_says_how_long_it_takes(model, tokenizer):
     assert re.search(r"^2 texts of 9 tokens, up to \d+ (seconds|minutes)\. Ctrl-C", text(), re.M)
 
 
+@pytest.mark.parametrize(
+    ("first", "later", "tokens"),
+    [
+        pytest.param(1.0, 0.05, 128, id="fast"),
+        pytest.param(2.6, 0.25, 56, id="slow"),
+        pytest.param(40.0, 9.0, 24, id="hopeless: long enough to see something"),
+    ],
+)
+def test_a_slow_machine_writes_shorter_texts(first, later, tokens):
+    assert show_module._fitting(300 / 18, Speed(first, 9.0, later)) == tokens
+
+
+def test_the_demo_writes_what_fits_unless_told(model, tokenizer, monkeypatch):
+    monkeypatch.setattr(show_module, "_fitting", lambda seconds, plain: 24)
+    console, text = screen()
+    runs = Show(model, tokenizer, {"ngram": SpeculativeGenerator(model, "ngram")}, console).run(PROMPTS[:1])
+    assert all(len(run.tokens) <= 24 for run in runs)
+    assert "2 texts of 24 tokens" in text()
+
+
 def test_the_table_fits_a_terminal():
     runs = [Run(method, "explain", [1, 2], 4.0, [1.0, 1.2]) for method in (PLAIN, "ngram+eagle3", "ngram+draft")]
     console = Console(width=80, record=True, file=io.StringIO())

@@ -28,7 +28,9 @@ def main(
     target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
     proposer: str = typer.Option("", help=f"{PROPOSERS_IN_WORDS}. Default: what suits the target."),
     small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
-    max_new_tokens: int = typer.Option(128, min=1, help="Length of each text."),
+    max_new_tokens: int | None = typer.Option(
+        None, min=1, help="Length of each text. Default: 128, fewer where that would take over five minutes."
+    ),
     prompt: str = typer.Option("", help=f"One prompt alone: {', '.join(prompt.name for prompt in PROMPTS)}."),
     svg: Path | None = typer.Option(None, help="Keep what the screen shows as a picture, too.", dir_okay=False),
     dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
@@ -81,7 +83,7 @@ def require_room(names: list[str], dtype: str) -> None:
     weights.require_room(names, running=running if names else 0)
 
 
-def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int, dtype: str) -> Show:
+def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int | None, dtype: str) -> Show:
     """Fetch and load the models."""
     model, tokenizer = load(locate(target), dtype)
     measured = in_words(model.device) if dtype == "auto" else ""

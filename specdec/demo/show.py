@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from rich import box
@@ -17,6 +18,9 @@ from specdec.generator import SpeculativeGenerator
 from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
 
 WARM_UP_TOKENS = 8
+# Longer texts show more; a slow machine writes shorter ones, for a demo is over in minutes.
+MAX_NEW_TOKENS, MIN_NEW_TOKENS = 128, 24
+SECONDS = 300.0
 ALL = "all"
 # Broken by hand, to fit a terminal of 80 columns uncut.
 COLUMNS = (
@@ -36,6 +40,7 @@ class Show:
 
     Args:
         generators: specdec's, by the proposer's name.
+        max_new_tokens: length of each text; None: as many as this machine writes in five minutes, 24 to 128.
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class Show:
         tokenizer: PreTrainedTokenizerBase,
         generators: dict[str, SpeculativeGenerator],
         console: Console | None = None,
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
     ):
         self.model, self.tokenizer, self.generators = model, tokenizer, generators
         self.console = console or Console(highlight=False)
@@ -57,15 +62,16 @@ class Show:
             KeyboardInterrupt: it was stopped; the table of what was done by then is printed.
         """
         texts = len(prompts) * len(self._methods())
-        longest = texts * self._warm_up(prompts[0])
-        size = f"{texts} texts of {self.max_new_tokens} tokens, up to {_minutes(longest)}"
+        plain = self._warm_up(prompts[0])
+        tokens = self.max_new_tokens or _fitting(SECONDS / texts, plain)
+        size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, plain))}"
         self.console.print(f"{size}. Ctrl-C ends it with the table so far.")
         self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
         runs: list[Run] = []
         try:
             for prompt in prompts:
                 for method in self._methods():
-                    runs.append(self._run(method, prompt))
+                    runs.append(self._run(method, prompt, tokens))
         except KeyboardInterrupt:
             self.console.print(f"\nstopped after {len(runs)} of {texts} texts")
             if runs:
@@ -81,21 +87,21 @@ class Show:
         speculative = {name: generator.generate for name, generator in self.generators.items()}
         return {PLAIN: self.model.generate, **speculative}
 
-    def _warm_up(self, prompt: Prompt) -> float:
+    def _warm_up(self, prompt: Prompt) -> Speed:
         """First passes allocate buffers and choose kernels: not what is to be measured.
 
         Returns:
-            Seconds that a text takes in plain decoding.
+            Of plain decoding.
         """
         inputs = prompt.encode(self.tokenizer, self.model.device)
         with self.console.status("warming up"):
             for generate in self._methods().values():
                 generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
             streamer = ColourStreamer(self.tokenizer, Console(quiet=True))
-            speed = Speed.of([run(PLAIN, prompt.name, self.model.generate, inputs, streamer, WARM_UP_TOKENS)])
-        return speed.time_to_first_token + (self.max_new_tokens - 1) * speed.time_per_output_token
+            plain = partial(self.model.generate, min_new_tokens=WARM_UP_TOKENS)  # a shorter text tells no pace
+            return Speed.of([run(PLAIN, prompt.name, plain, inputs, streamer, WARM_UP_TOKENS)])
 
-    def _run(self, method: str, prompt: Prompt) -> Run:
+    def _run(self, method: str, prompt: Prompt, max_new_tokens: int) -> Run:
         self.console.rule(f"{prompt.name}: {_title(method)}", align="left")
         generator = self.generators.get(method)
         result = run(
@@ -104,7 +110,7 @@ class Show:
             self._methods()[method],
             prompt.encode(self.tokenizer, self.model.device),
             ColourStreamer(self.tokenizer, self.console),
-            self.max_new_tokens,
+            max_new_tokens,
             report=lambda: generator.last_report if generator else None,
         )
         speed = Speed.of([result])
@@ -165,6 +171,17 @@ def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
         _number(report.mean_acceptance_length),
         *times,
     ]
+
+
+def _fitting(seconds: float, plain: Speed) -> int:
+    """How many tokens plain decoding writes in that time, within what a demo shows; in eights, to read well."""
+    tokens = 1 + (seconds - plain.time_to_first_token) / plain.time_per_output_token
+    return min(max(int(tokens) // 8 * 8, MIN_NEW_TOKENS), MAX_NEW_TOKENS)
+
+
+def _seconds(tokens: int, plain: Speed) -> float:
+    """What a text of that length takes in plain decoding."""
+    return plain.time_to_first_token + (tokens - 1) * plain.time_per_output_token
 
 
 def _title(method: str) -> str:
