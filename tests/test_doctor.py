@@ -377,13 +377,13 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 @pytest.fixture
 def command(tmp_path, monkeypatch):
-    """Runs `doctor` with n-grams on a tiny model and a file of five prompts."""
+    """Runs `doctor` on a tiny model and a file of five prompts."""
     inner = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("_abcde")}, unk_token="_"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=TEMPLATE)
     monkeypatch.setattr("specdec.cli.doctor.load", lambda target, dtype: (tiny.model("llama"), tokenizer))
     (tmp_path / "mine.txt").write_text("abcab\n" * 5)
-    asked = ["doctor", "TARGET", "ngram", "--prompts", str(tmp_path / "mine.txt"), "--max-new-tokens", "8"]
+    asked = ["doctor", "TARGET", "--prompts", str(tmp_path / "mine.txt"), "--max-new-tokens", "8"]
     return lambda *more: CliRunner().invoke(app, [*asked, *more])
 
 
@@ -391,6 +391,7 @@ def test_the_command_measures_the_first_prompts_and_says_so(command, monkeypatch
     lengths = []
 
     def counted(target, proposer, prompts, **options):
+        assert proposer == "auto"  # none was named
         lengths.append(len(prompts))
         return diagnose(target, proposer, prompts, **options)
 

@@ -24,7 +24,7 @@ from specdec.data.messages import first_questions
 
 def doctor(
     target: Target,
-    proposer: str = typer.Argument(help=WHAT_DRAFTS, autocompletion=proposer_names),
+    proposer: str = typer.Argument("auto", help=WHAT_DRAFTS, autocompletion=proposer_names),
     prompts: Path | None = typer.Option(
         None, help="Your prompts: .txt, one a line, or as for `regenerate`; two of ours by default.", exists=True
     ),
