@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from specdec import SpeculativeGenerator
 from specdec.blocks.checkpoint import load, read
+from specdec.blocks.head import DFlashHead
 from specdec.blocks.runner import DFlashRunner
 from specdec.cli import app
 from specdec.eagle3.runner import Lent
@@ -219,15 +220,18 @@ def test_transformers_own_drafter(tmp_path):
     assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain.tolist()
 
 
-def test_an_embedding_that_norms_is_read_without_that():
+def test_an_embedding_that_norms_is_read_without_that(monkeypatch):
     """As transformers does for the targets that have one."""
     target, head = tiny.on_host("llama"), blocks.head()
     normed = nn.Embedding.from_pretrained(target.get_input_embeddings().weight.detach())
     normed.register_forward_hook(lambda module, args, out: out * 0)
     normed.embed_norm = nn.Identity()
     runner = DFlashRunner(head, Lent(normed, target.get_output_embeddings()))
-    expected = target.get_input_embeddings()(torch.tensor([[5, 63]]))
-    assert torch.equal(runner._embedded(torch.tensor([[5, 63]])), expected)
+    read = []
+    monkeypatch.setattr(DFlashHead, "forward", lambda self, embeds, *rest: read.append(embeds) or embeds)
+    runner.start(1)
+    runner.extend(torch.tensor([[5]]), torch.zeros(1, 1, 64), [0])
+    assert torch.equal(read[0], target.get_input_embeddings()(torch.tensor([[5, 63, 63, 63, 63]])))
 
 
 def test_p_eagle_of_speculators(tmp_path):

@@ -17,14 +17,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.blocks.config import DFlashConfig
 from specdec.blocks.markov import ConfidenceHead, MarkovHead
-from specdec.eagle3.head import DecoderLayer, rotary_config
+from specdec.eagle3.head import DecoderLayer
+from specdec.eagle3.state_head import StateHead
 
 
-class DFlashHead(nn.Module):
+class DFlashHead(StateHead):
     """Parameters carry the names of z-lab's checkpoints; the heads behind the block, those of DeepSpec's.
 
     Buffers:
@@ -34,7 +35,7 @@ class DFlashHead(nn.Module):
     d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig):
-        super().__init__()
+        super().__init__(config)
         self.config = config
         H, V, K = config.hidden_size, config.vocab_size, config.draft_vocab_size
         self.embed_tokens = nn.Embedding(V, H) if config.own_embedding else None
@@ -49,26 +50,12 @@ class DFlashHead(nn.Module):
         self.confidence_head = None
         if config.confidence:
             self.confidence_head = ConfidenceHead(H + config.markov_rank * config.confidence_with_markov)
-        with torch.device("cpu"):  # in a tuple, lest `head.to(bfloat16)` round the frequencies
-            self._rotary = (LlamaRotaryEmbedding(rotary_config(config)),)
         self.register_buffer("d2t", torch.zeros(K, dtype=torch.long) if config.own_head else None)
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
 
     @property
     def draft_to_target(self) -> Tensor | None:
         """(K,) int64, the target's id of each draft token; None: the same."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
-
-    def bring_frequencies(self) -> None:
-        """To where the weights are, before passes that are not to wait for it: `.to()` does not know of them."""
-        self._rotary[0].to(self.device)
 
     def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Put the keys and values of known tokens into the cache.
@@ -77,7 +64,7 @@ class DFlashHead(nn.Module):
             states: (B, n, taps * target H), the target's. positions: (B, n) int64.
         """
         context = self.hidden_norm(self.fc(states))
-        rotation = self._rotary[0].to(context.device)(context, positions)
+        rotation = self.rotation(context, positions)
         for layer in self.layers:
             layer.self_attn.remember(context, rotation, cache)
 
@@ -91,7 +78,7 @@ class DFlashHead(nn.Module):
         Returns:
             (B, n, H), normed: what the LM head reads.
         """
-        rotation = self._rotary[0].to(embeds.device)(embeds, positions)
+        rotation = self.rotation(embeds, positions)
         h = embeds
         for layer, seen in zip(self.layers, visible, strict=True):
             h = layer(h, rotation, seen, cache)

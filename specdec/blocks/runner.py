@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.blocks.block import Block
 from specdec.blocks.head import DFlashHead
@@ -38,9 +38,7 @@ class DFlashRunner(CachedRows):
         self.head = head
         self._fast = quick(head if fast is None else fast)
         head.bring_frequencies()
-        embedding = lent.embedding if head.embed_tokens is None else head.embed_tokens
-        assert embedding is not None
-        self.embedding = embedding
+        self.lent = lent
         self.lm_head = None if lent.lm_head is None else quick(lent.lm_head)
 
     @torch.no_grad()
@@ -79,7 +77,8 @@ class DFlashRunner(CachedRows):
         c, B = self.head.config, len(anchor)
         assert c.mask_token_id is not None
         masks = anchor.new_full((B, c.block_size - 1), c.mask_token_id)
-        embeds = self._embedded(torch.cat([anchor, masks], 1))
+        # An embedding that norms is read without that, as by transformers' own (5.23, candidate_generator.py).
+        embeds = self.lent.embedded(torch.cat([anchor, masks], 1), self.head, normed=False)
         place = torch.arange(c.block_size, device=self.head.device)
         whole = torch.ones(B, c.block_size, c.block_size, dtype=torch.bool, device=self.head.device)
         sight = self.place_draft(place.expand(B, -1), whole)
@@ -108,17 +107,6 @@ class DFlashRunner(CachedRows):
                     seen = seen & (node <= place[:, None])
             made[window] = seen.expand(rows, c.block_size, -1)
         return [made[window] for window in c.windows]
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        embedding = self.embedding
-        weight = next(embedding.parameters())
-        if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
-            tokens = tokens.clamp(max=weight.shape[0] - 1)
-        tokens = beside(weight, tokens)
-        # An embedding that norms what it looks up is read without that, as by transformers' own (5.23,
-        # candidate_generator.py).
-        made = nn.functional.embedding(tokens, weight) if hasattr(embedding, "embed_norm") else embedding(tokens)
-        return made.to(self.head.device, self.head.dtype)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

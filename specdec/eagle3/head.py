@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from transformers import Cache, LlamaConfig
+from transformers import Cache
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
 
 from specdec.eagle3.config import Eagle3Config, LayerConfig
+from specdec.eagle3.state_head import StateHead
 
 Visible = Tensor | BlockMask | None
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(StateHead):
     """Parameters carry the names of vLLM speculators' checkpoints (`layers.0.*`, `fc`, `norm`, `lm_head`).
 
     Buffers:
@@ -36,7 +37,7 @@ class Eagle3Head(nn.Module):
     d2t: Tensor
 
     def __init__(self, config: Eagle3Config):
-        super().__init__()
+        super().__init__(config)
         self.config = config
         H, wide = config.hidden_size, config.target_hidden_size * config.num_taps
         if config.version == 1:
@@ -55,17 +56,7 @@ class Eagle3Head(nn.Module):
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False) if config.version == 3 else None
         masked = config.mask_token_id is not None
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide)) if masked else None  # the states nobody knows yet
-        with torch.device("cpu"):  # in a tuple, lest `head.to(bfloat16)` round the frequencies
-            self._rotary = (LlamaRotaryEmbedding(rotary_config(config)),)
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-
-    @property
-    def device(self) -> torch.device:
-        return self.fc.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.fc.weight.dtype
 
     @property
     def draft_to_target(self) -> Tensor:
@@ -76,10 +67,6 @@ class Eagle3Head(nn.Module):
     def can_remember(self) -> bool:
         """Whether keys and values can be had without the rest of a pass: of the layer that is first and last."""
         return self.config.version == 3 and len(self.layers) == 1
-
-    def bring_frequencies(self) -> None:
-        """To where the weights are, before passes that are not to wait for it: `.to()` does not know of them."""
-        self._rotary[0].to(self.device)
 
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states side by side, (B, n, taps * target H), as a feature (B, n, H)."""
@@ -111,8 +98,7 @@ class Eagle3Head(nn.Module):
         Returns:
             (B, n, H), what is fed back.
         """
-        rotary = self._rotary[0].to(embeds.device)
-        rotation = rotary(embeds, positions)
+        rotation = self.rotation(embeds, positions)
         if self.config.version == 1:
             h = self.fc(torch.cat([embeds, features], -1))
             h = self.layers[0](h, rotation, visible, cache)
@@ -127,8 +113,7 @@ class Eagle3Head(nn.Module):
         first = self.layers[0]
         assert self.can_remember
         assert isinstance(first, FusingLayer)
-        rotary = self._rotary[0].to(embeds.device)
-        first.remember(embeds, features, rotary(embeds, positions), cache)
+        first.remember(embeds, features, self.rotation(embeds, positions), cache)
 
     def logits(self, h: Tensor) -> Tensor:
         """(B, n, K) from what `forward` returned. EAGLE-1 heads have none: the target's LM head is theirs."""
@@ -250,16 +235,3 @@ def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     turned = turned * cos + rotate_half(turned) * sin
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
-
-
-def rotary_config(config: LayerConfig) -> LlamaConfig:
-    """transformers computes the frequencies, of every kind of scaling it knows."""
-    rope: dict[str, Any] = dict(config.rope)
-    covered = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))
-    return LlamaConfig(
-        hidden_size=covered,
-        num_attention_heads=1,
-        head_dim=covered,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
-    )

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.state_head import StateHead
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 from specdec.step import spread
@@ -40,6 +41,22 @@ class Lent:
         ]
         return cls(*(module and whole(module) for module in lent) if spread(target) else lent)
 
+    def embedded(self, tokens: Tensor, head: StateHead, normed: bool = True) -> Tensor:
+        """(B, n, H) of tokens (B, n) int64, by the head's own embedding if it has one; its device and precision.
+
+        Args:
+            normed: by one that norms what it looks up as that does it; else without.
+        """
+        embedding = self.embedding if head.embed_tokens is None else head.embed_tokens
+        assert embedding is not None
+        weight = next(embedding.parameters())
+        if head.embed_tokens is not None:  # it may lack a target's padding tokens
+            tokens = tokens.clamp(max=weight.shape[0] - 1)
+        tokens = beside(weight, tokens)
+        raw = not normed and hasattr(embedding, "embed_norm")
+        made = nn.functional.embedding(tokens, weight) if raw else embedding(tokens)
+        return made.to(head.device, head.dtype)
+
 
 class HeadRunner(CachedRows):
     """Runs one head.
@@ -53,9 +70,7 @@ class HeadRunner(CachedRows):
         self.head = head
         self._fast = quick(head if fast is None else fast)
         head.bring_frequencies()
-        embedding = lent.embedding if head.embed_tokens is None else head.embed_tokens
-        assert embedding is not None
-        self.embedding, self.lm_head = embedding, lent.lm_head
+        self.lent, self.lm_head = lent, lent.lm_head
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
         self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
 
@@ -123,24 +138,19 @@ class HeadRunner(CachedRows):
         if drafts or not self.head.can_remember:
             self._last = self._pass(tokens, features, sight, sees_all)[:, -1:]
         else:
-            self._fast.remember(self._embedded(tokens), features, sight.positions, self.cache)
+            self._fast.remember(self.lent.embedded(tokens, self.head), features, sight.positions, self.cache)
         self.commit([tokens.shape[1] - pad for pad in pads])
 
     def _fused(self, states: Tensor) -> Tensor:
         return self._fast.fuse(states.to(self.head.device, self.head.dtype))
-
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        weight = next(self.embedding.parameters())
-        if self.head.embed_tokens is not None:  # it may lack a target's padding tokens
-            tokens = tokens.clamp(max=weight.shape[0] - 1)
-        return self.embedding(beside(weight, tokens)).to(self.head.device, self.head.dtype)
 
     def _pass(self, tokens: Tensor, features: Tensor, sight: Sight, sees_all: bool) -> Tensor:
         (span,) = self.spans
         causal = sight.alone and (span.window is None or tokens.shape[1] <= span.window)
         unmasked = causal or (sees_all and self.head.device.type != "cpu")
         visible = None if unmasked else sight.visible(span).expand(len(tokens), -1, -1)
-        return self._fast(self._embedded(tokens), features, sight.positions, visible, self.cache)
+        embeds = self.lent.embedded(tokens, self.head)
+        return self._fast(embeds, features, sight.positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

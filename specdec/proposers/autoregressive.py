@@ -371,8 +371,12 @@ class AutoregressiveProposer(Proposer):
         logits = self._step(stepped, n, parents, chain)
         passed = clock()
         out = read(logits)
-        self._book_pass(context, logits, passed - start, building=clock() - passed)
+        self._book_step(context, logits, passed - start, clock() - passed)
         return out
+
+    def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
+        """Of a step: what its logits (B, n, K) took, and what was made of them."""
+        self._book_pass(context, logits, seconds, building=building)
 
     def _book_pass(
         self, context: Context, logits: Tensor, seconds: float, tokens: int = 1, building: float = 0.0

@@ -5,7 +5,6 @@ Owns what is drafted of a block: its places' distributions, read out along a cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -17,8 +16,7 @@ from specdec.blocks.parallel import ParallelRunner
 from specdec.blocks.runner import DFlashRunner
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import Lent
-from specdec.products import clock
-from specdec.proposers.autoregressive import Read, Stepped, bin_of
+from specdec.proposers.autoregressive import Stepped, bin_of
 from specdec.proposers.base import Context
 from specdec.proposers.head import HeadProposer
 from specdec.tree import DraftTree, DynamicTree
@@ -29,30 +27,10 @@ class BlockProposer(HeadProposer):
     can verify nothing else.
 
     With a Markov head each token's distribution hangs on the token before; a confidence head says how far a chain is
-    worth drafting. On CPUs the weights are read as 8-bit integers where that is faster.
-
-    Args:
-        head: the drafter, or a folder or hub id of any of the known formats (see `specdec inspect`).
-        branching: the draft's shape, see `AutoregressiveProposer`.
-        tree: likewise.
-        draw: how the draft is chosen, see there.
+    worth drafting. Arguments as `HeadProposer`'s.
     """
 
     runner: DFlashRunner | ParallelRunner | MedusaRunner
-
-    def __init__(
-        self,
-        head: DFlashHead | Eagle3Head | MedusaHeads | str | Path,
-        *,
-        branching: Sequence[int] | None = None,
-        tree: DynamicTree | None = None,
-        draw: bool = True,
-    ):
-        super().__init__(head, branching=branching, tree=tree, draw=draw)
-        if isinstance(self.head, Eagle3Head) and self.head.config.mask_token_id is None:
-            raise ValueError(
-                'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
-            )
 
     @property
     def drafted(self) -> int:
@@ -61,6 +39,12 @@ class BlockProposer(HeadProposer):
 
     def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads:
         return load(path)
+
+    def _check_kind(self) -> None:
+        if isinstance(self.head, Eagle3Head) and self.head.config.mask_token_id is None:
+            raise ValueError(
+                'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
+            )
 
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
@@ -87,21 +71,9 @@ class BlockProposer(HeadProposer):
         logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)
 
-    def _step_and(
-        self,
-        read: Callable[[Tensor], tuple[Tensor, Read]],
-        context: Context,
-        stepped: Stepped,
-        n: int,
-        parents: Tensor | None,
-        *,
-        chain: bool = False,
-    ) -> tuple[Tensor, Read]:
+    def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
         """No pass: the block's was the only one."""
-        start = clock()
-        out = read(self._step(stepped, n, parents, chain))
-        context.pacer.observe_read_out(clock() - start if context.looks_are_free else 0.0)
-        return out
+        context.pacer.observe_read_out(seconds + building if context.looks_are_free else 0.0)
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Without a Markov head the nodes of a depth have the same children."""

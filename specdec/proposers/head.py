@@ -62,6 +62,7 @@ class HeadProposer(FollowingProposer):
     ):
         self._loaded = isinstance(head, (str, Path))  # then it goes where the target is
         self.head = self._load(head) if isinstance(head, (str, Path)) else head
+        self._check_kind()
         self._automatic = branching is None and tree is None
         if self._automatic:
             tree = self._tree(DynamicTree().top_k)
@@ -75,6 +76,10 @@ class HeadProposer(FollowingProposer):
     @abstractmethod
     def _load(self, path: str | Path) -> Head:
         """The head in a folder, or of a hub id."""
+
+    @abstractmethod
+    def _check_kind(self) -> None:
+        """Raise ValueError for a head of a kind that another proposer drafts with."""
 
     @abstractmethod
     def _tree(self, top_k: int) -> DynamicTree:
