@@ -53,11 +53,22 @@ def train(
     ),
     seed: int = typer.Option(0),
     device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
+    dry_run: bool = typer.Option(
+        False,
+        "--dry-run",
+        help="Say what memory, disk and work it takes, and do nothing: no weights are read.",
+    ),
 ) -> None:
     """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
-    options = dict(locals())
+    options = {name: value for name, value in locals().items() if name != "dry_run"}
     with bad_input_ends():
         check(target)
+        if dry_run:
+            from specdec.training import Recipe
+            from specdec.training.plan import plan
+
+            typer.echo(plan(Recipe(**options)).in_words())
+            return
         from accelerate import PartialState
 
         from specdec.training import Recipe

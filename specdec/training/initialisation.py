@@ -29,30 +29,10 @@ def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: An
             in BPE vocabularies are the earliest merges and so the most frequent tokens.
         changes: of `Eagle3Config`'s fields; by default the layer is like one of the target's.
     """
-    text = target.config.get_text_config(decoder=True)
     if isinstance(draft_vocab, int):
         draft_vocab = torch.arange(draft_vocab)
-    layers = decoder_layers(target)
-    attention = getattr(layers[-1], "self_attn", None)
-    H, heads = text.hidden_size, text.num_attention_heads
-    config = Eagle3Config(
-        **{
-            "hidden_size": H,
-            "target_hidden_size": H,
-            "vocab_size": text.vocab_size,
-            "draft_vocab_size": len(draft_vocab),
-            "intermediate_size": getattr(text, "intermediate_size", 4 * H),
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text, "num_key_value_heads", heads),
-            "head_dim": getattr(text, "head_dim", None) or H // heads,
-            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-            "max_position_embeddings": getattr(text, "max_position_embeddings", 4096),
-            "attention_bias": getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
-            "tap_ids": default_taps(len(layers)),
-        }
-        | changes
-    )
-    head = Eagle3Head(config)
+    layers, H = decoder_layers(target), target.config.get_text_config(decoder=True).hidden_size
+    head = Eagle3Head(config_for(target, len(draft_vocab), **changes))
     with torch.no_grad():
         for module in head.modules():
             if isinstance(module, nn.Linear):
@@ -70,6 +50,28 @@ def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: An
         if head.fc.weight.shape[0] == H:
             head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
     return head
+
+
+def config_for(target: PreTrainedModel, draft_vocab_size: int, **changes: Any) -> Eagle3Config:
+    """Of a fresh head: its layer is like one of the target's. `changes` as for `initialize`."""
+    text, layers = target.config.get_text_config(decoder=True), decoder_layers(target)
+    attention = getattr(layers[-1], "self_attn", None)
+    H, heads = text.hidden_size, text.num_attention_heads
+    like = {
+        "hidden_size": H,
+        "target_hidden_size": H,
+        "vocab_size": text.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "intermediate_size": getattr(text, "intermediate_size", 4 * H),
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", heads),
+        "head_dim": getattr(text, "head_dim", None) or H // heads,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": getattr(text, "max_position_embeddings", 4096),
+        "attention_bias": getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
+        "tap_ids": default_taps(len(layers)),
+    }
+    return Eagle3Config(**like | changes)
 
 
 @torch.no_grad()

@@ -21,8 +21,27 @@ def pays(device: torch.device) -> bool:
 
 def as_fast_as_it_reads(target: PreTrainedModel) -> PreTrainedModel:
     """In float32 in place of a bfloat16 that its device only emulates. The weights' values stay what they are."""
-    emulated = target.dtype == torch.bfloat16 and target.device.type == "cpu" and not pays(target.device)
-    return target.float() if emulated else target
+    return target.float() if read_in(target.dtype, target.device) != target.dtype else target
+
+
+def read_in(saved: torch.dtype, device: torch.device) -> torch.dtype:
+    """The format that a target whose weights are saved in this one reads texts in."""
+    emulated = saved == torch.bfloat16 and device.type == "cpu" and not pays(device)
+    return torch.float32 if emulated else saved
+
+
+def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
+    """Of a product of many rows, by the clock."""
+    if device.type == "cpu":
+        return 2 * ROWS * WIDTH**2 / _seconds(dtype)
+    x = torch.ones(8 * WIDTH, 8 * WIDTH, dtype=dtype, device=device)
+    torch.nn.functional.linear(x, x)
+    torch.accelerator.synchronize(device)
+    start = perf_counter()
+    for _ in range(TRIES):
+        torch.nn.functional.linear(x, x)
+    torch.accelerator.synchronize(device)
+    return 2 * len(x) ** 3 * TRIES / (perf_counter() - start)
 
 
 @cache

@@ -76,12 +76,17 @@ def starting_head(
 
 def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
     """written: (V,) int64, counts of tokens."""
+    return initialize(target, frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB), **fresh_changes(recipe))
+
+
+def fresh_changes(recipe: Recipe) -> dict[str, Any]:
+    """What of a fresh head's config the recipe says, see `initialize`."""
     changes: dict[str, Any] = {}
     if recipe.intermediate_size is not None:
         changes["intermediate_size"] = recipe.intermediate_size
     if not recipe.attention_bias:
         changes["attention_bias"] = False
-    return initialize(target, frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB), **changes)
+    return changes
 
 
 def _transferred(

@@ -30,6 +30,11 @@ def bytes_per_token(target: PreTrainedModel, taps: Sequence[int]) -> int:
     return (len(taps) + 1) * width * 2 + 17  # bfloat16; its id, learn flag, and two numbers of its logits
 
 
+def batch_tokens_of(device: torch.device) -> int:
+    """Padded tokens of a target pass; CPUs' caches like fewer."""
+    return 1024 if device.type == "cpu" else 16384
+
+
 @torch.no_grad()
 def extract(
     target: PreTrainedModel,
@@ -46,7 +51,7 @@ def extract(
     Args:
         taps: see `Taps`; the final state is kept beside them, and of the distributions that drafts of tokens to learn
             are compared with what `TargetLogits.over_all` says. batch_tokens: padded, per target pass;
-            None: 16384, on CPUs 1024, which their caches like better.
+            None: see `batch_tokens_of`.
         progress: called with the number of tokens done, as they are. go_on: asked before each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,7 +114,7 @@ def _states(
     target: PreTrainedModel, listener: Taps, texts: Sequence[Tensor], batch_tokens: int | None = None
 ) -> Iterator[tuple[int, Tensor]]:
     """Which text, and its states (T, C) as the target made them; texts (T,) of like length share a pass."""
-    batch_tokens = batch_tokens or (1024 if target.device.type == "cpu" else 16384)
+    batch_tokens = batch_tokens or batch_tokens_of(target.device)
     ordered = sorted(range(len(texts)), key=lambda i: len(texts[i]))
     while ordered:
         longest = len(texts[ordered[-1]])

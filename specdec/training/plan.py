@@ -1,0 +1,300 @@
+"""`plan`: what a training run will take, before any of it is begun: memory, disk and work.
+
+No weights are loaded: the target lies on torch's meta device, the head's passes are torch's fake ones, which have
+shapes and no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from accelerate import PartialState
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from specdec.data.texts import Text
+from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.head import Eagle3Head
+from specdec.taps import decoder_layers
+from specdec.training import precision
+from specdec.training.corpus import checksum_of_entries, corpus
+from specdec.training.dataset import PackedTexts
+from specdec.training.initialisation import config_for
+from specdec.training.objective import ROWS_AT_ONCE
+from specdec.training.recipe import DRAFT_VOCAB, Recipe
+from specdec.training.run_folder import RunFolder
+from specdec.training.starting_head import fresh_changes, given_head
+from specdec.training.states import batch_tokens_of, bytes_per_token
+from specdec.training.teacher import NUMBERS_AT_ONCE
+from specdec.training.unroll import unroll
+
+META = torch.device("meta")
+ADAM = 4  # numbers of float32 for each weight: itself, its gradient, two moments
+CHECKPOINTS = 3  # on the disk together, while one is written
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run will take.
+
+    Attributes:
+        texts: learnt from. tokens: of them. learnt: of these, the target's own. updates: of the head.
+        target, head: numbers of parameters.
+        memory: bytes on the device of each process, by what takes them. disk: bytes, likewise.
+        work: floating-point operations of all processes, likewise.
+        speed: of them in a second, measured for a product on this machine's device. device, processes: of the run.
+    """
+
+    texts: int
+    tokens: int
+    learnt: int
+    updates: int
+    target: int
+    head: int
+    device: str
+    processes: int
+    speed: float
+    memory: dict[str, float] = field(default_factory=dict)
+    disk: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+
+    def in_words(self) -> str:
+        seconds = sum(self.work.values()) / self.speed / self.processes
+        lines = [
+            f"{self.texts} texts to learn from, {self.tokens} tokens, {self.learnt} of them the target's own: "
+            f"{self.updates} updates",
+            f"target of {_short(self.target)} parameters, head of {_short(self.head)}",
+            "",
+            f"memory, in each of {self.processes} processes, on {self.device}"
+            if self.processes > 1
+            else f"memory, on {self.device}",
+            *_table(self.memory, _bytes),
+            "",
+            "disk",
+            *_table(self.disk, _bytes),
+            "",
+            "work, in floating-point operations",
+            *_table(self.work, lambda number: f"{number:.1e}"),
+            "",
+            f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, at least {_time(seconds)}; "
+            "decoding held-out texts not counted",
+        ]
+        return "\n".join(lines)
+
+
+def plan(recipe: Recipe) -> Plan:
+    """What `train(recipe)` will take. Reads texts and configurations, writes nothing.
+
+    Memory is an upper bound where it depends on the texts: as if every token were learnt.
+
+    Raises:
+        ValueError: what `train` would refuse before it loads a target's weights.
+    """
+    folder = RunFolder(recipe.out)
+    recipe.check()
+    folder.check()
+    processes = PartialState(cpu=recipe.device == "cpu")
+    recipe.per_pass(processes)
+    learnt, _ = corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum_of_entries(recipe))
+    target = _on_meta(recipe.target, processes.device)
+    return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """A run's parts and their sizes. `target` is on the meta device."""
+
+    recipe: Recipe
+    target: PreTrainedModel
+    head: Eagle3Config
+    texts: list[Text]
+    processes: PartialState
+
+    def plan(self) -> Plan:
+        device = self.processes.device
+        return Plan(
+            texts=len(self.texts),
+            tokens=self.tokens,
+            learnt=self.learnt,
+            updates=self.updates,
+            target=parameters(self.target),
+            head=self.weights,
+            device=str(device),
+            processes=self.processes.num_processes,
+            speed=precision.operations_per_second(self.computed_in, device),
+            memory=self.memory(),
+            disk=self.disk(),
+            work=self.work(),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(text.ids) for text in self.texts)
+
+    @property
+    def learnt(self) -> int:
+        return sum(int(text.learn.sum()) for text in self.texts)
+
+    @cached_property
+    def weights(self) -> int:
+        """Of the head."""
+        with META:
+            return parameters(Eagle3Head(self.head))
+
+    @property
+    def rows(self) -> int:
+        return len(PackedTexts(self.texts, self.recipe.length))
+
+    @property
+    def updates(self) -> int:
+        return math.ceil(math.ceil(self.rows / self.recipe.batch_size) * self.recipe.epochs)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The head's products."""
+        return torch.bfloat16 if precision.pays(self.processes.device) else torch.float32
+
+    def memory(self) -> dict[str, float]:
+        own, theirs, T = self.weights, self.target.dtype.itemsize, self.recipe.length
+        rows, several = self.recipe.per_pass(self.processes), self.processes.num_processes > 1
+        H, V, K = self._H, self._V, self.head.draft_vocab_size
+        halves = 2 * own if self.computed_in == torch.bfloat16 else 0
+        read = batch_tokens_of(self.processes.device)
+        text = self.target.config.get_text_config(decoder=True)
+        wide = getattr(text, "intermediate_size", 4 * H)
+        return {
+            f"the target's weights, {_name(self.target.dtype)}": parameters(self.target) * theirs,
+            "of its embedding and readout, a copy": (V + K) * H * theirs,
+            "the head, its gradients and Adam's moments": 4 * own * (ADAM + several) + halves,
+            f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
+            "what the head keeps for its gradients": self.kept_for_gradients(),
+            "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
+            f"a pass of the target over {read} tokens": read * (2 * self._states * H + 3 * wide) * theirs,
+        }
+
+    def disk(self) -> dict[str, float]:
+        own = self.weights
+        states: dict[str, float] = {}
+        if self.recipe.cache_states:
+            states["the target's states"] = self.tokens * bytes_per_token(self.target, self._taps)
+        return states | {
+            "checkpoints": CHECKPOINTS * own * 4 * (ADAM - 1),
+            "the head, bfloat16": 2 * own * 2,  # the one before stays until the next is whole
+        }
+
+    def work(self) -> dict[str, float]:
+        epochs, H, V = self.recipe.epochs, self._H, self._V
+        K, steps = self.head.draft_vocab_size, self.recipe.steps
+        passes = 1.0 if self.recipe.cache_states else epochs
+        readout = parameters(self.target.get_output_embeddings())
+        drafted = 2 * K * H * self.learnt * epochs
+        return {
+            "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * passes,
+            "its whole vocabulary's logits": 2 * V * H * self.learnt * passes,
+            "the head's passes, there and back": 3 * self.forward_work() * self.rows * epochs,
+            "logits of drafts and their gradients": drafted * (1 + 3 * steps),
+        }
+
+    def kept_for_gradients(self) -> int:
+        """Bytes that a pass over the rows of a process keeps, if every token is learnt."""
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if not isinstance(tensor, torch.nn.Parameter):
+                kept[storage._cdata] = storage.nbytes()
+                held.append(storage)  # or its number would be given to another
+            return tensor
+
+        held: list[torch.UntypedStorage] = []
+        with FakeTensorMode(), saved_tensors_hooks(keep, lambda tensor: tensor):
+            self._unrolled(self.recipe.per_pass(self.processes))
+        return sum(kept.values())
+
+    def forward_work(self) -> int:
+        """Floating-point operations of the head over one row, all its steps, logits aside."""
+        with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
+            self._unrolled(1)
+        return counter.get_total_flops()
+
+    def _unrolled(self, rows: int) -> torch.Tensor:
+        """The head's outputs, read out."""
+        T, config = self.recipe.length, self.head
+        with self.processes.device:
+            head = Eagle3Head(config)
+            head.bring_frequencies()
+            embeds = torch.empty(rows, T, config.hidden_size)
+            states = torch.empty(rows, T, config.num_taps * config.target_hidden_size)
+            steps = min(self.recipe.steps, T - 2)
+            out = [h[:, : T - 2 - step] for step, h in enumerate(unroll(head, embeds, states, steps))]
+            return head.read_out(torch.cat(out, 1))
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self.head.taps(len(decoder_layers(self.target)))
+
+    @property
+    def _states(self) -> int:
+        """Of a token: the taps', and the final one."""
+        return len(self._taps) + 1
+
+    @property
+    def _H(self) -> int:
+        return self.target.config.get_text_config(decoder=True).hidden_size
+
+    @property
+    def _V(self) -> int:
+        return self.target.config.get_text_config(decoder=True).vocab_size
+
+
+def parameters(module: torch.nn.Module | None) -> int:
+    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+
+
+def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
+    """A target without its weights, in the format that they will have."""
+    config = AutoConfig.from_pretrained(name)
+    saved = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+    read_in = precision.read_in(saved, device)
+    with META:
+        return AutoModelForCausalLM.from_config(config, dtype=read_in).eval()
+
+
+def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config:
+    """Of the head that `starting_head` makes."""
+    given = given_head(recipe)
+    if given is not None and recipe.start_from_target is None:
+        return replace(given.config, draft_vocab_size=max(recipe.draft_vocab or 0, given.config.draft_vocab_size))
+    size = min(recipe.draft_vocab or DRAFT_VOCAB, target.config.get_text_config(decoder=True).vocab_size)
+    return config_for(target, size, **fresh_changes(recipe))
+
+
+def _table(parts: dict[str, float], shown: Callable[[float], str]) -> Iterator[str]:
+    rows = [*parts.items(), ("in all", sum(parts.values()))]
+    wide = max(len(what) for what, _ in rows)
+    for what, number in rows:
+        yield f"  {what:<{wide}}  {shown(number):>9}"
+
+
+def _bytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e9:.2f} billion" if number >= 1e9 else f"{number / 1e6:.2f} million"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 2 * 3600:
+        return f"{seconds / 3600:.0f} hours"
+    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
