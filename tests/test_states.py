@@ -44,6 +44,24 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
         torch.testing.assert_close(ours, state, rtol=2e-2, atol=2e-2)
 
 
+def test_processes_share_the_work(tmp_path, monkeypatch):
+    target, taps = tiny.model("llama"), (0, 1, 2)
+    texts = some_texts(target)
+    monkeypatch.setattr(states, "SHARD_TOKENS", 60)
+    assert extract(target, texts, taps, tmp_path / "alone")
+    done = {mine: [] for mine in (1, 0)}
+    for mine, parts in done.items():
+        whole = extract(target, texts, taps, tmp_path / "shared", share=(mine, 2), progress=parts.append)
+        assert whole == (mine == 0)  # the last one
+        assert whole == (tmp_path / "shared" / "states.json").exists()
+    assert all(done.values())
+    assert sum(map(sum, done.values())) == sum(len(text.ids) for text in texts)
+    alone, shared = (
+        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in ("alone", "shared")
+    )
+    assert alone == shared
+
+
 def test_what_logits_say_over_all_tokens_is_kept_where_something_is_learnt(tmp_path, monkeypatch):
     target = tiny.model("llama")
     text = some_texts(target, 1)[0]

@@ -115,7 +115,8 @@ def test_states_computed_on_the_way_train_the_same_head(files, tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
-    """Also if they are out of time in between, and where one has more to learn from than the other."""
+    """Also if they are out of time in between, and where one has more to learn from than the other; and if another
+    number of processes goes on."""
     lines = (files / "data.jsonl").read_text().splitlines()
     short = [{"prompt": "a b c d e f g h i j k l", "response": letter} for letter in "mnopqrst"]
     data = written(tmp_path / "data.jsonl", *(entry for pair in zip(lines, short, strict=False) for entry in pair))
@@ -133,11 +134,16 @@ def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
         output, _ = both.communicate(timeout=240)
         assert both.returncode == 0, output
         assert said in output
+        if minutes == "0":
+            shutil.copytree(tmp_path / "two", tmp_path / "two, then one")
+    assert CliRunner().invoke(app, train("two, then one")).exit_code == 0
     assert (Path(RunFolder(tmp_path / "two").last_checkpoint()) / "rng_state_1.pth").exists()  # there were two
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
+    one = losses(tmp_path / "one")
     assert len(one) > 5
-    assert [step for step, _ in one] == [step for step, _ in two]
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-3)
+    for name in ("two", "two, then one"):
+        found = losses(tmp_path / name)
+        assert [step for step, _ in found] == [step for step, _ in one]
+        assert [loss for _, loss in found] == pytest.approx([loss for _, loss in one], rel=1e-3)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ Owns the order of things, and what several processes share of the work.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def train(recipe: Recipe) -> Evaluation | None:
     folder = RunFolder(recipe.out)
     recipe.check()
     folder.check()
-    processes = PartialState(cpu=recipe.device == "cpu", timeout=timedelta(days=1))  # one extracts, all wait
+    processes = PartialState(cpu=recipe.device == "cpu", timeout=timedelta(days=1))  # who is done waits
     recipe.per_pass(processes)
     folder.path.mkdir(parents=True, exist_ok=True)
     deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
@@ -72,8 +73,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         folder.claim(identity)
     dataset: Dataset = PackedTexts(learnt, recipe.length)
     if recipe.cache_states:
-        if processes.is_local_main_process:
-            _extract(target, head, learnt, folder, deadline)
+        _extract(target, head, learnt, folder, processes, deadline)
         processes.wait_for_everyone()
         if not (folder.states / "states.json").exists():
             return None
@@ -95,22 +95,31 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
 
 
 def _extract(
-    target: PreTrainedModel, head: Eagle3Head, texts: Sequence[Text], folder: RunFolder, deadline: float | None
+    target: PreTrainedModel,
+    head: Eagle3Head,
+    texts: Sequence[Text],
+    folder: RunFolder,
+    processes: PartialState,
+    deadline: float | None,
 ) -> None:
+    """The processes of a machine, which have one disk, share the work; the first shows how far it is with its own."""
+    first, count = processes.is_local_main_process, int(os.environ.get("LOCAL_WORLD_SIZE", processes.num_processes))
     taps = head.config.taps(len(decoder_layers(target)))
     tokens = sum(len(text.ids) for text in texts)
     done = sum(path.stat().st_size for path in folder.states.glob("states-*.safetensors"))
     size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(folder.path).free
-    print(f"{len(texts)} texts, {tokens} tokens; their states take {_bytes(size)} in {folder.states}")
+    if first:
+        print(f"{len(texts)} texts, {tokens} tokens; their states take {_bytes(size)} in {folder.states}")
     if size - done > 0.95 * free:
         raise ValueError(f"{_bytes(size)} of states do not fit on the disk, {_bytes(free)} are free")
-    with Progress() as bar, folder.clear_failures("use a shorter --length"):
-        task = bar.add_task("states", total=tokens)
+    with Progress(disable=not first) as bar, folder.clear_failures("use a shorter --length"):
+        task = bar.add_task("states", total=tokens / count)
         extract(
             target,
             texts,
             taps,
             folder.states,
+            share=(processes.local_process_index, count),
             progress=lambda done: bar.advance(task, done),
             go_on=lambda: deadline is None or time.monotonic() < deadline,
         )

@@ -43,21 +43,29 @@ def extract(
     folder: Path,
     *,
     batch_tokens: int | None = None,
+    share: tuple[int, int] = (0, 1),
     progress: Callable[[int], Any] = lambda tokens: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Write the states of all texts, going on where an earlier run stopped. Returns whether all are there.
 
+    Processes that share the folder, and the work, each call it: the last to be done finds all states there.
+
     Args:
         taps: see `Taps`; the final state is kept beside them, and of the distributions that drafts of tokens to learn
             are compared with what `TargetLogits.over_all` says. batch_tokens: padded, per target pass;
             None: see `batch_tokens_of`.
+        share: which of so many processes this is, whose shards are each their own.
         progress: called with the number of tokens done, as they are. go_on: asked before each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     listener, logits = Taps(target, [*taps, FINAL]), TargetLogits.of(target)
-    for number, members in enumerate(packed([len(text.ids) for text in texts], SHARD_TOKENS)):
-        path = folder / f"states-{number:05d}.safetensors"
+    shards = [
+        (folder / f"states-{number:05d}.safetensors", members)
+        for number, members in enumerate(packed([len(text.ids) for text in texts], SHARD_TOKENS))
+    ]
+    mine, processes = share
+    for path, members in shards[mine::processes]:
         tokens = sum(len(texts[i].ids) for i in members)
         if not path.exists():
             if not go_on():
@@ -67,8 +75,10 @@ def extract(
             over_all = [logits.over_all(state, text.learn) for state, text in zip(states, of_shard, strict=True)]
             _write(path, of_shard, states, over_all)
         progress(tokens)
-    partial = folder / f"states.json.{gethostname()}.part"
-    partial.write_text(json.dumps({"taps": list(taps), "shards": number + 1}))
+    if not all(path.exists() for path, _ in shards):
+        return False
+    partial = folder / f"states.json.{gethostname()}.{mine}.part"
+    partial.write_text(json.dumps({"taps": list(taps), "shards": len(shards)}))
     partial.rename(folder / "states.json")
     return True
 
