@@ -1,11 +1,14 @@
 """Which head belongs to which target."""
 
+import copy
 import hashlib
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.main import get_command
 
 from specdec import Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
@@ -44,6 +47,26 @@ def test_a_known_head_is_found(target, ours):
     prompt = tiny.prompts(6)["input_ids"]
     out = spec.generate(prompt, do_sample=False, max_new_tokens=12)
     assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_target_by_another_name_is_known_by_what_it_is(target, ours, monkeypatch, dtype):
+    entry = registry.HEADS["tiny-llama"]
+    monkeypatch.setitem(registry.HEADS, "tiny-llama", replace(entry, target=registry.fingerprint(target)))
+    target.config._name_or_path = "/models/renamed"
+    renamed = copy.deepcopy(target).to(dtype)
+    assert registry.find(renamed).endswith("tiny-head")
+    renamed.get_decoder().norm.weight.data[3] *= 1.05  # of another's training
+    assert registry.known(renamed) is None
+    assert registry.known(tiny.model("llama", num_hidden_layers=2)) is None
+
+
+def test_fingerprints_of_other_models_are_none_or_their_own(models):
+    """Whatever the model, looking for its head does no harm."""
+    found = [registry.fingerprint(models(name)) for name in tiny.CONFIGS]
+    known = [one for one in found if one is not None]
+    assert len(known) > len(found) // 2
+    assert not {entry.target for entry in registry.HEADS.values()} & set(known)
 
 
 def test_without_a_known_head(target, monkeypatch):

@@ -9,6 +9,8 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.paths import cache_folder
@@ -18,19 +20,26 @@ WEIGHTS = "model.safetensors"
 
 @dataclass(frozen=True)
 class Known:
-    """head: a folder of `heads/`, or a hub id. sha256: of a folder's weights; None: the hub checks its own."""
+    """head: a folder of `heads/`, or a hub id. sha256: of a folder's weights; None: the hub checks its own.
+    target: its target's `fingerprint`, to know that one by if it goes by another name.
+    """
 
     head: str
     sha256: str | None = None
+    target: str | None = None
 
 
 # By the target's name on the hub, without its organization and in lower case.
 HEADS: dict[str, Known] = {
     "qwen2.5-coder-0.5b-instruct": Known(
-        "qwen2.5-coder-0.5b-instruct", "fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd"
+        "qwen2.5-coder-0.5b-instruct",
+        "fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd",
+        "24-896-151936-f8fa0ac93ef31395",
     ),
     "qwen2.5-coder-1.5b-instruct": Known(
-        "qwen2.5-coder-1.5b-instruct", "c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7"
+        "qwen2.5-coder-1.5b-instruct",
+        "c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7",
+        "28-1536-151936-88c9fbbe2593e0cb",
     ),
     "llama-3.1-8b-instruct": Known("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
     "llama-3.3-70b-instruct": Known("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
@@ -47,8 +56,24 @@ class NoHead(ValueError):
 
 
 def known(target: PreTrainedModel) -> Known | None:
-    """The head for a target, going by the name that it was loaded under."""
-    return HEADS.get(name_of(target))
+    """The head for a target, going by the name that it was loaded under, or else by what it is."""
+    named = HEADS.get(name_of(target))
+    if named is not None:
+        return named
+    mine = fingerprint(target)
+    return next((entry for entry in HEADS.values() if entry.target is not None and entry.target == mine), None)
+
+
+def fingerprint(target: PreTrainedModel) -> str | None:
+    """Of a target's shape and the norm of its last state, which number formats and quantization leave as it is; None
+    where that cannot be read."""
+    weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
+    text = target.config.get_text_config(decoder=True)
+    shape = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    if not isinstance(weight, Tensor) or weight.device.type == "meta" or None in shape:
+        return None
+    content = hashlib.sha256(weight.detach().to("cpu", torch.bfloat16).float().numpy().tobytes())
+    return "-".join(map(str, [*shape, content.hexdigest()[:16]]))
 
 
 def find(target: PreTrainedModel) -> str:
