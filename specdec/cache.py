@@ -17,6 +17,7 @@ from specdec.recurrent import States
 from specdec.transfer import uploaded
 
 SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
+FEWEST = 512  # slots of a buffer that comes in few sizes
 NEVER = 2**62  # position of what lies in a slot that holds nothing
 
 
@@ -33,6 +34,11 @@ class Span:
     chunked: bool = False
 
 
+def slots_of_size(count: int) -> int:
+    """Slots of a buffer that holds so many and comes in few sizes: a text seldom outgrows one."""
+    return max(FEWEST, 1 << (count - 1).bit_length())
+
+
 class SpeculativeCache(Cache):
     """Preallocated buffers (B, heads, slots, dim) per layer, a committed length per row.
 
@@ -41,7 +47,8 @@ class SpeculativeCache(Cache):
 
     Args:
         batch_size: B. spans: how far back each layer looks; where there are more layers, the last one's holds for them.
-        keeps_all: keep also what no layer will look at again.
+        keeps_all: keep also what no layer will look at again. sized: buffers come in few sizes, and a draft sees them
+            whole, so that its pass can be captured (`graphs`).
 
     Attributes:
         lengths: committed tokens of each row, on the host. floors: what a row may still be rolled back to; None: to
@@ -49,7 +56,9 @@ class SpeculativeCache(Cache):
             what layers carry besides keys and values.
     """
 
-    def __init__(self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False):
+    def __init__(
+        self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False, sized: bool = False
+    ):
         super().__init__(layers=[])
         self.lengths = [0] * batch_size
         self.floors: list[int] | None = None
@@ -57,7 +66,7 @@ class SpeculativeCache(Cache):
         self.end = 0
         self._start = 0  # of the tokens being written, where all rows agree
         self._spans = spans
-        self._kinds = {span: Slots(None if keeps_all else span.window) for span in spans}
+        self._kinds = {span: Slots(None if keeps_all else span.window, sized) for span in spans}
 
     def place(
         self, base: Tensor, pending: int, order: Tensor | None, pads: Sequence[int], count: int, draft: bool
@@ -89,6 +98,11 @@ class SpeculativeCache(Cache):
         """Likewise what an indexer keeps of the tokens, by which it picks those that attention sees: (B, n, D) in, the
         layer's (B, S, D) out. It is in the keys' slots, so what it picks are slots, and masks hold for it too."""
         return self._kind_of(layer_idx).write_indexed(layer_idx, indexer_key_states[:, None])[:, 0]
+
+    def written(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """By layer: its whole buffers of keys and values, and the slots (B, n) int64 of the pass that is placed."""
+        kinds = {layer: self._kind_of(layer) for layer in self.filled}
+        return {layer: (*kind.pair(layer), kind.slots(device)) for layer, kind in kinds.items()}
 
     def held(self, span: Span, device: torch.device) -> Tensor:
         """(B, S) int64, in the present pass: the position of what lies in each slot that attention sees, drafts counted
@@ -224,11 +238,11 @@ class Slots:
     rolled back: what a draft overwrites is out of sight for whatever comes after the row.
 
     Args:
-        window: how many tokens back anything is seen, the token itself included; None: all.
+        window: how many tokens back anything is seen, the token itself included; None: all. sized: see the cache's.
     """
 
-    def __init__(self, window: int | None):
-        self.window = window
+    def __init__(self, window: int | None, sized: bool = False):
+        self.window, self.sized = window, sized
         self.count = 0
         self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
@@ -257,10 +271,25 @@ class Slots:
             loose = self._spare if self._passing else max(self._spare, ahead + pending + count)
             needed = min(end, self.window - 1 + loose)
         if needed > self.count:
-            roomy = needed + max(SPARE, needed // 16)
-            most = roomy if self.window is None else max(needed, self.window - 1 + self._spare)
-            self._resize(min(roomy, most))
-        self._end = min(end, self.count)
+            self._resize(self._roomy(needed))
+        self._end = self.count if self.sized and draft else min(end, self.count)
+
+    def _roomy(self, needed: int) -> int:
+        """How many slots to take where so many are needed."""
+        if self.sized:
+            return slots_of_size(needed)
+        roomy = needed + max(SPARE, needed // 16)
+        return roomy if self.window is None else min(roomy, max(needed, self.window - 1 + self._spare))
+
+    def pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's whole buffers of keys and values."""
+        keys, values = self.buffers[layer]
+        return keys, values
+
+    def slots(self, device: torch.device) -> Tensor:
+        """(B, n) int64, where this pass's tokens are written."""
+        assert self._order is not None
+        return self._placed(self._order, device)[2]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.buffers:
@@ -339,6 +368,7 @@ class Slots:
         if not self.buffers:
             most = max(lengths) + SPARE
             self.count = most if self.window is None else min(most, self.window - 1 + self._spare)
+            self.count = slots_of_size(self.count) if self.sized else self.count
         position = self._positions(_column(lengths, columns.device))
         column = columns.gather(1, position.clamp(0, columns.shape[1] - 1)).clamp(min=0)
         self.buffers[layer] = [_gathered(keys, column), _gathered(values, column)]

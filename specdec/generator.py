@@ -25,6 +25,7 @@ from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.conversation import conversation
 from specdec.drafting import Drafting
+from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
 from specdec.logits import NodeProcessors
@@ -67,6 +68,9 @@ class SpeculativeGenerator:
             2403.10444) and "token" (Leviathan et al. 2211.17192) verify chains drawn from the draft's distribution.
             "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution.
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
+        compile: capture the target's passes over drafts, and a draft model's, as graphs of few sizes (`torch.compile`;
+            a size takes seconds to minutes at its second use). "auto": on GPUs. A model that cannot be captured runs
+            as ever, with one warning.
 
     Attributes:
         report: counts over all calls. last_report: those of the call that finished last.
@@ -80,14 +84,17 @@ class SpeculativeGenerator:
         draft_length: int | None = None,
         rule: RuleName = COUPLED,
         on_unsupported: OnUnsupported = "plain",
+        compile: bool | Literal["auto"] = False,
     ):
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
         check_choice("rule", rule, RuleName)
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
+        check_choice("compile", compile, Literal[True, False, "auto"])
         self.model, self._entrance = bare(model), entrance(model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
+        self.compile = compile
         self._drafting = Drafting(self.proposer, self.model)
         self._asked_for: dict[Any, Drafting] = {}  # by calls: "ngram", or a draft model
         self.report, self.last_report = Report(), Report()
@@ -313,7 +320,8 @@ class SpeculativeGenerator:
             stopping_criteria = group.stopping(stopping_criteria)
         talk = conversation(self.model, input_ids, config, model_kwargs)
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step)
+        graphs = None if step is not None or group is not None else self._graphs(drafting)
+        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
         if group is not None and sampling:
             group.share_random_numbers(input_ids.device)
@@ -349,6 +357,17 @@ class SpeculativeGenerator:
         if not config.return_dict_in_generate:
             return text.sequences
         return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=talk.cache, **text.recorded())
+
+    def _graphs(self, drafting: Drafting) -> Graphs | None:
+        """Of the target's passes, if they are to be captured and can be."""
+        if not self.compile or (self.compile == "auto" and device_of(self.model).type != "cuda"):
+            return None
+        reason = cannot_capture(self.model) if self.capability.trees else "it makes masks of its own"
+        if reason is not None:
+            self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
+            return None
+        graphs = drafting.capture()
+        return None if graphs.refused else graphs
 
     def _walks(self, config: GenerationConfig) -> bool:
         """The call follows the target's own choices, instead of a rule over all nodes."""

@@ -68,6 +68,11 @@ class _Lost(local):
 _lost = _Lost()  # in this thread, to ways that were slower than others
 
 
+def lose(seconds: float) -> None:
+    """What was spent once is no pass's cost."""
+    _lost.seconds += seconds
+
+
 def clock() -> float:
     """Seconds that passed, less those that this thread lost to slow ways: they were tried, and are not taken again."""
     return perf_counter() - _lost.seconds

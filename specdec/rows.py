@@ -70,8 +70,11 @@ class CachedRows:
         spans: how far back each layer looks (see `SpeculativeCache`).
 
     Attributes:
-        cache: the keys and values. pending: draft nodes written behind the rows and not committed.
+        cache: the keys and values. pending: draft nodes written behind the rows and not committed. sized: passes over
+            drafts are of tensors whose sizes are few.
     """
+
+    sized = False
 
     def __init__(self, spans: Sequence[Span] = (Span(),)) -> None:
         self.spans = spans
@@ -94,7 +97,7 @@ class CachedRows:
 
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
         """Forget everything; the next rows are `batch_size` empty ones. keeps_all: see `SpeculativeCache`."""
-        self.cache = SpeculativeCache(batch_size, self.spans, keeps_all)
+        self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized)
         self.pending = 0
 
     def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> Sight:
@@ -118,8 +121,9 @@ class CachedRows:
             chain: all of them form one path in order, in every row.
         """
         n = ancestors.shape[1]
-        base = uploaded(self.lengths[:1] if self.aligned else self.lengths, depth.device)[:, None]
-        order = None if self.aligned else base + self.pending + torch.arange(n, device=depth.device)
+        together = self.aligned and not self.sized
+        base = uploaded(self.lengths[:1] if together else self.lengths, depth.device)[:, None]
+        order = None if together else base + self.pending + torch.arange(n, device=depth.device)
         self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
         self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
         return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)

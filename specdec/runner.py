@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.cache import Span
+from specdec.graphs import Graphs, filled_up
 from specdec.mixers import with_states
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
@@ -42,6 +43,11 @@ class Output:
     hidden_states: tuple[Tensor, ...] | None = None
     features: Tensor | None = None
 
+    def first(self, count: int) -> Output:
+        """Of the first nodes alone."""
+        hidden = self.hidden_states and tuple(states[:, :count] for states in self.hidden_states)
+        return Output(self.logits[:, :count], hidden, None if self.features is None else self.features[:, :count])
+
     def on(self, device: torch.device) -> Output:
         """With logits and hidden states where the text is: plain decoding, too, brings them there."""
         if self.logits.device == device:
@@ -59,15 +65,21 @@ class ModelRunner(CachedRows):
         masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
+        graphs: of the model, with the same taps: passes over drafts are theirs.
     """
 
     def __init__(
-        self, model: PreTrainedModel, masks: str | None = None, taps: Taps | None = None, step: Step | None = None
+        self,
+        model: PreTrainedModel,
+        masks: str | None = None,
+        taps: Taps | None = None,
+        step: Step | None = None,
+        graphs: Graphs | None = None,
     ):
         whole = with_states(model)
         self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
-        self.masks = masks or default_masks(model)
+        self.masks, self.graphs, self.sized = masks or default_masks(model), graphs, graphs is not None
         super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
         self._cache_argument = cache_argument(model)
@@ -141,12 +153,17 @@ class ModelRunner(CachedRows):
         self._require_masks(unless=chain and self.aligned)
         tokens, depth, ancestors = (t.to(self.device) for t in (tokens, depth, ancestors))
         n = tokens.shape[1]
+        if self.sized:
+            tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
         unmasked = self._unmasked(n, chain)
         sight = self.place_draft(depth, ancestors, chain)
         mask = self._mask_argument(sight, unmasked)
-        output = self._forward(tokens, sight.positions, mask, keep=n, hidden=hidden_states, embedded=embedded)
+        size = tokens.shape[1]
+        output = self._forward(
+            tokens, sight.positions, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True
+        )
         self.pending += n
-        return output
+        return output.first(n) if self.sized else output
 
     def idle(self) -> None:
         """A pass for nothing: over a token behind each row, which is forgotten."""
@@ -170,7 +187,7 @@ class ModelRunner(CachedRows):
         On CPUs a mask also for a single token: without one sdpa takes its slow GQA path there (1290 against 102 us a
         layer for one token, 12 heads over 2, 1000 slots).
         """
-        return self.device.type != "cpu" and self.sees_all(width, chain)
+        return self.device.type != "cpu" and not self.sized and self.sees_all(width, chain)
 
     def _mask_argument(self, sight: Sight, unmasked: bool) -> Any:
         """The model's `attention_mask`: a 4D mask, or one per layer type; None where it makes its own or needs none."""
@@ -197,9 +214,17 @@ class ModelRunner(CachedRows):
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
     def _forward(
-        self, given: Tensor, positions: Tensor, mask: Any, *, keep: int, hidden: bool, embedded: bool = False
+        self,
+        given: Tensor,
+        positions: Tensor,
+        mask: Any,
+        *,
+        keep: int,
+        hidden: bool,
+        embedded: bool = False,
+        draft: bool = False,
     ) -> Output:
-        inputs: dict[str, Any] = {self._cache_argument: self.cache, "use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True}
         inputs["inputs_embeds" if embedded else "input_ids"] = given
         if mask is not None:
             inputs["attention_mask"] = mask
@@ -207,12 +232,15 @@ class ModelRunner(CachedRows):
             inputs["position_ids"] = positions
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = keep
+        if self.graphs is not None and draft and not hidden:
+            logits, features = self.graphs(self.cache.written(self.device), inputs)
+            return Output(logits, None, features)
         if hidden:
             inputs["output_hidden_states"] = True
         if self.step is not None:
             self.step.before_pass()
         with self.cache.states.passing(), nullcontext() if self.taps is None else self.taps.listening() as taken:
-            output = self.model(**inputs)
+            output = self.model(**inputs, **{self._cache_argument: self.cache})
         features = None if self.taps is None or taken is None else self.taps.features(taken)
         return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
 

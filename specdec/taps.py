@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import count
 from typing import Any
 from weakref import finalize
 
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 # Who is running a pass in this thread, and what it took so far: another thread's pass is none of its business.
-_listener: ContextVar[tuple[object, dict[int, Tensor]] | None] = ContextVar("listener", default=None)
+_listener: ContextVar[tuple[int, dict[int, Tensor]] | None] = ContextVar("listener", default=None)
+_traced: tuple[int, dict[int, Tensor]] | None = None  # while `torch.compile` traces, which takes no ContextVar
+_keys = count()
 FINAL = -1  # tap of the state that enters the LM head, after the final norm (EAGLE-1 and 2)
 
 
@@ -37,7 +40,7 @@ class Taps:
         if wrong:
             raise ValueError(f"{type(model).__name__} has {len(layers)} layers: there is no tap {wrong[0]}")
         self.at, self.device = tuple(at), device
-        self._key = object()
+        self._key = next(_keys)
         handles = [_hook(model, layers, tap, self._key) for tap in sorted(set(self.at))]
         finalize(self, _remove, handles)
 
@@ -45,6 +48,11 @@ class Taps:
     def listening(self) -> Iterator[dict[int, Tensor]]:
         """Take the states of a forward pass that this thread runs within the context: (B, W, H) by tap."""
         taken: dict[int, Tensor] = {}
+        if torch.compiler.is_compiling():
+            _trace((self._key, taken))
+            yield taken
+            _trace(None)
+            return
         before = _listener.set((self._key, taken))
         try:
             yield taken
@@ -57,12 +65,17 @@ class Taps:
         return torch.cat([taken[tap].to(device) for tap in self.at], -1)
 
 
-def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: object) -> Any:
+def _trace(listener: tuple[int, dict[int, Tensor]] | None) -> None:
+    global _traced
+    _traced = listener
+
+
+def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: int) -> Any:
     """Knows the taps by their key alone, so that they can go when nobody holds them."""
 
     def keep(state: Tensor) -> None:
-        listener = _listener.get()
-        if listener is not None and listener[0] is key:
+        listener = _traced if torch.compiler.is_compiling() else _listener.get()
+        if listener is not None and listener[0] == key:
             listener[1][tap] = state
 
     def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

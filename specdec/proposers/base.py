@@ -161,6 +161,9 @@ class Proposer(ABC):
         """What drafts are made by passes of, if anything: their cost is known by its shape. Asked after `check`."""
         return None
 
+    def capture(self) -> None:
+        """Passes may be captured as graphs from now on (`SpeculativeGenerator(compile=True)`). Asked after `check`."""
+
     @property
     def drafted_by(self) -> str:
         """What made the last draft, for the report."""

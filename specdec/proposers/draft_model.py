@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.eagle3.checkpoint import is_block
+from specdec.graphs import Graphs, cannot_capture
 from specdec.machine import DTYPES
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
@@ -67,6 +68,8 @@ class DraftModelProposer(AutoregressiveProposer):
         self._int8 = int8
         self._settle()
 
+    _graphs: Graphs | None = None
+
     def check(self, target: PreTrainedModel) -> None:
         self._check_vocabulary(target)
         if spread(self.model):
@@ -107,7 +110,12 @@ class DraftModelProposer(AutoregressiveProposer):
 
     def new_runner(self) -> ModelRunner:
         """Of the draft model as it drafts, with a cache of its own."""
-        return ModelRunner(self._view)
+        captured = self._graphs is not None and not self._graphs.refused
+        return ModelRunner(self._view, graphs=self._graphs if captured else None)
+
+    def capture(self) -> None:
+        if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
+            self._graphs = Graphs(self.model)
 
     def propose(self, context: Context) -> DraftTree:
         return super().propose(self._within_positions(context))

@@ -1,0 +1,208 @@
+"""`Graphs`: a model's passes over drafts, captured as one full graph per size by `torch.compile`.
+
+Owns the sizes there are, what a captured pass is given instead of Python state, and capturing: at a size's second use,
+and only if the graph's logits are the model's. Knows nothing of sampling, of trees, or of when a draft pays.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from specdec.mixers import has_states
+from specdec.products import lose
+from specdec.step import spread
+from specdec.taps import Taps
+
+log = logging.getLogger(__name__)
+
+BACKEND = "inductor"
+WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # standard deviations by which logits may differ; else 0.1
+Key = tuple[Any, ...]
+Pass = Callable[..., tuple[Tensor, Tensor | None]]
+Written = Mapping[int, tuple[Tensor, Tensor, Tensor]]  # by layer: buffers of keys and values, slots (B, n) to write
+
+
+def nodes_of_size(count: int) -> int:
+    """Nodes per row of the size that so many are run in: powers of two."""
+    return 1 << (count - 1).bit_length()
+
+
+def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Nodes up to the next size: behind the others, seen by nobody but themselves.
+
+    Args:
+        tokens: (B, n), or (B, n, H). depth: (B, M + n). ancestors: (B, n, M + n); see `ModelRunner.grow`.
+    """
+    B, n = tokens.shape[:2]
+    more = nodes_of_size(n) - n
+    if not more:
+        return tokens, depth, ancestors
+    pad = torch.nn.functional.pad
+    alone = torch.eye(more, dtype=torch.bool, device=tokens.device).expand(B, more, more)
+    rows = torch.cat([pad(ancestors, (0, more)), pad(alone, (ancestors.shape[2], 0))], 1)
+    return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), pad(depth, (0, more)), rows
+
+
+def cannot_capture(model: PreTrainedModel) -> str | None:
+    """Why passes of a model are not tried to be captured, by its structure; None: they are."""
+    if has_states(model):
+        return "its recurrent layers keep states that are Python's affair"
+    if any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return "accelerate's hooks move its weights or inputs"
+    if spread(model):
+        return "its weights lie in several processes"
+    return None
+
+
+class SlottedCache(Cache):
+    """The cache as a captured pass sees it: nothing but tensors of one size, which change from pass to pass."""
+
+    is_compileable = True
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.written: Written = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write (B, heads, n, dim) into the layer's slots; return its whole buffers."""
+        keys, values, slots = self.written[layer_idx]
+        at = slots[:, None, :, None].expand_as(key_states)
+        keys.scatter_(2, at, key_states)
+        values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
+        return keys, values
+
+    # What mask builders ask, which get masks that are made (transformers 5.17 to 5.23)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        return next(iter(self.written.values()))[0].shape[2], 0
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+
+class Graphs:
+    """Of one model, for all calls that run it so.
+
+    Args:
+        model: as it is, not a `quick` view: which way to multiply is the compiler's affair. taps: states to take along.
+
+    Attributes:
+        refused: why nothing is captured any more; empty while it is.
+    """
+
+    def __init__(self, model: PreTrainedModel, taps: Taps | None = None):
+        self.model, self.taps, self.refused = model, taps, ""
+        self._graphs: dict[Key, Pass | None] = {}  # None: of a size that was met once
+
+    def __len__(self) -> int:
+        return sum(graph is not None for graph in self._graphs.values())
+
+    def __call__(self, written: Written, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache."""
+        cache = SlottedCache()
+        cache.written = written
+        arguments = (self.model, cache, _in_order(inputs), self.taps)
+        key = _sizes(written, inputs)
+        graph = self._graphs.get(key)
+        if graph is not None:
+            try:
+                return self._replayed(graph, arguments)
+            except Exception as error:  # torch takes the model for another one: a hook came, or a setting changed
+                self._refuse(_said(error))
+        if key in self._graphs and not self.refused:
+            return self._captured(key, arguments)
+        self._graphs[key] = None
+        return _pass(*arguments)
+
+    def _captured(self, key: Key, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+        """Writing the same keys and values twice changes nothing: the model's own pass comes first."""
+        right = _pass(*arguments)
+        start = perf_counter()
+        log.info("compiling %s for %d nodes", type(self.model).__name__, right[0].shape[1])
+        try:
+            graph = _compiled(arguments[0].device)
+            ours = self._replayed(graph, arguments)[0].float()
+        except Exception as error:  # what cannot be captured says so in many ways
+            self._refuse(_said(error))
+        else:
+            theirs = right[0].float()
+            apart = float((ours - theirs).abs().mean() / theirs.std().clamp(min=1e-6))
+            if apart <= WRONG.get(right[0].dtype, 0.1):
+                self._graphs[key] = graph
+            else:
+                self._refuse(f"its logits came out wrong by {apart:.2g} standard deviations")
+        lose(perf_counter() - start)  # no pass costs this again
+        return right
+
+    def _replayed(self, graph: Pass, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+        if arguments[0].device.type == "cpu":
+            return graph(*arguments)
+        torch.compiler.cudagraph_mark_step_begin()
+        logits, features = graph(*arguments)  # in memory that the next pass writes to
+        return logits, None if features is None else features.clone()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        self._graphs = {}
+        warnings.warn(f"specdec: {type(self.model).__name__} runs without graphs: {reason}", stacklevel=2)
+
+
+def _pass(
+    model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Taps | None
+) -> tuple[Tensor, Tensor | None]:
+    if taps is None:
+        return model(**inputs, past_key_values=cache).logits, None
+    with taps.listening() as taken:
+        logits = model(**inputs, past_key_values=cache).logits
+    return logits, taps.features(taken)
+
+
+def _compiled(device: torch.device) -> Pass:
+    """`_pass` with code of its own: torch counts graphs, and gives up on too many, by code."""
+    own = FunctionType(_pass.__code__.replace(), _pass.__globals__)
+    mode = "reduce-overhead" if device.type == "cuda" and BACKEND == "inductor" else None
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, mode=mode)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}"
+
+
+def _in_order(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same in memory of their own: a graph is one of strides, too."""
+    return {
+        name: _in_order(given)
+        if isinstance(given, Mapping)
+        else given.contiguous()
+        if isinstance(given, Tensor)
+        else given
+        for name, given in inputs.items()
+    }
+
+
+def _sizes(written: Written, inputs: Mapping[str, Any]) -> Key:
+    buffers = tuple(keys.shape for keys, _, _ in written.values())
+    return (*buffers, *((name, _size(given)) for name, given in inputs.items()))
+
+
+def _size(given: Any) -> Any:
+    if isinstance(given, Tensor):
+        return given.shape
+    return tuple(given) if isinstance(given, Mapping) else given
