@@ -42,7 +42,7 @@ from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllChoices, AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
 
-SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported"}  # of a generator, not of its calls
+SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # of a generator, not of its calls
 
 
 class SpeculativeGenerator:

@@ -25,9 +25,11 @@ from specdec.taps import Taps
 log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # standard deviations by which logits may differ; else 0.1
+MOST = 32  # graphs of a model: what comes in more sizes than that is run without
+WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # standard deviations by which a node's logits may differ; else 0.1
 Key = tuple[Any, ...]
-Pass = Callable[..., tuple[Tensor, Tensor | None]]
+Passed = tuple[Tensor, Tensor | None]  # logits and features
+Pass = Callable[..., Passed]
 Written = Mapping[int, tuple[Tensor, Tensor, Tensor]]  # by layer: buffers of keys and values, slots (B, n) to write
 
 
@@ -68,9 +70,9 @@ class SlottedCache(Cache):
 
     is_compileable = True
 
-    def __init__(self) -> None:
+    def __init__(self, written: Written) -> None:
         super().__init__(layers=[])
-        self.written: Written = {}
+        self.written = written
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -114,36 +116,35 @@ class Graphs:
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
 
-    def __call__(self, written: Written, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache."""
-        cache = SlottedCache()
-        cache.written = written
-        arguments = (self.model, cache, _in_order(inputs), self.taps)
+    def __call__(self, written: Written, inputs: Mapping[str, Any], own: Callable[[], Passed]) -> Passed:
+        """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache. own: makes
+        the same pass without a graph."""
         key = _sizes(written, inputs)
-        graph = self._graphs.get(key)
-        if graph is not None:
-            try:
-                return self._replayed(graph, arguments)
-            except Exception as error:  # torch takes the model for another one: a hook came, or a setting changed
-                self._refuse(_said(error))
-        if key in self._graphs and not self.refused:
-            return self._captured(key, arguments)
-        self._graphs[key] = None
-        return _pass(*arguments)
+        if self.refused or key not in self._graphs:
+            self._graphs[key] = None
+            return own()
+        arguments = (self.model, SlottedCache(written), _in_order(inputs), self.taps)
+        graph = self._graphs[key]
+        if graph is None:
+            return own() if len(self) == MOST else self._captured(key, arguments, own())
+        try:
+            return self._replayed(graph, arguments)
+        except Exception as error:  # torch takes the model for another one: a hook came, or a setting changed
+            self._refuse(_said(error))
+            return own()
 
-    def _captured(self, key: Key, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
-        """Writing the same keys and values twice changes nothing: the model's own pass comes first."""
-        right = _pass(*arguments)
+    def _captured(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
+        """right: what the model's own pass gave. Writing the same keys and values once more changes nothing."""
         start = perf_counter()
         log.info("compiling %s for %d nodes", type(self.model).__name__, right[0].shape[1])
         try:
-            graph = _compiled(arguments[0].device)
+            graph = _compiled(right[0].device)
             ours = self._replayed(graph, arguments)[0].float()
         except Exception as error:  # what cannot be captured says so in many ways
             self._refuse(_said(error))
         else:
             theirs = right[0].float()
-            apart = float((ours - theirs).abs().mean() / theirs.std().clamp(min=1e-6))
+            apart = float((ours - theirs).abs().mean(-1).max() / theirs.std().clamp(min=1e-6))
             if apart <= WRONG.get(right[0].dtype, 0.1):
                 self._graphs[key] = graph
             else:
@@ -151,7 +152,7 @@ class Graphs:
         lose(perf_counter() - start)  # no pass costs this again
         return right
 
-    def _replayed(self, graph: Pass, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor | None]:
+    def _replayed(self, graph: Pass, arguments: tuple[Any, ...]) -> Passed:
         if arguments[0].device.type == "cpu":
             return graph(*arguments)
         torch.compiler.cudagraph_mark_step_begin()
@@ -164,9 +165,7 @@ class Graphs:
         warnings.warn(f"specdec: {type(self.model).__name__} runs without graphs: {reason}", stacklevel=2)
 
 
-def _pass(
-    model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Taps | None
-) -> tuple[Tensor, Tensor | None]:
+def _pass(model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Taps | None) -> Passed:
     if taps is None:
         return model(**inputs, past_key_values=cache).logits, None
     with taps.listening() as taken:

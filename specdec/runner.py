@@ -7,7 +7,7 @@ draft model both run through it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -233,16 +233,22 @@ class ModelRunner(CachedRows):
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = keep
         if self.graphs is not None and draft and not hidden:
-            logits, features = self.graphs(self.cache.written(self.device), inputs)
+            written = self.cache.written(self.device)
+            logits, features = self.graphs(written, inputs, lambda: self._pass(inputs)[::2])
             return Output(logits, None, features)
         if hidden:
             inputs["output_hidden_states"] = True
+        logits, states, features = self._pass(inputs)
+        return Output(logits[:, -keep:], states, features)
+
+    def _pass(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+        """Logits, hidden states if they were asked for, features."""
         if self.step is not None:
             self.step.before_pass()
         with self.cache.states.passing(), nullcontext() if self.taps is None else self.taps.listening() as taken:
             output = self.model(**inputs, **{self._cache_argument: self.cache})
         features = None if self.taps is None or taken is None else self.taps.features(taken)
-        return Output(output.logits[:, -keep:], output.hidden_states if hidden else None, features)
+        return output.logits, output.hidden_states if "output_hidden_states" in inputs else None, features
 
 
 def known_at_once(batch_size: int, length: int) -> int:
