@@ -32,7 +32,9 @@ class Drafting:
     def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
         """A call's own; costs and acceptance carry over from call to call of one kind, costs to other processes too."""
         if batch_size not in self._kept:
-            self._kept[batch_size] = KeptCosts(self._target, batch_size, self.proposer.drafting_model())
+            self._kept[batch_size] = KeptCosts(
+                self._target, batch_size, self.proposer.drafting_model(), captured=self.graphs is not None
+            )
         if (batch_size, sampling) not in self.learnt:
             learnt = Learnt(*self._kept[batch_size].read())
             self.learnt.setdefault((batch_size, sampling), learnt)  # unless another thread did

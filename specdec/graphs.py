@@ -6,6 +6,7 @@ and only if the graph's logits are the model's. Knows nothing of sampling, of tr
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -136,6 +137,7 @@ class Graphs:
     def _captured(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
         """right: what the model's own pass gave. Writing the same keys and values once more changes nothing."""
         start = perf_counter()
+        gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
         log.info("compiling %s for %d nodes", type(self.model).__name__, right[0].shape[1])
         try:
             graph = _compiled(right[0].device)

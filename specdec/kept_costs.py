@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.learnt import BUCKETS, DraftCost, PassCost
+from specdec.learnt import BUCKETS, SIZES, DraftCost, PassCost
 from specdec.machine import name_of
 from specdec.paths import cache_folder
 
@@ -33,10 +33,11 @@ class KeptCosts:
 
     Args:
         target: whose passes they are; its shape counts, not what it has learnt. batch_size: rows.
-        drafting: the model that makes the drafts, if there is one.
+        drafting: the model that makes the drafts, if there is one. captured: passes are graphs of few sizes.
     """
 
-    def __init__(self, target: nn.Module, batch_size: int, drafting: nn.Module | None = None):
+    def __init__(self, target: nn.Module, batch_size: int, drafting: nn.Module | None = None, captured: bool = False):
+        self._sizes = SIZES if captured else BUCKETS
         self._of = {
             "format": FORMAT,
             "torch": torch.__version__,
@@ -45,6 +46,8 @@ class KeptCosts:
             "target": shape(target),
             "rows": batch_size,
         }
+        if captured:
+            self._of["captured"] = True
         self._draft = drafting and shape(drafting)
         self._passes: dict[int, float] = {}  # as they are kept: by nodes per row, in passes over one
         self._step = 0.0  # of the draft, likewise; 0: none is kept
@@ -52,7 +55,7 @@ class KeptCosts:
     def read(self) -> tuple[PassCost, DraftCost]:
         """What earlier processes found; nothing, where they left nothing that can be read."""
         file = self._read()
-        passes = PassCost(file["passes"])
+        passes = PassCost(file["passes"], self._sizes)
         if passes.seen():
             self._passes = _relative(passes)
         self._step = file["steps"].get(self._draft, 0.0)
@@ -83,7 +86,7 @@ class KeptCosts:
             passes = {int(size): (float(seconds), min(int(n), UNSURE)) for size, (seconds, n) in file["passes"].items()}
             steps = {str(draft): float(share) for draft, share in file["steps"].items()}
             numbers = [*steps.values(), *(seconds for seconds, _ in passes.values())]
-            if set(passes) <= set(BUCKETS) and all(isfinite(n) and n > 0 for n in numbers):
+            if set(passes) <= set(self._sizes) and all(isfinite(n) and n > 0 for n in numbers):
                 return {"passes": passes, "steps": steps}
         except (OSError, RuntimeError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             pass

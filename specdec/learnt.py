@@ -8,10 +8,11 @@ ever seen half made.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from math import sqrt
 from statistics import median
 
+SIZES = tuple(2**i for i in range(8))  # nodes per row that captured passes are run in (`graphs.nodes_of_size`)
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes per row of passes that are taken to cost the same
 STEPS = 15  # recent draft passes that are remembered
 PRIOR_STEP = 0.25  # of a target pass: a draft pass that has not been measured yet
@@ -33,16 +34,17 @@ class PassCost:
     FAMILIAR = 3  # passes of a size: then its cost is known
     LEVELLING = 2  # passes: a process's first may be slow for reasons of its own
 
-    def __init__(self, seen: Mapping[int, tuple[float, int]] | None = None):
-        """seen: by bucket, seconds and how often; of another process, so that the first passes here set the level."""
-        self._seen = dict(seen or {})
-        self._curve = _curve(self._seen)
+    def __init__(self, seen: Mapping[int, tuple[float, int]] | None = None, buckets: Sequence[int] = BUCKETS):
+        """seen: by bucket, seconds and how often; of another process, so that the first passes here set the level.
+        buckets: largest sizes of passes that cost the same, ascending from 1."""
+        self._seen, self._buckets = dict(seen or {}), tuple(buckets)
+        self._curve = _curve(self._seen, self._buckets)
         self._to_level = self.LEVELLING if seen else 0
         self.reading = 0.0  # seconds per token of a long text
 
     def observe(self, size: int, seconds: float) -> None:
         """Book a pass over so many nodes per row."""
-        bucket, seen = _bucket(size), self._seen
+        bucket, seen = self._bucket(size), self._seen
         if not seen:
             self._replace({bucket: (seconds, 1)})
             return
@@ -59,7 +61,7 @@ class PassCost:
         self._replace({**others, bucket: (expected * surprise, count + 1)})
 
     def _replace(self, seen: dict[int, tuple[float, int]]) -> None:
-        self._seen, self._curve = seen, _curve(seen)
+        self._seen, self._curve = seen, _curve(seen, self._buckets)
 
     @property
     def explored(self) -> int:
@@ -73,7 +75,7 @@ class PassCost:
 
     def familiar(self, size: int) -> bool:
         """Were passes of about this size seen often enough?"""
-        return self._seen.get(_bucket(size), (0.0, 0))[1] >= self.FAMILIAR
+        return self._seen.get(self._bucket(size), (0.0, 0))[1] >= self.FAMILIAR
 
     @property
     def plain(self) -> float:
@@ -88,12 +90,11 @@ class PassCost:
     def seen(self) -> dict[int, tuple[float, int]]:
         return dict(self._seen)
 
+    def _bucket(self, size: int) -> int:
+        return self._buckets[min(bisect_left(self._buckets, size), len(self._buckets) - 1)]
 
-def _bucket(size: int) -> int:
-    return BUCKETS[min(bisect_left(BUCKETS, size), len(BUCKETS) - 1)]
 
-
-def _curve(seen: Mapping[int, tuple[float, int]]) -> tuple[float, ...]:
+def _curve(seen: Mapping[int, tuple[float, int]], buckets: Sequence[int]) -> tuple[float, ...]:
     """Seconds for 1, 2, ... nodes per row."""
     if not seen:
         return (0.0,)
@@ -101,7 +102,7 @@ def _curve(seen: Mapping[int, tuple[float, int]]) -> tuple[float, ...]:
     plain = seen[1][0] if 1 in seen else seen[first][0] / (1 + PassCost.PRIOR * sqrt(first - 1))
     excess = {1: 0.0, **{n: max(0.0, seconds - plain) for n, (seconds, _) in seen.items()}}
     out: list[float] = []
-    for bucket in BUCKETS:
+    for bucket in buckets:
         below = max(n for n in excess if n <= bucket)
         above = min((n for n in excess if n >= bucket), default=None)
         if below == bucket:

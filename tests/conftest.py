@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests import pretend, tiny
+from tests import pretend, static, tiny
 from tests.training import TEMPLATE, WORDS, some_texts, written
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, or decides by what it finds there
@@ -21,9 +21,12 @@ def pytest_addoption(parser):
         default="cpu",
         help='where tiny models live: "pretend" is a CUDA device played by the CPU (tests/pretend.py)',
     )
+    parser.addoption("--static", action="store_true", help="passes over drafts as graphs have them (tests/static.py)")
 
 
 def pytest_configure(config):
+    if config.getoption("--static"):
+        static.switch_on(pytest.MonkeyPatch())
     if config.getoption("--device") == "pretend":
         pretend.install()
     if config.getoption("--device") != "cpu":

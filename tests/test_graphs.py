@@ -1,26 +1,43 @@
 """Captured passes: one full graph per size, plain decoding's text; what cannot be captured runs on."""
 
+import copy
+import gc
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
 from specdec import graphs as module
+from specdec import runner as runner_module
 from specdec.graphs import Graphs, filled_up, nodes_of_size
+from specdec.kept_costs import KeptCosts
+from specdec.learnt import BUCKETS, SIZES, PassCost
 from specdec.proposers import Eagle3Proposer
 from specdec.runner import ModelRunner
 from specdec.tree import DraftTree
-from tests import eagle3, tiny
+from tests import eagle3, families, fuzz, static, tiny
+from tests import test_distribution as law_of
+from tests import test_fuzz as fuzzing
+from tests import test_parity as parity
 
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "gpt_neox", "phi"]
+slow = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
 def without_code(monkeypatch):
     """Graphs are taken and run as they are; no code is generated. What would be captured twice is an error."""
     monkeypatch.setattr(module, "BACKEND", "eager")
+    gc.collect()  # other tests' generators hook what they tap
     torch.compiler.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
+
+
+@pytest.fixture
+def static_shapes(monkeypatch):
+    static.switch_on(monkeypatch)
 
 
 class Varying(tiny.Garbage):
@@ -36,7 +53,7 @@ def text(generate, prompts, **kwargs):
     return generate(**prompts, **{"do_sample": False, "max_new_tokens": 40} | kwargs).tolist()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in FAMILIES[1:])])
 def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name):
     """Ragged rows, chains and trees of 2 to 6 nodes: sizes 2, 4 and 8."""
     target, prompts = tiny.model(name), tiny.prompts(9, 1, 5)
@@ -51,18 +68,22 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name):
     assert len(captured) == len(captured._graphs) == 3
 
 
-@pytest.mark.parametrize("sampling", [False, True], ids=["T = 0", "T = 1"])
-@pytest.mark.parametrize("lengths", [(9,), (9, 1, 5)], ids=["one row", "ragged"])
-@pytest.mark.parametrize("name", ["ngram", "draft", "head"])
+@pytest.mark.parametrize(
+    ("name", "lengths", "sampling"),
+    [
+        pytest.param("ngram", (9, 1, 5), False, marks=slow),
+        pytest.param("draft", (9,), False, marks=slow),
+        ("draft", (9, 1, 5), True),
+        pytest.param("head", (9,), True, marks=slow),
+        ("head", (9, 1, 5), False),
+    ],
+)
 def test_proposers_beside_captured_passes(name, lengths, sampling):
-    if name == "head":
-        head, target, _ = eagle3.trained(updates=150)
-    else:
-        target = tiny.model("llama")
+    target = tiny.model("llama")
     proposer = {
         "ngram": NgramProposer,
         "draft": lambda: DraftModelProposer(tiny.model("llama", seed=1)),
-        "head": lambda: Eagle3Proposer(head),
+        "head": lambda: Eagle3Proposer(eagle3.head()),
     }[name]()
     prompts = tiny.prompts(*lengths)
     spec = SpeculativeGenerator(target, proposer, draft_length=4, compile=True)
@@ -74,22 +95,36 @@ def test_proposers_beside_captured_passes(name, lengths, sampling):
         assert len(proposer._graphs) >= 1
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_padded_nodes_change_nothing(name):
-    """A tree of 5 in a pass over 8, before and after a commit that moves nodes."""
-    target = tiny.model(name)
+def passes_over_drafts(target, graphs):
+    """Logits of a tree of 5, thrice, with commits that move nodes between them."""
     draft = DraftTree(torch.arange(10).view(2, 5), torch.tensor([-1, 0, 0, 1, 2]).expand(2, 5))
-    taken = []
-    for graphs in (None, Graphs(target)):
-        runner = ModelRunner(target, graphs=graphs)
-        runner.start(2)
-        runner.extend(given=tiny.prompts(9, 4)["input_ids"], pads=[0, 5])
-        for _ in range(3):
-            taken.append(runner.grow(draft.tokens, draft.depth, draft.ancestors).logits)
-            runner.commit([3, 1], torch.tensor([[0, 2, 4], [0, 1, 2]]))
-    for plain, padded in zip(taken[:3], taken[3:], strict=True):
-        assert plain.shape == padded.shape
-        torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-4)
+    runner = ModelRunner(target, graphs=graphs)
+    runner.start(2)
+    runner.extend(given=tiny.prompts(9, 4)["input_ids"], pads=[0, 5])
+    for _ in range(3):
+        yield runner.grow(draft.tokens, draft.depth, draft.ancestors).logits
+        runner.commit([3, 1], torch.tensor([[0, 2, 4], [0, 1, 2]]))
+
+
+@pytest.mark.usefixtures("static_shapes")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_nodes_change_nothing(name, monkeypatch):
+    """A pass over 8 gives what one over 5 does, to the last digits of float64; whatever is in the other 3, to the
+    very last."""
+    target = copy.deepcopy(tiny.model(name)).double()
+    plain, padded = list(passes_over_drafts(target, None)), list(passes_over_drafts(target, Graphs(target)))
+
+    def otherwise(tokens, depth, ancestors):
+        n = tokens.shape[1]
+        tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
+        tokens[:, n:], depth[:, n - tokens.shape[1] :] = 7, 3
+        return tokens, depth, ancestors
+
+    monkeypatch.setattr(runner_module, "filled_up", otherwise)
+    again = list(passes_over_drafts(target, Graphs(target)))
+    for right, ours, same in zip(plain, padded, again, strict=True):
+        torch.testing.assert_close(ours, right, rtol=0, atol=1e-9)
+        assert torch.equal(ours, same)
 
 
 def test_filled_up_nodes_see_and_are_seen_by_nobody():
@@ -100,6 +135,7 @@ def test_filled_up_nodes_see_and_are_seen_by_nobody():
     assert [nodes_of_size(n) for n in (1, 2, 3, 5, 8, 9, 60)] == [1, 2, 4, 8, 8, 16, 64]
 
 
+@pytest.mark.usefixtures("static_shapes")
 def test_texts_that_outgrow_their_size():
     target, prompts = tiny.model("llama"), tiny.prompts(9, 4)
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
@@ -147,3 +183,112 @@ def test_auto_is_for_gpus_and_nonsense_is_refused():
     assert (spec._drafting.graphs is None) == (tiny.DEVICE == "cpu")
     with pytest.raises(ValueError, match="compile must be one of True, False, 'auto'"):
         SpeculativeGenerator(tiny.model("llama"), NgramProposer(), compile="yes")
+
+
+def test_models_that_are_moved_or_make_their_own_masks_are_not_captured(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    moved = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places | {"lm_head": "cpu"}, offload_folder=tmp_path / "parts"
+    ).eval()
+    for target, reason in ((moved, "accelerate's hooks"), (families.tiny_model("bloom"), "masks of its own")):
+        spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
+        prompts = tiny.prompts(9)
+        with tiny.specdec_warnings() as warned:
+            for _ in range(2):
+                assert text(spec.generate, prompts) == text(target.generate, prompts)
+        assert len(warned) == 1
+        assert reason in warned[0]
+
+
+def test_what_slotted_caches_lack_is_no_captured_pass():
+    """An indexer keeps more than keys and values: such a model runs on as ever."""
+    target, prompts = families.tiny_model("deepseek_v32"), tiny.prompts(9, 4)
+    spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
+    with tiny.specdec_warnings() as warned:
+        assert text(spec.generate, prompts) == text(target.generate, prompts)
+    assert len(warned) == 1
+    assert "runs without graphs" in warned[0]
+
+
+def test_further_sizes_than_the_most_run_without_a_graph(monkeypatch):
+    monkeypatch.setattr(module, "MOST", 1)
+    target, prompts = tiny.model("llama"), tiny.prompts(9, 1, 5)
+    plain = text(target.generate, prompts)
+    spec = SpeculativeGenerator(target, Varying(answer=torch.tensor(plain)), draft_length=5, compile=True)
+    with tiny.specdec_warnings() as warned:
+        assert text(spec.generate, prompts) == plain
+    assert not warned
+    assert len(spec._drafting.graphs) == 1 < len(spec._drafting.graphs._graphs)
+
+
+# What passes cost
+
+
+def test_costs_are_a_figure_per_size():
+    """A pass over 5 is one over 8; without graphs it has a bucket of its own."""
+    cost, other = PassCost(buckets=SIZES), PassCost()
+    for _ in range(5):
+        for size, seconds in ((1, 1.0), (2, 1.1), (5, 2.0), (8, 2.0)):
+            cost.observe(size, seconds)
+            other.observe(size, seconds)
+    assert cost.seen().keys() == {1, 2, 8} < other.seen().keys()
+    assert all(SIZES[size.bit_length() - 1] == nodes_of_size(size) for size in SIZES)
+    assert cost(8) - cost(5) == pytest.approx(3 * PassCost.TILT * cost.plain)
+
+
+def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):
+    monkeypatch.delenv("SPECDEC_KEEP_COSTS")
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    target, prompts = tiny.model("llama"), tiny.prompts(9)
+    for compile in (True, False):
+        spec = SpeculativeGenerator(target, tiny.Garbage(size=5), compile=compile)
+        text(spec.generate, prompts)
+        verify = spec._drafting.learnt[1, False].verify
+        assert verify.seen().keys() <= set(SIZES if compile else BUCKETS)
+        assert (verify._buckets == SIZES) == compile
+    captured, eager = (KeptCosts(target, 1, captured=captured).path for captured in (True, False))
+    assert captured != eager
+
+
+# Static shapes in tests that know nothing of them; all of these run so under `pytest --static`
+
+
+@pytest.mark.usefixtures("static_shapes")
+@pytest.mark.parametrize(
+    ("name", "proposer"),
+    [
+        ("gemma3", "dynamic tree"),
+        ("llama", "block"),
+        *(
+            pytest.param(name, proposer, marks=slow)
+            for name in ("llama", "gemma3", "mixtral", "gpt2")
+            for proposer in ("ngram tree", "hybrid", "target tree")
+        ),
+    ],
+)
+def test_parity(name, proposer):
+    target = tiny.model(name)
+    target.name = name
+    spec = SpeculativeGenerator(target, parity.PROPOSERS[proposer](target))
+    prompts = tiny.prompts(20, 3, 14)
+    for _ in range(2):
+        assert text(spec.generate, prompts) == text(target.generate, prompts)
+    assert len(spec._drafting.graphs) >= 1
+
+
+@pytest.mark.usefixtures("static_shapes")
+def test_fuzz():
+    assert not any(fuzz.run(seed)[0] for seed in range(8))
+
+
+@slow
+@pytest.mark.usefixtures("static_shapes")
+@pytest.mark.parametrize("first", range(0, 60, fuzzing.BLOCK))
+def test_more_fuzz(first):
+    fuzzing.check(first)
+
+
+@pytest.mark.usefixtures("static_shapes")
+def test_distribution():
+    assert law_of.measured(law_of.PROPOSERS["tree, drawn"](), 4, law_of.SAMPLING["plain"], "block", 3) < law_of.EXACT
