@@ -82,6 +82,9 @@ class HybridProposer(Proposer):
     def drafting_model(self) -> nn.Module | None:
         return self.other.drafting_model()
 
+    def capture(self) -> None:
+        self.other.capture()
+
     def begin(self, context: Context) -> None:
         self.other, self.ngram = copy(self.other), copy(self.ngram)
         self.other.begin(context)
