@@ -16,6 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
+import pytest
 import torch
 import typer
 from table import number, table
@@ -23,7 +24,7 @@ from table import number, table
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import launches, pretend
+from tests import launches, pretend, static
 
 HEADER = ["proposer", "length", "T", "batch", "waits", "uploads", "kernels outside", "draft's", "target's"]
 
@@ -34,11 +35,14 @@ app = typer.Typer(add_completion=False)
 def main(
     proposer: Annotated[str | None, typer.Option(help="One of them alone.")] = None,
     where: Annotated[bool, typer.Option(help="Print which lines wait and launch, outside of the models.")] = False,
+    static_shapes: Annotated[bool, typer.Option(help="Shapes as where the target's pass is a graph.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=4)] = 24,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write too.")] = None,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if static_shapes:
+        static.switch_on(pytest.MonkeyPatch())
     lines = []
     for name in launches.PROPOSERS if proposer is None else [proposer]:
         for automatic in (False, True):

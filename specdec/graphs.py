@@ -61,6 +61,8 @@ def cannot_capture(model: PreTrainedModel) -> str | None:
         return "its recurrent layers keep states that are Python's affair"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate's hooks move its weights or inputs"
+    if any(buffer.dim() == 4 and buffer.dtype == torch.bool for buffer in model.buffers()):
+        return "its attention has a causal mask of fixed length beside ours"
     if spread(model):
         return "its weights lie in several processes"
     return None

@@ -112,7 +112,9 @@ def test_padded_nodes_change_nothing(name, monkeypatch):
     """A pass over 8 gives what one over 5 does, to the last digits of float64; whatever is in the other 3, to the
     very last."""
     target = copy.deepcopy(tiny.model(name)).double()
-    plain, padded = list(passes_over_drafts(target, None)), list(passes_over_drafts(target, Graphs(target)))
+    graphs = Graphs(target)
+    plain, padded = list(passes_over_drafts(target, None)), list(passes_over_drafts(target, graphs))
+    assert len(graphs) == 1  # the third pass is the captured one
 
     def otherwise(tokens, depth, ancestors):
         n = tokens.shape[1]
@@ -191,7 +193,11 @@ def test_models_that_are_moved_or_make_their_own_masks_are_not_captured(tmp_path
     moved = AutoModelForCausalLM.from_pretrained(
         tmp_path, device_map=places | {"lm_head": "cpu"}, offload_folder=tmp_path / "parts"
     ).eval()
-    for target, reason in ((moved, "accelerate's hooks"), (families.tiny_model("bloom"), "masks of its own")):
+    for target, reason in (
+        (moved, "accelerate's hooks"),
+        (families.tiny_model("bloom"), "masks of its own"),
+        (families.tiny_model("gpt_neo"), "mask of fixed length"),
+    ):
         spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
         prompts = tiny.prompts(9)
         with tiny.specdec_warnings() as warned:
