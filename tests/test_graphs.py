@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import shutil
 
 import pytest
 import torch
@@ -66,6 +67,20 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name):
     captured = spec._drafting.graphs
     assert not captured.refused
     assert len(captured) == len(captured._graphs) == 3
+
+
+@slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles by g++")
+def test_generated_code_writes_plain_decodings_text(monkeypatch):
+    monkeypatch.setattr(module, "BACKEND", "inductor")
+    target, prompts = tiny.model("gemma3"), tiny.prompts(9, 1, 5)
+    spec = SpeculativeGenerator(target, DraftModelProposer(tiny.model("gemma3", seed=1)), draft_length=3, compile=True)
+    with tiny.specdec_warnings() as warned:
+        for sampling in (False, True, False):
+            plain = text(target.generate, prompts, do_sample=sampling)
+            assert text(spec.generate, prompts, do_sample=sampling) == plain
+    assert not warned
+    assert len(spec._drafting.graphs) >= 1
 
 
 @pytest.mark.parametrize(
