@@ -34,7 +34,7 @@ from specdec.data.texts import kept_texts
 from specdec.eagle3 import Eagle3Head, load
 from specdec.proposers import Eagle3Proposer
 from specdec.taps import FINAL, decoder_layers
-from specdec.training import Eagle3Trainer, initialize, precision
+from specdec.training import HeadTrainer, initialize, precision
 from specdec.training.dataset import StateDataset, collate
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.objective import LOSSES
@@ -93,9 +93,7 @@ def main(
                 report_to=[],
                 seed=0,
             )
-            Eagle3Trainer(
-                trained, model, args, steps=STEPS, loss=name, state_weight=0.0, train_dataset=training
-            ).train()
+            HeadTrainer(trained, model, args, steps=STEPS, loss=name, state_weight=0.0, train_dataset=training).train()
         lines.append(line(f"{name}, {updates} updates", trained, model, measured))
     columns = [f"{what}, step {step + 1}" for what in ("accuracy", "acceptance") for step in range(STEPS)]
     own, whole = sum(int(row["learn"].sum()) for row in measured), sum(len(row["ids"]) for row in measured)

@@ -14,7 +14,8 @@ RuleName = Literal["coupled", "block", "token", "typical"]
 OnUnsupported = Literal["plain", "error"]
 NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
 HeadLayout = Literal["sglang", "speculators", "int8"]
-LossName = Literal["ce", "lk"]
+LossName = Literal["ce", "lk", "tv"]
+HeadKind = Literal["eagle3", "dflash", "dspark"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"

@@ -32,7 +32,7 @@ from specdec import (
 from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
-from specdec.training.objective import Objective
+from specdec.training.objective import Eagle3Objective
 from specdec.training.teacher import TargetLogits
 from tests import blocks, eagle3, naive, tiny
 
@@ -164,7 +164,7 @@ def trained_eagle_head():
     states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
     logits = TargetLogits.of(model)
     target_logits = logits.restricted(head.draft_to_target)
-    objective = Objective(head, model.get_input_embeddings().weight, target_logits, steps=3)
+    objective = Eagle3Objective(head, model.get_input_embeddings().weight, target_logits, steps=3)
     learn, documents = torch.arange(ids.shape[1]).expand_as(ids) >= len(PROMPT), torch.zeros_like(ids)
     over_all = logits.over_all(states, learn)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specdec.training.objective import LOSSES, Objective
+from specdec.training.objective import LOSSES, Eagle3Objective
 from specdec.training.teacher import TargetLogits
 from specdec.training.unroll import unroll
 from tests import eagle3, tiny
@@ -38,7 +38,7 @@ def test_the_objective_is_the_naive_one():
     target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2))
     text = some_texts(target, 1, new_tokens=8)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
-    objective = Objective(head, *target_logits_of(target, head), steps=3, decay=0.7)
+    objective = Eagle3Objective(head, *target_logits_of(target, head), steps=3, decay=0.7)
     outputs = objective(*batch_of(target, text.ids[None], text.learn[None], state))
     loss, accuracy = naive_loss(head, target, text, state[0], 3, 0.7)
     assert float(outputs["loss"]) == pytest.approx(float(loss), rel=1e-5)
@@ -49,7 +49,7 @@ def test_gradients_reach_every_parameter():
     target, head = tiny.model("llama"), eagle3.head("3.1", tap_ids=(0, 1, 2)).train()
     text = some_texts(target, 1)[0]
     state = eagle3.states_of(target, text.ids[None], (0, 1, 2, -1))
-    objective = Objective(head, *target_logits_of(target, head), steps=2)
+    objective = Eagle3Objective(head, *target_logits_of(target, head), steps=2)
     objective(*batch_of(target, text.ids[None], text.learn[None], state))["loss"].backward()
     assert all(weight.grad is not None and bool(weight.grad.any()) for weight in head.parameters())
     assert all(weight.grad is None for weight in target.parameters())
@@ -75,14 +75,16 @@ def test_gradients_are_autograds(loss, monkeypatch):
         p = target.get_output_embeddings()(state[:, 1 + step : -1, -32:][keep]).softmax(-1)[:, head.draft_to_target]
         log_q = head.logits(h[:, :rows])[keep].log_softmax(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
-        of_rows = -(p * log_q).sum(-1) if loss == "ce" else -overlap.log()
+        entropy = -(p * log_q).sum(-1)
+        distance = (p - log_q.exp()).abs().sum(-1) + 1 - p.sum(-1)
+        of_rows = {"ce": entropy, "lk": -overlap.log(), "tv": 0.9 * distance + 0.1 * entropy}[loss]
         losses.append(0.8**step * of_rows.mean())
     (sum(losses) / sum(0.8**step for step in range(3))).backward()
     wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
 
     head.zero_grad()
     monkeypatch.setattr("specdec.training.objective.ROWS_AT_ONCE", 7)
-    objective = Objective(head, embedding, target_logits, steps=3, loss=loss)
+    objective = Eagle3Objective(head, embedding, target_logits, steps=3, loss=loss)
     found = objective(*batch_of(target, ids, learn, state, documents))["loss"]
     assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))
     found.backward()

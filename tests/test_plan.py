@@ -14,7 +14,7 @@ from specdec.data.texts import Text
 from specdec.eagle3 import load
 from specdec.taps import FINAL
 from specdec.training import Recipe, initialize
-from specdec.training.objective import Objective
+from specdec.training.objective import Eagle3Objective
 from specdec.training.plan import Arithmetic, parameters, plan
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import states_of
@@ -90,7 +90,7 @@ def test_what_the_head_keeps_and_computes_is_counted(rows, tmp_path):
     head = initialize(target, 30, tap_ids=(1, 2, 3)).float().requires_grad_(True)
     texts = [Text(row, torch.ones(T, dtype=torch.bool)) for row in ids]
     states = torch.stack(states_of(target, (1, 2, 3, FINAL), texts)).float()
-    objective = Objective(head, *target_logits_of(target, head), steps=steps)
+    objective = Eagle3Objective(head, *target_logits_of(target, head), steps=steps)
     batch = batch_of(target, ids, torch.ones_like(ids, dtype=torch.bool), states)
     kept = {}
 

@@ -126,7 +126,7 @@ def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr("specdec.training.trainer.Eagle3Trainer.train", fail)
+    monkeypatch.setattr("specdec.training.trainer.HeadTrainer.train", fail)
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert message in result.output

@@ -14,7 +14,7 @@ from specdec.eagle3 import load, save
 from specdec.training import Recipe, initialize, states, transfer
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.initialisation import extend_vocabulary
-from specdec.training.objective import Objective
+from specdec.training.objective import Eagle3Objective
 from specdec.training.starting_head import given_head
 from specdec.training.transfer import transfer_head, translate
 from tests import eagle3, tiny
@@ -129,7 +129,7 @@ def test_the_added_part_is_seen_once_training_has_begun():
     assert head.config.taps(6) == (2, 3, 3)
     text = some_texts(target, 1)[0]
     state = states.states_of(target, (*head.config.taps(6), -1), [text])[0]
-    objective = Objective(head.train(), *target_logits_of(target, head))
+    objective = Eagle3Objective(head.train(), *target_logits_of(target, head))
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()

@@ -17,7 +17,7 @@ from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli import app
 from specdec.data.texts import kept_texts
 from specdec.eagle3 import load, save
-from specdec.training import Eagle3Trainer, initialize
+from specdec.training import HeadTrainer, initialize
 from specdec.training.dataset import StateDataset
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.recipe import SHARDING
@@ -49,7 +49,7 @@ def test_training_makes_a_head_that_drafts(tmp_path):
         save_strategy="no",
         logging_steps=100,
     )
-    trainer = Eagle3Trainer(head, target, args, steps=4, train_dataset=StateDataset(tmp_path / "states", 60))
+    trainer = HeadTrainer(head, target, args, steps=4, train_dataset=StateDataset(tmp_path / "states", 60))
     trainer.train()
     trainer.save_head(tmp_path / "head")
     logged = [entry for entry in trainer.state.log_history if "simulated_length" in entry]

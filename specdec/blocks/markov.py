@@ -41,14 +41,19 @@ class MarkovHead(nn.Module):
         Returns:
             The bias (B, n, K), and the state to carry on (B, n, r); None but for "rnn".
         """
+        x, state = self.read(before, hidden, state)
+        return self.markov_w2(x), state
+
+    def read(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """As `forward`, with what `markov_w2` makes the bias of, (B, n, r), in its place."""
         if self.kind == "rnn":
             state = torch.zeros_like(before) if state is None else state
             gate, candidate, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
             keep = gate.sigmoid()
-            return self.markov_w2(out.tanh()), keep * state + (1 - keep) * candidate.tanh()
+            return out.tanh(), keep * state + (1 - keep) * candidate.tanh()
         if self.kind == "gated":
             before = before * self.gate_proj(torch.cat([hidden, before], -1)).sigmoid()
-        return self.markov_w2(before), None
+        return before, None
 
 
 class ConfidenceHead(nn.Module):

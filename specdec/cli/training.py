@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import LossName
+from specdec.choices import HeadKind, LossName
 from specdec.cli.common import Target, bad_input_ends, check, interrupted
 
 
@@ -14,6 +14,7 @@ def train(
     target: Target,
     data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
+    kind: HeadKind = typer.Option("eagle3", help='"eagle3", or a drafter of whole blocks: "dflash", "dspark".'),
     start_from: str | None = typer.Option(
         None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
     ),
@@ -24,13 +25,17 @@ def train(
         None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
     ),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
+    layers: int | None = typer.Option(None, min=1, help="Of a fresh head: 1, of a drafter of blocks 2."),
     attention_bias: bool = typer.Option(
         True,
         help="Biases in a fresh head's attention if the target's has them; SafeAILab's and SGLang's code takes none.",
     ),
-    steps: int = typer.Option(3, min=1, help="Drafted tokens to train (training-time test)."),
-    loss: LossName = typer.Option(
-        "ce", help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with.'
+    steps: int | None = typer.Option(None, min=1, help="Drafted tokens to train: 3, of a drafter of blocks 7."),
+    anchors: int = typer.Option(64, min=1, help="Blocks to learn from in each row of texts."),
+    loss: LossName | None = typer.Option(
+        None,
+        help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with; "tv": total '
+        'variation, the default for "dspark".',
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0),
@@ -59,7 +64,7 @@ def train(
         help="Say what memory, disk and work it takes, and do nothing: no weights are read.",
     ),
 ) -> None:
-    """Train an EAGLE-3 head for a target. The same command goes on where it was stopped."""
+    """Train a head for a target: EAGLE-3, DFlash or DSpark. The same command goes on where it was stopped."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
     with bad_input_ends():
         check(target)
@@ -75,7 +80,8 @@ def train(
         from specdec.training import train as train_head
 
         try:
-            found = train_head(Recipe(**options))
+            recipe = Recipe(**options)
+            found = train_head(recipe)
         except KeyboardInterrupt:
             raise interrupted("stopped: the same command goes on from the last checkpoint") from None
     if not PartialState().is_main_process:
@@ -85,9 +91,10 @@ def train(
         return
     typer.echo(
         f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
-        f"{found.tree_length_sampled:.2f} at T=1; chains of {steps}: {found.mean_acceptance_length:.2f}, simulated "
-        f"{found.simulated_length:.2f}"
+        f"{found.tree_length_sampled:.2f} at T=1; chains of {recipe.drafted}: "
+        f"{found.mean_acceptance_length:.2f}, simulated {found.simulated_length:.2f}"
     )
     if found.warning:
         typer.secho(f"warning: {found.warning}", fg="yellow", err=True)
-    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, 'eagle3:{out / 'head'}')")
+    name = "eagle3" if kind == "eagle3" else "dflash"
+    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")

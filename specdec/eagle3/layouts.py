@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from specdec.choices import HeadLayout, check_choice
-from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.config import Eagle3Config, LayerConfig
 from specdec.eagle3.files import read_config
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.int8 import as_int8
@@ -36,8 +37,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     if c.version != 3:
         raise ValueError("only EAGLE-3 heads can be exported: EAGLE-1 and 2 checkpoints have one layout already")
     folder = Path(folder)
-    _refuse_others(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    refuse_others(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
         del weights["d2t"]
@@ -55,15 +55,20 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     dtype = str(head.dtype).removeprefix("torch.")
     if layout == "int8":
         dtype, described = "bfloat16", described | {"quantization_config": {"quant_method": "specdec-int8"}}
-    # The weights last: a folder without them is not taken for a finished one.
-    (folder / "config.json").write_text(json.dumps(described | {"torch_dtype": dtype}, indent=2) + "\n")
+    write(folder, described | {"torch_dtype": dtype}, weights)
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """The weights last: a folder without them is not taken for a finished one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     partial = folder / "model.safetensors.part"
     save_file(weights, partial, metadata={"format": "pt"})
     partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
     partial.rename(folder / "model.safetensors")
 
 
-def _refuse_others(folder: Path) -> None:
+def refuse_others(folder: Path) -> None:
     """Heads are written over heads, not over a target."""
     try:
         config = read_config(folder)
@@ -130,7 +135,8 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
     }
 
 
-def _layer_config(c: Eagle3Config) -> dict[str, Any]:
+def layer_config(c: LayerConfig) -> dict[str, Any]:
+    """What a layout says of the head's layers, without windows."""
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.hidden_size,
@@ -148,11 +154,15 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
         "max_position_embeddings": c.max_position_embeddings,
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,
-        "num_aux_hidden_states": c.num_taps,
     }
     scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
     if scaling != {"rope_type": "default"}:
         described["rope_scaling"] = scaling
+    return described
+
+
+def _layer_config(c: Eagle3Config) -> dict[str, Any]:
+    described = layer_config(c) | {"num_aux_hidden_states": c.num_taps}
     if c.sliding_window is not None:
         described |= {
             "sliding_window": c.sliding_window,

@@ -1,8 +1,8 @@
-"""Training EAGLE-3 heads: from a target and texts that it wrote to a head that drafts for it."""
+"""Training heads, EAGLE-3's and drafters of blocks: from a target and texts that it wrote to what drafts for it."""
 
 from specdec.training.initialisation import initialize
 from specdec.training.recipe import Recipe
 from specdec.training.run import train
-from specdec.training.trainer import Eagle3Trainer
+from specdec.training.trainer import HeadTrainer
 
-__all__ = ["Eagle3Trainer", "Recipe", "initialize", "train"]
+__all__ = ["HeadTrainer", "Recipe", "initialize", "train"]

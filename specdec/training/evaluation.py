@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.blocks.head import DFlashHead
 from specdec.data.conversations import context_of
 from specdec.eagle3.head import Eagle3Head
+from specdec.eagle3.runner import Lent
 from specdec.generator import SpeculativeGenerator
+from specdec.proposers.block import BlockProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.proposers.head import HeadProposer
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
+from specdec.training.block_unroll import reading_weight, unroll_blocks
 from specdec.training.unroll import unroll
 from specdec.tree import DynamicTree
 
@@ -59,7 +65,7 @@ class Evaluation:
 
 
 def evaluate(
-    head: Eagle3Head,
+    head: Eagle3Head | DFlashHead,
     target: PreTrainedModel,
     prompts: Sequence[Tensor],
     *,
@@ -73,12 +79,12 @@ def evaluate(
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
     prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]
-    chain = Eagle3Proposer(head, branching=(1,) * draft_length)
+    chain = _proposer(head, branching=(1,) * draft_length)
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
     rounds = accepted = 0
     for prompt in prompts:
         text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
-        lengths = accepted_lengths(head, target, text, draft_length)
+        lengths = accepted_lengths(head, target, text, draft_length, first=len(prompt) - 1)
         root = len(prompt)  # the first new token comes from the prefill
         behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
         while root < len(text) - 1:
@@ -89,7 +95,7 @@ def evaluate(
             root += 1 + taken
     lengths_of_trees = []
     for sampling in (GREEDY, SAMPLED):
-        tree = Eagle3Proposer(head, tree=TREE)
+        tree = _proposer(head, tree=TREE)
         spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
         for prompt in prompts:
             spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
@@ -104,6 +110,10 @@ def evaluate(
     )
 
 
+def _proposer(head: Eagle3Head | DFlashHead, **shape: Any) -> HeadProposer:
+    return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
+
+
 def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
     """With a mask: `generate()` would take pad tokens of the prompt's own for padding."""
     ids = prompt[None].to(device_of(target))
@@ -111,19 +121,39 @@ def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def accepted_lengths(head: Eagle3Head, target: PreTrainedModel, text: Tensor, steps: int) -> list[int]:
-    """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right."""
+def accepted_lengths(
+    head: Eagle3Head | DFlashHead, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0
+) -> list[int]:
+    """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right.
+
+    Args:
+        first: the first position that is asked for; before it they may be 0.
+    """
     layers = len(decoder_layers(target))
     listener = Taps(target, head.config.taps(layers), head.device)
     with listener.listening() as taken:
         target.get_decoder()(input_ids=text[None], use_cache=False)
-    embedding = head.embed_tokens or target.get_input_embeddings()
-    embeds = embedding(text[None]).to(head.device, head.dtype)
+    states, ids = listener.features(taken).to(head.dtype), text[None].to(head.device)
+    wanted = (torch.arange(len(text), device=head.device) >= first)[None]
     right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
-    for step, h in enumerate(unroll(head, embeds, listener.features(taken).to(head.dtype), steps)):
+    for step, logits in enumerate(_logits(head, Lent.by(target, head), ids, states, steps, wanted)):
         rows = len(text) - 2 - step
         if rows < 1:
             break
-        drafted = head.draft_to_target[head.logits(h[0, :rows]).argmax(-1)]
-        right[:rows, step] = (drafted == text[2 + step :].to(drafted.device)).long()
-    return right.cumprod(-1).sum(-1).tolist()
+        assert head.draft_to_target is not None
+        drafted = head.draft_to_target[logits[0, :rows].argmax(-1)]
+        right[:rows, step] = (drafted == ids[0, 2 + step :]).long()
+    return (right.cumprod(-1).sum(-1) * wanted[0]).tolist()
+
+
+def _logits(
+    head: Eagle3Head | DFlashHead, lent: Lent, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
+) -> Iterator[Tensor]:
+    """(B, n, K) of each step of `unroll`."""
+    if isinstance(head, DFlashHead):
+        embed = partial(lent.embedded, head=head, normed=False)
+        weight = reading_weight(head)
+        for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
+            yield nn.functional.linear(place.read, weight)
+    else:
+        yield from map(head.logits, unroll(head, lent.embedded(ids, head), states, steps, wanted=wanted))

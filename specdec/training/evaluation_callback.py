@@ -15,7 +15,7 @@ from specdec.training.curve import draw
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.evaluation import Evaluation, evaluate
 from specdec.training.run_folder import RunFolder, read_json
-from specdec.training.trainer import Eagle3Trainer, copy_of
+from specdec.training.trainer import HeadTrainer, copy_of
 
 
 class EvaluationCallback(TrainerCallback):
@@ -30,7 +30,7 @@ class EvaluationCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: Eagle3Trainer,
+        trainer: HeadTrainer,
         prompts: Sequence[Tensor],
         folder: RunFolder,
         *,

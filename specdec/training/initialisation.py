@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
 from specdec.taps import decoder_layers
@@ -31,33 +32,23 @@ def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: An
     """
     if isinstance(draft_vocab, int):
         draft_vocab = torch.arange(draft_vocab)
-    layers, H = decoder_layers(target), target.config.get_text_config(decoder=True).hidden_size
     head = Eagle3Head(config_for(target, len(draft_vocab), **changes))
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-        head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
-        assert head.lm_head is not None
-        target_logits = TargetLogits.of(target, draft_vocab)
-        head.lm_head.weight.copy_(target_logits.weight * target_logits.scale)
-        if head.embed_tokens is not None:
-            head.embed_tokens.weight.copy_(embedding_of(target))
-        _copy_layer(head, layers[-1])
-        _copy_norm(head.norm, getattr(target.get_decoder(), "norm", None))
-        if head.fc.weight.shape[0] == H:
-            head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
+    start_out(head, target, draft_vocab)
     return head
 
 
 def config_for(target: PreTrainedModel, draft_vocab_size: int, **changes: Any) -> Eagle3Config:
     """Of a fresh head: its layer is like one of the target's. `changes` as for `initialize`."""
-    text, layers = target.config.get_text_config(decoder=True), decoder_layers(target)
-    attention = getattr(layers[-1], "self_attn", None)
+    attention = getattr(decoder_layers(target)[-1], "self_attn", None)
+    biased = getattr(getattr(attention, "q_proj", None), "bias", None) is not None
+    return Eagle3Config(**shape_for(target, draft_vocab_size) | {"attention_bias": biased} | changes)
+
+
+def shape_for(target: PreTrainedModel, draft_vocab_size: int) -> dict[str, Any]:
+    """Of a layer like one of the target's, and of what a head reads and drafts."""
+    text = target.config.get_text_config(decoder=True)
     H, heads = text.hidden_size, text.num_attention_heads
-    like = {
+    return {
         "hidden_size": H,
         "target_hidden_size": H,
         "vocab_size": text.vocab_size,
@@ -68,10 +59,32 @@ def config_for(target: PreTrainedModel, draft_vocab_size: int, **changes: Any) -
         "head_dim": getattr(text, "head_dim", None) or H // heads,
         "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
         "max_position_embeddings": getattr(text, "max_position_embeddings", 4096),
-        "attention_bias": getattr(getattr(attention, "q_proj", None), "bias", None) is not None,
-        "tap_ids": default_taps(len(layers)),
+        "tap_ids": default_taps(len(decoder_layers(target))),
     }
-    return Eagle3Config(**like | changes)
+
+
+@torch.no_grad()
+def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_vocab: Tensor) -> None:
+    """Random weights, and what the target knows in place of those that are shaped like its own."""
+    H, layers = head.config.target_hidden_size, decoder_layers(target)
+    for module in head.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+    assert head.d2t is not None
+    assert head.lm_head is not None
+    head.d2t.copy_(draft_vocab.cpu() - torch.arange(len(draft_vocab)))
+    target_logits = TargetLogits.of(target, draft_vocab)
+    head.lm_head.weight.copy_(target_logits.weight * target_logits.scale)
+    if head.embed_tokens is not None:
+        head.embed_tokens.weight.copy_(embedding_of(target))
+    count = min(len(head.layers), len(layers))
+    for ours, theirs in zip(list(head.layers)[-count:], list(layers)[-count:], strict=True):
+        _copy_layer(ours, theirs)
+    _copy_norm(head.norm, getattr(target.get_decoder(), "norm", None))
+    if head.fc.weight.shape[0] == H:
+        head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
 
 
 @torch.no_grad()
@@ -97,15 +110,14 @@ def extend_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Te
     return bigger
 
 
-def _copy_layer(head: Eagle3Head, theirs: nn.Module) -> None:
+def _copy_layer(ours: Any, theirs: nn.Module) -> None:
     """The weights of a target's layer, as far as they have the usual names and fit; the rest stays random."""
-    ours = head.layers[0]
-    assert isinstance(ours, FusingLayer)
+    wide = 2 if isinstance(ours, FusingLayer) else 1  # for the embedding, and for the feature
     attention, mlp = getattr(theirs, "self_attn", None), getattr(theirs, "mlp", None)
     for name in ("q_proj", "k_proj", "v_proj"):
         mine, its = getattr(ours.self_attn, name), getattr(attention, name, None)
-        if _fits(its, (mine.weight.shape[0], mine.weight.shape[1] // 2)):
-            mine.weight.copy_(torch.cat([its.weight, its.weight], 1) / 2)  # for the embedding, and for the feature
+        if _fits(its, (mine.weight.shape[0], mine.weight.shape[1] // wide)):
+            mine.weight.copy_(torch.cat([its.weight] * wide, 1) / wide)
             if mine.bias is not None and its.bias is not None:
                 mine.bias.copy_(its.bias)
     out = getattr(attention, "o_proj", None)
@@ -121,7 +133,7 @@ def _copy_layer(head: Eagle3Head, theirs: nn.Module) -> None:
         ours.mlp.down_proj.weight.copy_(down[:, strongest])
     for norm, name in (
         (ours.input_layernorm, "input_layernorm"),
-        (ours.hidden_norm, "input_layernorm"),
+        (getattr(ours, "hidden_norm", None), "input_layernorm"),
         (ours.post_attention_layernorm, "post_attention_layernorm"),
     ):
         _copy_norm(norm, getattr(theirs, name, None))

@@ -1,12 +1,15 @@
 """`Objective`: what a head is trained to do, as a module that gives the loss of a batch.
 
-EAGLE-3's training-time test (2503.01840): at every step the head's distribution q over the draft vocabulary is drawn
-towards the target's, p. What p gives to tokens that cannot be drafted is missing from its sum: where it is most of p,
-little is learnt, and as little would be accepted.
+At every step of its drafts the head's distribution q over the draft vocabulary is drawn towards the target's, p. What p
+gives to tokens that cannot be drafted is missing from its sum: where it is most of p, little is learnt, and as little
+would be accepted. Which drafts these are follows from the head's kind: EAGLE-3's training-time test (2503.01840) stands
+here, that of drafters of blocks in `block_objective`.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +24,52 @@ from specdec.training.unroll import unroll
 ROWS_AT_ONCE = 1024  # whose logits are in memory together
 
 
-def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """-sum(p log q) of each row (n,), and its gradient by the logits (n, K), which it overwrites."""
+def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-sum(p log q) of each row (n,), its gradient by the logits (n, K), which it overwrites, and sum(min(p, q)) (n,),
+    the chance that a drawn token is accepted.
+    """
     norm, mass = logits.logsumexp(-1, keepdim=True), p.sum(-1, keepdim=True)
     loss = (mass * norm)[:, 0] - (p * logits).sum(-1)
-    return loss, logits.sub_(norm).exp_().mul_(mass).sub_(p)
+    q = logits.sub_(norm).exp_()
+    accepted = torch.minimum(p, q).sum(-1)
+    return loss, q.mul_(mass).sub_(p), accepted
 
 
-def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """-log of sum(min(p, q)), the chance that a drawn token is accepted (LK, 2602.23881); as `cross_entropy`."""
+def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """-log of sum(min(p, q)) (LK, 2602.23881); as `cross_entropy`."""
     q = logits.softmax(-1)
     below = q.where(q < p, 0)
-    accepted = torch.minimum(p, q).sum(-1).clamp(min=1e-6)
-    return -accepted.log(), q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(accepted[:, None])
+    accepted = torch.minimum(p, q).sum(-1)
+    some = accepted.clamp(min=1e-6)
+    return -some.log(), q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(some[:, None]), accepted
 
 
-LOSSES: dict[LossName, Any] = {"ce": cross_entropy, "lk": likelihood_of_acceptance}
+def total_variation(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """0.9 sum|p - q| over all tokens, and 0.1 of the cross-entropy, which moves q where they hardly meet: DSpark's; as
+    `cross_entropy`.
+    """
+    q = logits.softmax(-1)
+    below = q.where(q < p, 0)
+    entropy, to_logits, accepted = cross_entropy(p, logits)
+    to_distance = q.mul_(below.sum(-1, keepdim=True)).sub_(below).mul_(2)  # sum|p - q| = 2 - 2 sum(min(p, q))
+    return 1.8 * (1 - accepted) + 0.1 * entropy, to_logits.mul_(0.1).add_(to_distance, alpha=0.9), accepted
+
+
+LOSSES: dict[LossName, Any] = {"ce": cross_entropy, "lk": likelihood_of_acceptance, "tv": total_variation}
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One step's drafts, before all logits are made of them.
+
+    Attributes:
+        read: (B, n, W), row i drafts token i + 2 + step. counts: (B, n) bool, whether it does.
+        sure: (B, n), how likely the head takes its draft to be accepted; None: it does not say.
+    """
+
+    read: Tensor
+    counts: Tensor
+    sure: Tensor | None = None
 
 
 class Objective(nn.Module):
@@ -45,31 +78,54 @@ class Objective(nn.Module):
     Args:
         embedding: (V, H) of the target, frozen. target_logits: its logits of the draft vocabulary.
         steps: drafted tokens to train. decay: weight of a step's loss relative to the one before.
-        loss: of `LOSSES`. flex: use flex attention, see `unroll`.
+        loss: of `LOSSES`.
 
     Attributes:
-        state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of what the LM head reads from the target's
-            own final state. It is meant for a young head; `Eagle3Trainer` fades it out.
+        update: which one of the training it is. state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of
+            what the LM head reads from the target's own final state. It is meant for a young head; `HeadTrainer` fades
+            it out.
     """
+
+    head: Any
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: nn.Module,
         embedding: Tensor,
         target_logits: TargetLogits,
         *,
         steps: int = 5,
         decay: float = 0.8,
         loss: LossName = "ce",
-        flex: bool = False,
     ):
         super().__init__()
         check_choice("loss", loss, LossName)
-        self.loss = loss
-        self.head, self.steps, self.decay, self.flex = head, steps, decay, flex
-        self.state_weight = 0.0
+        self.head, self.steps, self.decay, self.loss = head, steps, decay, loss
+        self.state_weight, self.update = 0.0, 0
         self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
         self._target_logits = target_logits
+
+    # What differs by the head's kind
+
+    @abstractmethod
+    def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
+        """The drafts of each step.
+
+        Args:
+            ids, documents: (B, T) int64. learn: (B, T) bool. taps: (B, T, taps * target H).
+        """
+
+    @abstractmethod
+    def _weight(self) -> Tensor:
+        """(K, W), with which what is read becomes logits."""
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(B, n, H) of tokens (B, n)."""
+        if self.head.embed_tokens is not None:
+            return self.head.embed_tokens(tokens)
+        return nn.functional.embedding(tokens, self._embedding[0].to(tokens.device)).to(self.head.dtype)
+
+    # The loss
 
     def forward(
         self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor, over_all: Tensor
@@ -85,20 +141,18 @@ class Objective(nn.Module):
             accuracy: (steps,) share of learnt tokens where the head's first choice is the target's, of all tokens.
         """
         head, T = self.head, ids.shape[1]
-        embedding, target_logits = self._embedding[0].to(ids.device), self._target_logits.to(ids.device)
+        target_logits = self._target_logits.to(ids.device)
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
-        embeds = nn.functional.embedding(ids, embedding) if head.embed_tokens is None else head.embed_tokens(ids)
         learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
-        drafted, counted = [], []
-        steps = min(self.steps, T - 2)
-        # Row i drafts token i + 2 + step.
-        wanted = torch.stack([nn.functional.pad(learnt[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
-        rows_of = unroll(head, embeds.to(head.dtype), taps, steps, documents, wanted=wanted, flex=self.flex)
-        for first, h in enumerate(rows_of, start=2):
-            drafted.append(nn.functional.pad(h[:, : T - first], (0, 0, first, 0))[learnt])
-            same = documents[:, first:] == documents[:, : T - first]
-            counted.append(nn.functional.pad(same, (first, 0))[learnt])
+        drafted, counted, sure = [], [], []
+        for first, step in enumerate(
+            self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2)), start=2
+        ):
+            drafted.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[learnt])
+            counted.append(nn.functional.pad(step.counts[:, : T - first], (first, 0))[learnt])
+            if step.sure is not None:
+                sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[learnt])
         weight = torch.tensor([self.decay**step for step in range(len(drafted))], device=ids.device)
         rows = torch.stack(counted)  # (steps, N) bool, of N learnt tokens
         # Another process may have longer rows, and so more steps.
@@ -108,12 +162,40 @@ class Objective(nn.Module):
         before, over_all = final.roll(1, 1)[learnt], over_all.roll(1, 1)[learnt]
         choice = _places(over_all[:, 1].long(), head.draft_to_target)
         truth = Truth(before, over_all[:, 0], choice, target_logits)
-        assert head.lm_head is not None
-        out = head.read_out(torch.stack(drafted))
-        loss, hits = _LossOfRows.apply(out, head.lm_head.weight, truth, scale, LOSSES[self.loss])
+        out = torch.stack(drafted)
+        loss, hits, accepted = _LossOfRows.apply(out, self._weight(), truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
-        return {"loss": loss, "accuracy": hits / rows.sum(-1).clamp(min=1)}
+        if sure:
+            missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted, reduction="none")
+            loss = loss + (scale * missed).sum()
+        return {"loss": loss, "accuracy": hits.sum(-1) / rows.sum(-1).clamp(min=1)}
+
+
+class Eagle3Objective(Objective):
+    """EAGLE-3's: each step is fed what the head put out at the one before.
+
+    Args:
+        flex: use flex attention, see `unroll`.
+    """
+
+    head: Eagle3Head
+
+    def __init__(self, *args: Any, flex: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.flex = flex
+
+    def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
+        T = ids.shape[1]
+        # Row i drafts token i + 2 + step.
+        wanted = torch.stack([nn.functional.pad(learn[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
+        rows = unroll(self.head, self._embed(ids), taps, steps, documents, wanted=wanted, flex=self.flex)
+        for first, h in enumerate(rows, start=2):
+            yield Drafted(self.head.read_out(h[:, : T - first]), documents[:, first:] == documents[:, : T - first])
+
+    def _weight(self) -> Tensor:
+        assert self.head.lm_head is not None
+        return self.head.lm_head.weight
 
 
 @dataclass(frozen=True)
@@ -149,33 +231,38 @@ class _LossOfRows(torch.autograd.Function):
         truth: Truth,
         scale: Tensor,
         loss_of: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """drafted (steps, N, H), weight (K, H), truth of N rows, scale (steps, N), loss_of: of `LOSSES`.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """drafted (steps, N, W), weight (K, W), truth of N rows, scale (steps, N), loss_of: of `LOSSES`. Rows whose
+        scale is 0 are left out.
 
-        Returns the loss, and (steps,) in how many rows both have the same first choice.
+        Returns the loss, and (steps, N) each: whether both have the same first choice, the chance to be accepted.
         """
         kind = drafted.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafted.dtype
         drafted, half = drafted.to(dtype), weight.to(dtype)
         loss = torch.zeros((), device=drafted.device)
-        hits = torch.zeros(len(drafted), device=drafted.device)
-        to_drafted = torch.empty_like(drafted)
+        hits = torch.zeros_like(scale, dtype=torch.bool)
+        accepted = torch.zeros_like(scale)
+        to_drafted = torch.zeros_like(drafted)
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
-            part = slice(start, start + ROWS_AT_ONCE)
-            p, choice = truth.p(part), truth.choice[part]
-            for step, (h, each) in enumerate(zip(drafted[:, part], scale[:, part], strict=True)):
+            whole, choice = truth.p(slice(start, start + ROWS_AT_ONCE)), truth.choice[start : start + ROWS_AT_ONCE]
+            for step, each in enumerate(scale[:, start : start + ROWS_AT_ONCE]):
+                used = each.nonzero()[:, 0]
+                p = whole if len(used) == len(whole) else whole[used]
+                rows, each = start + used, each[used]
+                h = drafted[step, rows]
                 logits = (h @ half.T).float()
-                hits[step] += ((logits.argmax(-1) == choice) & (each > 0)).sum()
-                of_rows, to_logits = loss_of(p, logits)
+                hits[step, rows] = logits.argmax(-1) == choice[used]
+                of_rows, to_logits, accepted[step, rows] = loss_of(p, logits)
                 loss += (each * of_rows).sum()
                 to_logits = to_logits.mul_(each[:, None]).to(dtype)
-                to_drafted[step, part] = to_logits @ half
+                to_drafted[step, rows] = to_logits @ half
                 if to_weight is not None:
                     to_weight += to_logits.T @ h
         ctx.save_for_backward(to_drafted, to_weight)
-        ctx.mark_non_differentiable(hits)
-        return loss, hits
+        ctx.mark_non_differentiable(hits, accepted)
+        return loss, hits, accepted
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

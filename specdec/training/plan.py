@@ -94,8 +94,10 @@ def plan(recipe: Recipe) -> Plan:
     Memory is an upper bound where it depends on the texts: as if every token were learnt.
 
     Raises:
-        ValueError: what `train` would refuse before it loads a target's weights.
+        ValueError: what `train` would refuse before it loads a target's weights; a drafter of blocks.
     """
+    if recipe.kind != "eagle3":
+        raise ValueError("--dry-run knows EAGLE-3's heads only: leave it out, or --kind")
     folder = RunFolder(recipe.out)
     recipe.check()
     folder.check()
@@ -190,7 +192,7 @@ class Arithmetic:
 
     def work(self) -> dict[str, float]:
         epochs, H, V = self.recipe.epochs, self._H, self._V
-        K, steps = self.head.draft_vocab_size, self.recipe.steps
+        K, steps = self.head.draft_vocab_size, self.recipe.drafted
         passes = 1.0 if self.recipe.cache_states else epochs
         readout = parameters(self.target.get_output_embeddings())
         drafted = 2 * K * H * self.learnt * epochs
@@ -231,7 +233,7 @@ class Arithmetic:
             head.bring_frequencies()
             embeds = torch.empty(rows, T, config.hidden_size)
             states = torch.empty(rows, T, config.num_taps * config.target_hidden_size)
-            steps = min(self.recipe.steps, T - 2)
+            steps = min(self.recipe.drafted, T - 2)
             out = [h[:, : T - 2 - step] for step, h in enumerate(unroll(head, embeds, states, steps))]
             return head.read_out(torch.cat(out, 1))
 
@@ -269,7 +271,7 @@ def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
 def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config:
     """Of the head that `starting_head` makes."""
     given = given_head(recipe)
-    if given is not None and recipe.start_from_target is None:
+    if isinstance(given, Eagle3Head) and recipe.start_from_target is None:
         return replace(given.config, draft_vocab_size=max(recipe.draft_vocab or 0, given.config.draft_vocab_size))
     size = min(recipe.draft_vocab or DRAFT_VOCAB, target.config.get_text_config(decoder=True).vocab_size)
     return config_for(target, size, **fresh_changes(recipe))

@@ -42,7 +42,7 @@ def speak(trainer: Trainer) -> None:
 
 
 def in_words(logs: dict[str, float], update: int) -> str:
-    """A line on what `Eagle3Trainer` or `EvaluationCallback` logged."""
+    """A line on what `HeadTrainer` or `EvaluationCallback` logged."""
     if "decoder_tree_length" in logs:
         return (
             f"update {update}: accepted per round {logs['decoder_tree_length']:.2f} tokens with trees at T=0, "

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from specdec.choices import LossName, check_choice
+from specdec.choices import HeadKind, LossName, check_choice
 from specdec.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
@@ -26,10 +26,14 @@ class Recipe:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
         start_from: a head to go on from, a folder or hub id. None: a fresh one.
         start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
+        kind: of head: EAGLE-3's, or DFlash's or DSpark's drafters of blocks.
         draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
             8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
-        attention_bias: a fresh head's attention has biases if the target's has.
-        steps: drafted tokens to train. loss: "ce", or "lk" to go on from a head with (see `objective`).
+        layers: of a fresh head; None: 1, of a drafter of blocks 2.
+        attention_bias: a fresh EAGLE head's attention has biases if the target's has.
+        steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.
+        loss: "ce"; "lk" to go on from a head with; "tv", which a DSpark drafter is trained with (see `objective`).
+            None: what the kind's paper has.
         length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
             of one update count alike, however many tokens are learnt in each.
@@ -45,13 +49,16 @@ class Recipe:
     target: str
     data: Path
     out: Path
+    kind: HeadKind = "eagle3"
     start_from: str | None = None
     start_from_target: str | None = None
     draft_vocab: int | None = None
     intermediate_size: int | None = None
+    layers: int | None = None
     attention_bias: bool = True
-    steps: int = 3
-    loss: LossName = "ce"
+    steps: int | None = None
+    anchors: int = 64
+    loss: LossName | None = None
     length: int = 512
     epochs: float = 2.0
     learning_rate: float = 1e-3
@@ -68,6 +75,15 @@ class Recipe:
     seed: int = 0
     device: str | None = None
 
+    @property
+    def drafted(self) -> int:
+        """Tokens that are drafted in training."""
+        return self.steps or (3 if self.kind == "eagle3" else 7)
+
+    @property
+    def loss_name(self) -> LossName:
+        return self.loss or ("tv" if self.kind == "dspark" else "ce")
+
     def check(self) -> None:
         """What can be said before anything is read."""
         if self.device not in (None, "cpu"):
@@ -80,7 +96,12 @@ class Recipe:
                 )
         if self.start_from_target is not None and self.start_from is None:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
-        check_choice("loss", self.loss, LossName)
+        check_choice("kind", self.kind, HeadKind)
+        check_choice("loss", self.loss_name, LossName)
+        if self.flex and self.kind != "eagle3":
+            raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
+        if self.start_from_target is not None and self.kind != "eagle3":
+            raise ValueError("only EAGLE-3 heads can be carried over from another target: leave out --from-target")
         for name in (self.target, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)
@@ -95,6 +116,7 @@ class Recipe:
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
+        mine |= {"steps": str(self.drafted), "loss": self.loss_name}
         mine |= {"texts": texts, "weights": weights}
         if self.held_out_data is not None:
             mine["held_out"] = "a file of its own"

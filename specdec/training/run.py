@@ -21,7 +21,6 @@ from transformers import AutoTokenizer, PreTrainedModel, TrainingArguments
 
 from specdec.capability import capability
 from specdec.data.texts import Text, keep
-from specdec.eagle3.head import Eagle3Head
 from specdec.proposers.draft_model import load as load_model
 from specdec.taps import decoder_layers
 from specdec.training import precision
@@ -36,7 +35,7 @@ from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head, starting_head
 from specdec.training.states import bytes_per_token, extract
 from specdec.training.teacher import fingerprint
-from specdec.training.trainer import STATE_WEIGHT, Eagle3Trainer
+from specdec.training.trainer import STATE_WEIGHT, Head, HeadTrainer
 
 LOG_EVERY = 10  # updates
 
@@ -96,7 +95,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
 
 def _extract(
     target: PreTrainedModel,
-    head: Eagle3Head,
+    head: Head,
     texts: Sequence[Text],
     folder: RunFolder,
     processes: PartialState,
@@ -128,11 +127,11 @@ def _extract(
 def _trainer(
     recipe: Recipe,
     folder: RunFolder,
-    head: Eagle3Head,
+    head: Head,
     target: PreTrainedModel,
     dataset: Dataset,
     processes: PartialState,
-) -> Eagle3Trainer:
+) -> HeadTrainer:
     per_pass = recipe.per_pass(processes)
     on_cpu = processes.device.type == "cpu"
     args = TrainingArguments(
@@ -156,12 +155,13 @@ def _trainer(
         remove_unused_columns=False,
         dataloader_pin_memory=not on_cpu,
     )
-    trainer = Eagle3Trainer(
+    trainer = HeadTrainer(
         head,
         target,
         args,
-        steps=recipe.steps,
-        loss=recipe.loss,
+        steps=recipe.drafted,
+        loss=recipe.loss_name,
+        anchors=recipe.anchors,
         state_weight=STATE_WEIGHT if recipe.start_from is None else 0.0,
         flex=recipe.flex,
         train_dataset=dataset,

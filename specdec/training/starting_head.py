@@ -10,50 +10,77 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from specdec.blocks.checkpoint import load as load_block
+from specdec.blocks.head import DFlashHead
 from specdec.data.texts import Text
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.eagle3.registry import WEIGHTS
+from specdec.proposers.block import BlockProposer
 from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.initialisation import extend_vocabulary, initialize
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
+from specdec.training.trainer import Head
 from specdec.training.transfer import transfer_head
 
 TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 
 
-def given_head(recipe: Recipe) -> Eagle3Head | None:
+def given_head(recipe: Recipe) -> Head | None:
     """The head to go on from, if there is one."""
     if recipe.start_from is None:
         return None
     if recipe.intermediate_size is not None:
         raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
+    if recipe.layers is not None:
+        raise ValueError("a head to go on from has layers of its own: leave out --layers")
     if not recipe.attention_bias:
         raise ValueError("a head to go on from keeps its attention: leave out --no-attention-bias")
+    if recipe.kind != "eagle3":
+        return _given_drafter(recipe, recipe.start_from)
     head = load(recipe.start_from)
     if head.config.version != 3:
         raise ValueError(f"{recipe.start_from} is an EAGLE-1 or EAGLE-2 head: only EAGLE-3 heads can be trained")
     return head
 
 
+def _given_drafter(recipe: Recipe, path: str) -> DFlashHead:
+    head = load_block(path)
+    kind = "dspark" if isinstance(head, DFlashHead) and head.markov_head is not None else "dflash"
+    if not isinstance(head, DFlashHead) or kind != recipe.kind:
+        raise ValueError(f"{path} is no {recipe.kind} drafter: choose another --kind")
+    if head.lm_head is None:
+        raise ValueError(f"{path} drafts through its target's LM head: only drafters with one of their own are trained")
+    if recipe.drafted > head.config.drafted:
+        raise ValueError(f"{path} drafts {head.config.drafted} tokens, --steps is {recipe.drafted}")
+    if recipe.draft_vocab is not None:
+        raise ValueError(f"{path} keeps the {head.config.draft_vocab_size} tokens it drafts: leave out --draft-vocab")
+    return head
+
+
 def starting_head(
     recipe: Recipe,
-    given: Eagle3Head | None,
+    given: Head | None,
     target: PreTrainedModel,
     texts: Sequence[Text],
     folder: RunFolder,
     processes: PartialState,
-) -> Eagle3Head:
+) -> Head:
     """The head before its first update; `given` is what `given_head` loaded."""
     torch.manual_seed(recipe.seed)
     size = target.config.get_text_config(decoder=True).vocab_size
     written = token_counts([(text.ids, text.learn) for text in texts], size)
+    head: Head
     if given is None:
-        head = _fresh(recipe, target, written)
+        head = _fresh(recipe, target, written, texts)
+    elif isinstance(given, DFlashHead):
+        BlockProposer(given).check(target)
+        head = given
     else:
         if recipe.start_from_target is None:
             Eagle3Proposer(given).check(target)
@@ -67,16 +94,19 @@ def starting_head(
         if recipe.draft_vocab is not None:
             counts = written[: head.config.vocab_size].index_fill(0, head.draft_to_target, written.sum() + 1)
             head = extend_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab))
-    covered = float(written[head.draft_to_target].sum() / written.sum().clamp(min=1))
-    processes.print(
-        f"the {len(head.draft_to_target)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes"
-    )
+    ids = head.draft_to_target
+    assert ids is not None
+    covered = float(written[ids].sum() / written.sum().clamp(min=1))
+    processes.print(f"the {len(ids)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
     return head
 
 
-def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor) -> Eagle3Head:
+def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, texts: Sequence[Text]) -> Head:
     """written: (V,) int64, counts of tokens."""
-    return initialize(target, frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB), **fresh_changes(recipe))
+    drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB), fresh_changes(recipe)
+    if recipe.kind != "eagle3":
+        return initialize_block(target, drafts, _rarest(texts, len(written)), recipe.kind, recipe.drafted, **changes)
+    return initialize(target, drafts, **changes)
 
 
 def fresh_changes(recipe: Recipe) -> dict[str, Any]:
@@ -84,9 +114,17 @@ def fresh_changes(recipe: Recipe) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if recipe.intermediate_size is not None:
         changes["intermediate_size"] = recipe.intermediate_size
-    if not recipe.attention_bias:
+    if recipe.layers is not None:
+        changes["num_layers"] = recipe.layers
+    if recipe.kind == "eagle3" and not recipe.attention_bias:
         changes["attention_bias"] = False
     return changes
+
+
+def _rarest(texts: Sequence[Text], vocab_size: int) -> int:
+    """The token that texts hold least; of several the last, which may be one that pads a vocabulary."""
+    counts = token_counts([(text.ids, torch.ones_like(text.learn)) for text in texts], vocab_size)
+    return vocab_size - 1 - int(counts.flip(0).argmin())
 
 
 def _transferred(

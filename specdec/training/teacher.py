@@ -89,9 +89,15 @@ class TargetLogits:
         return whole if rows is None else whole.restricted(rows)
 
 
-def embedding_of(target: PreTrainedModel) -> Tensor:
-    """(V, H) as the target's embedding module gives it: Gemma's scales its rows."""
+def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
+    """(V, H) as the target's embedding module gives it: Gemma's scales its rows.
+
+    Args:
+        normed: by one that norms what it looks up as that does it; else without (see `Lent.embedded`).
+    """
     module = target.get_input_embeddings()
+    if not normed and hasattr(module, "embed_norm"):
+        return module.weight.detach()
     rows = torch.arange(module.weight.shape[0], device=module.weight.device)
     with torch.no_grad():
         return torch.cat([module(part) for part in rows.split(4096)])

@@ -1,4 +1,4 @@
-"""`Eagle3Trainer`: transformers' Trainer with EAGLE-3's objective."""
+"""`HeadTrainer`: transformers' Trainer with the objective of a head's kind."""
 
 from __future__ import annotations
 
@@ -11,30 +11,38 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from specdec.blocks.head import DFlashHead
+from specdec.blocks.layouts import save as save_block
 from specdec.choices import LossName
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.taps import FINAL, Taps, decoder_layers
+from specdec.training.block_objective import BlockObjective
 from specdec.training.dataset import StateDataset, collate
-from specdec.training.objective import Objective
+from specdec.training.objective import Eagle3Objective, Objective
 from specdec.training.states import states_of_packed
 from specdec.training.teacher import TargetLogits, embedding_of
 
 STATE_WEIGHT = 4.0
 
 
-class Eagle3Trainer(Trainer):
+Head = Eagle3Head | DFlashHead
+
+
+class HeadTrainer(Trainer):
     """Args as `Trainer`'s; `train_dataset` is a `dataset.StateDataset`, or a `dataset.PackedTexts`, whose states are
     then computed for every batch.
 
     Args:
-        steps: drafted tokens to train. loss: of `objective.LOSSES`. flex: use flex attention, see `unroll`.
-        state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh head.
+        head: of EAGLE-3, or a drafter of blocks that has an LM head of its own.
+        steps: drafted tokens to train. loss: of `objective.LOSSES`.
+        state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
+        flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
     """
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: Head,
         target: PreTrainedModel,
         args: TrainingArguments,
         *,
@@ -42,6 +50,7 @@ class Eagle3Trainer(Trainer):
         loss: LossName = "ce",
         state_weight: float = STATE_WEIGHT,
         flex: bool = False,
+        anchors: int = 64,
         **kwargs: Any,
     ):
         taps = head.config.taps(len(decoder_layers(target)))
@@ -53,12 +62,19 @@ class Eagle3Trainer(Trainer):
             print("one GPU of several is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
         self._logits = TargetLogits.of(target)
-        target_logits = self._logits.restricted(head.draft_to_target)
-        self.objective = Objective(head, embedding_of(target), target_logits, steps=steps, loss=loss, flex=flex)
+        ids = head.draft_to_target
+        assert ids is not None
+        needed: Any = (head, embedding_of(target, isinstance(head, Eagle3Head)), self._logits.restricted(ids))
+        self.objective: Objective
+        if isinstance(head, DFlashHead):
+            self.objective = BlockObjective(*needed, steps=steps, loss=loss, anchors=anchors)
+        else:
+            self.objective = Eagle3Objective(*needed, steps=steps, loss=loss, flex=flex)
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
-        self.head, self.target, self.steps, self.state_weight = head, target, steps, state_weight
+        self.head, self.target, self.steps = head, target, steps
+        self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
 
@@ -69,7 +85,7 @@ class Eagle3Trainer(Trainer):
             states = states_of_packed(self.target, self._listener, inputs)
             inputs = inputs | {"states": states, "over_all": self._logits.over_all(states, inputs["learn"])}
         done = self.state.global_step / max(1, self.state.max_steps)
-        self.objective.state_weight = self.state_weight * (1 - done)
+        self.objective.state_weight, self.objective.update = self.state_weight * (1 - done), self.state.global_step
         outputs = model(**inputs)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
@@ -96,7 +112,10 @@ class Eagle3Trainer(Trainer):
         written = folder.with_name(folder.name + ".part")
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(written, ignore_errors=True)
-        save(copy, written)
+        if isinstance(copy, DFlashHead):
+            save_block(copy, written, getattr(self.target.config, "_name_or_path", ""))
+        else:
+            save(copy, written)
         shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
             folder.rename(old)
@@ -104,8 +123,9 @@ class Eagle3Trainer(Trainer):
         shutil.rmtree(old, ignore_errors=True)
 
 
-def copy_of(head: Eagle3Head, dtype: torch.dtype) -> Eagle3Head:
+def copy_of(head: Head, dtype: torch.dtype) -> Head:
     """The same head in another precision."""
-    copy = Eagle3Head(head.config).to(head.device, dtype)
+    made = DFlashHead(head.config) if isinstance(head, DFlashHead) else Eagle3Head(head.config)
+    copy = made.to(head.device, dtype)
     copy.load_state_dict(head.state_dict())
     return copy.eval()

@@ -47,12 +47,10 @@ def unroll(
     L = T - 1  # rows: the last token has no successor to pair with
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents
     documents = documents[:, :L]
-    row = torch.arange(L, device=embeds.device)
-    begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    position = row - (row * begins).cummax(-1).values  # each text has its own
+    position = positions_in(documents)
     features = head.fuse(states[:, :L])
     cache = DynamicCache()
-    rows, others = _split(None if wanted is None or flex or not head.can_remember else wanted[:, :L], position)
+    rows, others = split(None if wanted is None or flex or not head.can_remember else wanted[:, :L], position)
     if others.shape[1]:
         head.remember(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
     features = _at(features, rows)
@@ -74,7 +72,14 @@ def unroll(
         steps_of = torch.nn.functional.pad(steps_of, (0, n), value=step + 1)
 
 
-def _split(wanted: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+def positions_in(documents: Tensor) -> Tensor:
+    """(B, T) int64: each text of a row has its own positions."""
+    row = torch.arange(documents.shape[1], device=documents.device)
+    begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return row - (row * begins).cummax(-1).values
+
+
+def split(wanted: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (B, n) of the rows to compute and (B, L - n) of the others, ascending."""
     L = like.shape[1]
     if wanted is None:
