@@ -122,8 +122,10 @@ class Graphs:
     def __call__(self, written: Written, inputs: Mapping[str, Any], own: Callable[[], Passed]) -> Passed:
         """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache. own: makes
         the same pass without a graph."""
+        if self.refused:
+            return own()
         key = _sizes(written, inputs)
-        if self.refused or key not in self._graphs:
+        if key not in self._graphs:
             self._graphs[key] = None
             return own()
         arguments = (self.model, SlottedCache(written), _in_order(inputs), self.taps)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import TrainingArguments
 
 from specdec import BlockProposer
 from specdec.blocks import checkpoint
@@ -20,7 +19,7 @@ from specdec.training.dataset import PackedTexts
 from specdec.training.evaluation import evaluate
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter
-from tests.training import batch_of, losses, run, some_texts, target_logits_of
+from tests.training import batch_of, losses, quiet_arguments, run, some_texts, target_logits_of
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 OWN = {"own_head": True, "draft_vocab_size": 40}
@@ -183,17 +182,7 @@ def test_training_makes_a_drafter_that_accepts_what_it_was_taught(kind, tmp_path
     texts = some_texts(target, 16, 40)
     torch.manual_seed(0)
     head = initialize_block(target, torch.arange(tiny.VOCAB), 63, kind, 4, tap_ids=(1, 2, 3), num_layers=1)
-    args = TrainingArguments(
-        str(tmp_path / "run"),
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        num_train_epochs=150,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-        logging_steps=50,
-    )
+    args = quiet_arguments(tmp_path / "run", 150, 50)
     trainer = HeadTrainer(head, target, args, steps=4, train_dataset=PackedTexts(texts, 60))
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "simulated_length" in entry]

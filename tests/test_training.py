@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -24,7 +24,7 @@ from specdec.training.recipe import SHARDING
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import extract
 from tests import tiny
-from tests.training import SMALL, WORDS, losses, process, run, some_texts, written
+from tests.training import SMALL, WORDS, losses, process, quiet_arguments, run, some_texts, written
 
 
 @pytest.mark.slow
@@ -38,17 +38,7 @@ def test_training_makes_a_head_that_drafts(tmp_path):
     assert counts[vocab].sum() > 0.8 * counts.sum()
     torch.manual_seed(0)
     head = initialize(target, vocab, tap_ids=(1, 2, 3))
-    args = TrainingArguments(
-        str(tmp_path / "run"),
-        per_device_train_batch_size=8,
-        learning_rate=1e-2,
-        num_train_epochs=400,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        save_strategy="no",
-        logging_steps=100,
-    )
+    args = quiet_arguments(tmp_path / "run", 400, 100)
     trainer = HeadTrainer(head, target, args, steps=4, train_dataset=StateDataset(tmp_path / "states", 60))
     trainer.train()
     trainer.save_head(tmp_path / "head")

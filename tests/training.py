@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 from specdec.cli import app
@@ -44,6 +45,21 @@ def some_texts(target, count=6, new_tokens=20):
         ids = target.generate(prompt, do_sample=False, max_new_tokens=new_tokens)[0]
         out.append(Text(ids, torch.arange(len(ids)) >= prompt.shape[1]))
     return out
+
+
+def quiet_arguments(folder, epochs, logging_steps):
+    """Of a trainer whose runs are short, and leave no checkpoints."""
+    return TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        num_train_epochs=epochs,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=logging_steps,
+    )
 
 
 def target_logits_of(target, head):

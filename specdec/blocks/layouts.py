@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec.blocks.config import DFlashConfig
 from specdec.blocks.head import DFlashHead
-from specdec.eagle3.layouts import layer_config, refuse_others, write
+from specdec.eagle3.layouts import among_all, layer_config, refuse_others, speculators_head, write
 
 
 def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
@@ -28,41 +26,19 @@ def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
         raise ValueError("this layout's windows count from the anchor, this drafter's from each token")
     refuse_others(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
-    weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
     ids = head.draft_to_target
     assert ids is not None
-    weights["t2d"][ids.cpu()] = True
+    weights["t2d"] = among_all(ids, c.vocab_size)
     write(folder, described(c, target) | {"torch_dtype": str(head.dtype).removeprefix("torch.")}, weights)
 
 
 def described(c: DFlashConfig, target: str) -> dict[str, Any]:
     """The config.json."""
     kind = "dflash" if c.markov is None and not c.confidence else "dspark"
-    layer = layer_config(c) | {"num_hidden_layers": c.num_layers}
-    windows = [window for window in c.windows if window is not None]
-    if windows:
-        layer |= {
-            "sliding_window": windows[0],
-            "use_sliding_window": True,
-            "layer_types": ["full_attention" if window is None else "sliding_attention" for window in c.windows],
-        }
     return {
         "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {
-                    "proposal_type": "greedy",
-                    "speculative_tokens": c.drafted,
-                    "verifier_accept_k": 1,
-                    "accept_tolerance": 0.0,
-                }
-            ],
-            "verifier": {"name_or_path": target, "architectures": []},
-        },
-        "transformer_layer_config": layer,
+        **speculators_head(kind, c.drafted, target),
+        "transformer_layer_config": layer_config(c, c.windows),
         "aux_hidden_state_layer_ids": list(c.tap_ids),
         "block_size": c.block_size,
         "sample_from_anchor": c.from_anchor,

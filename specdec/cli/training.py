@@ -68,19 +68,18 @@ def train(
     options = {name: value for name, value in locals().items() if name != "dry_run"}
     with bad_input_ends():
         check(target)
-        if dry_run:
-            from specdec.training import Recipe
-            from specdec.training.plan import plan
-
-            typer.echo(plan(Recipe(**options)).in_words())
-            return
         from accelerate import PartialState
 
         from specdec.training import Recipe
         from specdec.training import train as train_head
 
+        recipe = Recipe(**options)
+        if dry_run:
+            from specdec.training.plan import plan
+
+            typer.echo(plan(recipe).in_words())
+            return
         try:
-            recipe = Recipe(**options)
             found = train_head(recipe)
         except KeyboardInterrupt:
             raise interrupted("stopped: the same command goes on from the last checkpoint") from None

@@ -6,6 +6,7 @@ Owns the names and the config that each layout has.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
         del weights["d2t"]
     else:
-        weights["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool)
-        weights["t2d"][head.draft_to_target.cpu()] = True
+        weights["t2d"] = among_all(head.draft_to_target, c.vocab_size)
     if layout != "int8" and c.attention_bias and not c.output_bias:
         # vLLM takes either of the others, with `attention_bias` of all four projections, and misses no tensor.
         weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
@@ -56,6 +56,11 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     if layout == "int8":
         dtype, described = "bfloat16", described | {"quantization_config": {"quant_method": "specdec-int8"}}
     write(folder, described | {"torch_dtype": dtype}, weights)
+
+
+def among_all(ids: Tensor, vocab_size: int) -> Tensor:
+    """(V,) bool, which of the target's tokens can be drafted: speculators' `t2d`. ids: (K,) int64."""
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
@@ -117,15 +122,7 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
     said, taps = _taps(c, "entering")
     return {
         "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-            ],
-            "verifier": {"name_or_path": target, "architectures": []},
-        },
+        **speculators_head("eagle3", 3, target),
         "transformer_layer_config": _layer_config(c),
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
@@ -135,8 +132,27 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
     }
 
 
-def layer_config(c: LayerConfig) -> dict[str, Any]:
-    """What a layout says of the head's layers, without windows."""
+def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]:
+    """What vLLM's layout says of any head. tokens: to draft in a round. target: its name or path."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+    }
+
+
+def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any]:
+    """What a layout says of the head's layers. windows: tokens each looks back, all that have one the same."""
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.hidden_size,
@@ -158,18 +174,17 @@ def layer_config(c: LayerConfig) -> dict[str, Any]:
     scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
     if scaling != {"rope_type": "default"}:
         described["rope_scaling"] = scaling
+    if any(windows):
+        described |= {
+            "sliding_window": next(filter(None, windows)),
+            "use_sliding_window": True,
+            "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        }
     return described
 
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
-    described = layer_config(c) | {"num_aux_hidden_states": c.num_taps}
-    if c.sliding_window is not None:
-        described |= {
-            "sliding_window": c.sliding_window,
-            "use_sliding_window": True,
-            "layer_types": ["sliding_attention"] * c.num_layers,
-        }
-    return described
+    return layer_config(c, [c.sliding_window] * c.num_layers) | {"num_aux_hidden_states": c.num_taps}
 
 
 def _flags(c: Eagle3Config) -> dict[str, Any]:

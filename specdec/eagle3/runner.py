@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +45,22 @@ class Lent:
     def embedded(self, tokens: Tensor, head: StateHead, normed: bool = True) -> Tensor:
         """(B, n, H) of tokens (B, n) int64, by the head's own embedding if it has one; its device and precision.
 
-        Args:
-            normed: by one that norms what it looks up as that does it; else without.
+        normed: see `looked_up`.
         """
-        embedding = self.embedding if head.embed_tokens is None else head.embed_tokens
+        embedding: Any = self.embedding if head.embed_tokens is None else head.embed_tokens
         assert embedding is not None
         weight = next(embedding.parameters())
         if head.embed_tokens is not None:  # it may lack a target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
         tokens = beside(weight, tokens)
-        raw = not normed and hasattr(embedding, "embed_norm")
-        made = nn.functional.embedding(tokens, weight) if raw else embedding(tokens)
-        return made.to(head.device, head.dtype)
+        return looked_up(embedding, tokens, normed).to(head.device, head.dtype)
+
+
+def looked_up(embedding: nn.Module, tokens: Tensor, normed: bool = True) -> Tensor:
+    """Embeddings of tokens; normed: by a module that norms what it looks up as that does it, else without."""
+    if not normed and hasattr(embedding, "embed_norm"):
+        return nn.functional.embedding(tokens, next(embedding.parameters()))
+    return embedding(tokens)
 
 
 class HeadRunner(CachedRows):

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from specdec.blocks.head import DFlashHead
 from specdec.data.conversations import context_of
-from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import Lent
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers.block import BlockProposer
@@ -22,6 +21,7 @@ from specdec.proposers.head import HeadProposer
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
 from specdec.training.block_unroll import reading_weight, unroll_blocks
+from specdec.training.trainer import Head
 from specdec.training.unroll import unroll
 from specdec.tree import DynamicTree
 
@@ -65,7 +65,7 @@ class Evaluation:
 
 
 def evaluate(
-    head: Eagle3Head | DFlashHead,
+    head: Head,
     target: PreTrainedModel,
     prompts: Sequence[Tensor],
     *,
@@ -110,7 +110,7 @@ def evaluate(
     )
 
 
-def _proposer(head: Eagle3Head | DFlashHead, **shape: Any) -> HeadProposer:
+def _proposer(head: Head, **shape: Any) -> HeadProposer:
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
 
 
@@ -121,9 +121,7 @@ def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def accepted_lengths(
-    head: Eagle3Head | DFlashHead, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0
-) -> list[int]:
+def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0) -> list[int]:
     """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right.
 
     Args:
@@ -146,9 +144,7 @@ def accepted_lengths(
     return (right.cumprod(-1).sum(-1) * wanted[0]).tolist()
 
 
-def _logits(
-    head: Eagle3Head | DFlashHead, lent: Lent, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
-) -> Iterator[Tensor]:
+def _logits(head: Head, lent: Lent, ids: Tensor, states: Tensor, steps: int, wanted: Tensor) -> Iterator[Tensor]:
     """(B, n, K) of each step of `unroll`."""
     if isinstance(head, DFlashHead):
         embed = partial(lent.embedded, head=head, normed=False)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from accelerate import PartialState
@@ -27,8 +27,9 @@ from specdec.training.corpus import checksum_of_entries, corpus
 from specdec.training.dataset import PackedTexts
 from specdec.training.initialisation import config_for
 from specdec.training.objective import ROWS_AT_ONCE
+from specdec.training.progress import in_bytes
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
-from specdec.training.run_folder import RunFolder
+from specdec.training.run import checked
 from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.states import batch_tokens_of, bytes_per_token
 from specdec.training.teacher import NUMBERS_AT_ONCE
@@ -60,12 +61,13 @@ class Plan:
     device: str
     processes: int
     speed: float
-    memory: dict[str, float] = field(default_factory=dict)
-    disk: dict[str, float] = field(default_factory=dict)
-    work: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float]
+    disk: dict[str, float]
+    work: dict[str, float]
 
     def in_words(self) -> str:
         seconds = sum(self.work.values()) / self.speed / self.processes
+        size = partial(in_bytes, digits=2)
         lines = [
             f"{self.texts} texts to learn from, {self.tokens} tokens, {self.learnt} of them the target's own: "
             f"{self.updates} updates",
@@ -74,10 +76,10 @@ class Plan:
             f"memory, in each of {self.processes} processes, on {self.device}"
             if self.processes > 1
             else f"memory, on {self.device}",
-            *_table(self.memory, _bytes),
+            *_table(self.memory, size),
             "",
             "disk",
-            *_table(self.disk, _bytes),
+            *_table(self.disk, size),
             "",
             "work, in floating-point operations",
             *_table(self.work, lambda number: f"{number:.1e}"),
@@ -98,11 +100,7 @@ def plan(recipe: Recipe) -> Plan:
     """
     if recipe.kind != "eagle3":
         raise ValueError("--dry-run knows EAGLE-3's heads only: leave it out, or --kind")
-    folder = RunFolder(recipe.out)
-    recipe.check()
-    folder.check()
-    processes = PartialState(cpu=recipe.device == "cpu")
-    recipe.per_pass(processes)
+    folder, processes = checked(recipe)
     learnt, _ = corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum_of_entries(recipe))
     target = _on_meta(recipe.target, processes.device)
     return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()
@@ -205,19 +203,17 @@ class Arithmetic:
 
     def kept_for_gradients(self) -> int:
         """Bytes that a pass over the rows of a process keeps, if every token is learnt."""
-        kept: dict[int, int] = {}
+        kept: dict[int, torch.UntypedStorage] = {}  # held, or its number would be given to another
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if not isinstance(tensor, torch.nn.Parameter):
-                kept[storage._cdata] = storage.nbytes()
-                held.append(storage)  # or its number would be given to another
+                kept[storage._cdata] = storage
             return tensor
 
-        held: list[torch.UntypedStorage] = []
         with FakeTensorMode(), saved_tensors_hooks(keep, lambda tensor: tensor):
             self._unrolled(self.recipe.per_pass(self.processes))
-        return sum(kept.values())
+        return sum(storage.nbytes() for storage in kept.values())
 
     def forward_work(self) -> int:
         """Floating-point operations of the head over one row, all its steps, logits aside."""
@@ -282,10 +278,6 @@ def _table(parts: dict[str, float], shown: Callable[[float], str]) -> Iterator[s
     wide = max(len(what) for what, _ in rows)
     for what, number in rows:
         yield f"  {what:<{wide}}  {shown(number):>9}"
-
-
-def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def _short(number: int) -> str:

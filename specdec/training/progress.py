@@ -55,3 +55,8 @@ def in_words(logs: dict[str, float], update: int) -> str:
     if "train_runtime" in logs:
         return f"trained and evaluated for {logs['train_runtime'] / 60:.1f} minutes"
     return ", ".join(f"{key} {value}" for key, value in logs.items())
+
+
+def in_bytes(size: float, digits: int = 1) -> str:
+    """Of so many bytes. digits: behind the point, of gigabytes."""
+    return f"{size / 1e9:.{digits}f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -29,7 +29,7 @@ from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
 from specdec.training.evaluation import Evaluation
 from specdec.training.evaluation_callback import EvaluationCallback
-from specdec.training.progress import speak
+from specdec.training.progress import in_bytes, speak
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head, starting_head
@@ -43,15 +43,21 @@ LOG_EVERY = 10  # updates
 def train(recipe: Recipe) -> Evaluation | None:
     """Extract, train, evaluate; everything in `recipe.out`, the best head in its `head`. None if time was up before."""
     started = time.monotonic()
+    folder, processes = checked(recipe)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
+    with folder.alone() if processes.is_main_process else nullcontext():
+        return _train(recipe, folder, processes, deadline)
+
+
+def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
+    """Where a run lies, and its processes; ValueError for what can be refused before anything is read."""
     folder = RunFolder(recipe.out)
     recipe.check()
     folder.check()
     processes = PartialState(cpu=recipe.device == "cpu", timeout=timedelta(days=1))  # who is done waits
     recipe.per_pass(processes)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
-    with folder.alone() if processes.is_main_process else nullcontext():
-        return _train(recipe, folder, processes, deadline)
+    return folder, processes
 
 
 def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Evaluation | None:
@@ -108,9 +114,9 @@ def _extract(
     done = sum(path.stat().st_size for path in folder.states.glob("states-*.safetensors"))
     size, free = tokens * bytes_per_token(target, taps), shutil.disk_usage(folder.path).free
     if first:
-        print(f"{len(texts)} texts, {tokens} tokens; their states take {_bytes(size)} in {folder.states}")
+        print(f"{len(texts)} texts, {tokens} tokens; their states take {in_bytes(size)} in {folder.states}")
     if size - done > 0.95 * free:
-        raise ValueError(f"{_bytes(size)} of states do not fit on the disk, {_bytes(free)} are free")
+        raise ValueError(f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free")
     with Progress(disable=not first) as bar, folder.clear_failures("use a shorter --length"):
         task = bar.add_task("states", total=tokens / count)
         extract(
@@ -174,7 +180,3 @@ def _prompt(text: Text) -> Tensor:
     """What stands before the first token that the target wrote; of a plain text its first quarter."""
     start = int(text.learn.long().argmax())
     return text.ids[: start or max(1, len(text.ids) // 4)]
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.eagle3.runner import looked_up
+
 NUMBERS_AT_ONCE = 2**25  # logits of the whole vocabulary in memory together
 
 
@@ -93,14 +95,12 @@ def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
     """(V, H) as the target's embedding module gives it: Gemma's scales its rows.
 
     Args:
-        normed: by one that norms what it looks up as that does it; else without (see `Lent.embedded`).
+        normed: see `looked_up`.
     """
     module = target.get_input_embeddings()
-    if not normed and hasattr(module, "embed_norm"):
-        return module.weight.detach()
     rows = torch.arange(module.weight.shape[0], device=module.weight.device)
     with torch.no_grad():
-        return torch.cat([module(part) for part in rows.split(4096)])
+        return torch.cat([looked_up(module, part, normed) for part in rows.split(4096)])
 
 
 def fingerprint(target: PreTrainedModel) -> str:

@@ -125,7 +125,7 @@ class HeadTrainer(Trainer):
 
 def copy_of(head: Head, dtype: torch.dtype) -> Head:
     """The same head in another precision."""
-    made = DFlashHead(head.config) if isinstance(head, DFlashHead) else Eagle3Head(head.config)
-    copy = made.to(head.device, dtype)
+    kind: Any = type(head)
+    copy: Head = kind(head.config).to(head.device, dtype)
     copy.load_state_dict(head.state_dict())
     return copy.eval()
