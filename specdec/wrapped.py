@@ -18,9 +18,10 @@ def bare(model: Any) -> PreTrainedModel:
     while not isinstance(inner, PreTrainedModel):
         inner = next((getattr(inner, level) for level in LEVELS if _holds(inner, level)), None)
         if inner is None:
+            parallel = isinstance(getattr(model, "module", None), PreTrainedModel)  # DistributedDataParallel, FSDP1
             raise TypeError(
                 "model must be a transformers PreTrainedModel, or one in PEFT's adapters or torch.compile, got "
-                f"{type(model).__name__}"
+                f"{type(model).__name__}" + ("; give its .module" if parallel else "")
             )
     return inner
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 100  # seconds: processes that wait for each other for ever are ended
+PATIENCE = 250  # seconds: processes that wait for each other for ever are ended
 
 
 def together(worker: str, folder: Path, size: int = 2, patience: int = PATIENCE) -> list[Any]:

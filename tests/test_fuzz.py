@@ -22,6 +22,6 @@ def test_some_cases(first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(60, 2000, BLOCK))
+@pytest.mark.parametrize("first", range(60, 1000, BLOCK))
 def test_many_cases(first):
     check(first)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from tests import eagle3, tiny
@@ -12,7 +12,7 @@ from tests.ranks import together
 
 FAMILIES = ("llama", "gemma3")
 LENGTHS = {"the first longer": (28, 12), "the second longer": (5, 30), "one token": (1, 20)}
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # a fixture is two busy processes: made once
 
 
 def proposers():
@@ -56,7 +56,23 @@ def worker(rank: int, folder: Path):
     text = spec.generate(**inputs, **stateful, do_sample=False, max_new_tokens=8, synced_gpus=True)
     whole_text = whole.generate(**inputs, do_sample=False, max_new_tokens=8)
     found["plain"] = text.tolist(), whole_text.tolist(), list(spec.last_report.plain_reasons)
+    found["wrapper"] = in_fsdp1s_wrapper(rank)
     return found
+
+
+def in_fsdp1s_wrapper(rank: int):
+    """As `found["plain"]`, of FSDP's first version; what is said of its outermost wrapper."""
+    whole, target = tiny.model("llama"), tiny.model.__wrapped__("llama")
+    for place, layer in enumerate(target.model.layers):
+        target.model.layers[place] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    wrapper = FullyShardedDataParallel(target, device_id=torch.device("cpu"))
+    with pytest.raises(TypeError, match="got FullyShardedDataParallel; give its .module"):
+        SpeculativeGenerator(wrapper, "ngram")
+    spec = SpeculativeGenerator(wrapper.module, "ngram")
+    arguments = {**tiny.prompts(6), "do_sample": False, "max_new_tokens": 8 + 4 * rank}
+    with FullyShardedDataParallel.summon_full_params(wrapper, writeback=False, recurse=False):
+        text = spec.generate(**arguments, synced_gpus=True)
+    return text.tolist(), whole.generate(**arguments).tolist(), list(spec.last_report.plain_reasons)
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +98,10 @@ def test_where_one_cannot_speculate_all_decode_plainly(found):
         assert len(reasons) == 1
     assert "may follow the text" in found[1]["plain"][2][0]
     assert "another process's call runs so" in found[0]["plain"][2][0]
+
+
+def test_models_in_fsdp1s_wrapper_decode_plainly(found):
+    for process in found:
+        text, plain, reasons = process["wrapper"]
+        assert text == plain
+        assert [reason.partition(": ")[2][:38] for reason in reasons] == ["its modules cannot be copied to be tri"]
