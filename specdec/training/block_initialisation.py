@@ -20,23 +20,12 @@ RANK = 16  # of the Markov head, so many times smaller than the drafter's width:
 def initialize_block(
     target: PreTrainedModel, draft_vocab: Tensor, mask_token_id: int, kind: HeadKind, drafted: int, **changes: Any
 ) -> DFlashHead:
-    """A fresh drafter, of Qwen3's kind of layers, as other engines know it.
+    """A fresh drafter.
 
     Args:
-        draft_vocab: (K,) int64 ascending, the target's ids that it can draft. mask_token_id: an id of the target's that
-            texts do without. drafted: tokens of a pass.
-        kind: "dflash", whose blocks are an anchor and a mask for each drafted token; "dspark", whose anchor drafts,
-            too, with a Markov and a confidence head.
-        changes: of `DFlashConfig`'s fields; by default a layer is like one of the target's.
+        draft_vocab: (K,) int64 ascending, the target's ids that it can draft. The others: see `block_config_for`.
     """
-    shape = {"qk_norm": True, "own_head": True, "num_layers": LAYERS} | shape_for(target, len(draft_vocab)) | changes
-    if kind == "dspark":
-        rank = max(1, shape["hidden_size"] // RANK)
-        further = {"markov": "vanilla", "markov_rank": rank, "confidence": True, "confidence_with_markov": True}
-        shape = {"block_size": drafted, "from_anchor": True} | further | shape
-    windows = (None,) * shape["num_layers"]
-    shape = {"block_size": drafted + 1, "windows": windows, "mask_token_id": mask_token_id} | shape
-    head = DFlashHead(DFlashConfig(**shape))
+    head = DFlashHead(block_config_for(target, len(draft_vocab), mask_token_id, kind, drafted, **changes))
     start_out(head, target, draft_vocab)
     with torch.no_grad():
         if head.markov_head is not None:
@@ -45,3 +34,23 @@ def initialize_block(
         if head.confidence_head is not None:
             nn.init.zeros_(head.confidence_head.proj.weight)
     return head
+
+
+def block_config_for(
+    target: PreTrainedModel, draft_vocab_size: int, mask_token_id: int, kind: HeadKind, drafted: int, **changes: Any
+) -> DFlashConfig:
+    """Of a fresh drafter, of Qwen3's kind of layers, as other engines know it.
+
+    Args:
+        mask_token_id: an id of the target's that texts do without. drafted: tokens of a pass.
+        kind: "dflash", whose blocks are an anchor and a mask for each drafted token; "dspark", whose anchor drafts,
+            too, with a Markov and a confidence head.
+        changes: of `DFlashConfig`'s fields; by default a layer is like one of the target's.
+    """
+    shape = {"qk_norm": True, "own_head": True, "num_layers": LAYERS} | shape_for(target, draft_vocab_size) | changes
+    if kind == "dspark":
+        rank = max(1, shape["hidden_size"] // RANK)
+        further = {"markov": "vanilla", "markov_rank": rank, "confidence": True, "confidence_with_markov": True}
+        shape = {"block_size": drafted, "from_anchor": True} | further | shape
+    windows = (None,) * shape["num_layers"]
+    return DFlashConfig(**{"block_size": drafted + 1, "windows": windows, "mask_token_id": mask_token_id} | shape)

@@ -59,12 +59,25 @@ def unroll_blocks(
     Yields:
         For place j T - 1 - j rows: row i drafts token i + 2 + j.
     """
+    documents = torch.zeros_like(ids) if documents is None else documents
+    rows, _ = split(None if wanted is None else wanted[:, :-1], documents[:, :-1])
+    return unroll_rows(head, ids, embed, states, steps, documents, rows)
+
+
+def unroll_rows(
+    head: DFlashHead,
+    ids: Tensor,
+    embed: Callable[[Tensor], Tensor],
+    states: Tensor,
+    steps: int,
+    documents: Tensor,
+    rows: Tensor,
+) -> Iterator[Place]:
+    """As `unroll_blocks`, of these rows (B, A) int64. No number in a tensor is looked at."""
     (B, T), c = ids.shape, head.config
     assert c.mask_token_id is not None
     L, n = T - 1, c.block_size
-    documents = torch.zeros_like(ids) if documents is None else documents
     position = positions_in(documents)
-    rows, _ = split(None if wanted is None else wanted[:, :L], position[:, :L])  # (B, A)
     cache = DynamicCache()
     head.remember(states[:, :L], position[:, :L], cache)
     tokens = torch.full((*rows.shape, n), c.mask_token_id, device=ids.device)

@@ -1,7 +1,6 @@
 """`plan`: what a training run will take, before any of it is begun: memory, disk and work.
 
-No weights are loaded: the target lies on torch's meta device, the head's passes are torch's fake ones, which have
-shapes and no numbers.
+No weights are loaded: the target lies on torch's meta device, the head is an `Outline`.
 """
 
 from __future__ import annotations
@@ -13,29 +12,27 @@ from functools import cached_property, partial
 
 import torch
 from accelerate import PartialState
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specdec.blocks.config import DFlashConfig
+from specdec.blocks.head import DFlashHead
 from specdec.data.texts import Text
 from specdec.eagle3.config import Eagle3Config
-from specdec.eagle3.head import Eagle3Head
 from specdec.taps import decoder_layers
 from specdec.training import precision
+from specdec.training.block_initialisation import block_config_for
 from specdec.training.corpus import checksum_of_entries, corpus
 from specdec.training.dataset import PackedTexts
 from specdec.training.initialisation import config_for
 from specdec.training.objective import ROWS_AT_ONCE
+from specdec.training.outline import META, Outline, parameters
 from specdec.training.progress import in_bytes
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run import checked
 from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.states import batch_tokens_of, bytes_per_token
 from specdec.training.teacher import NUMBERS_AT_ONCE
-from specdec.training.unroll import unroll
 
-META = torch.device("meta")
 ADAM = 4  # numbers of float32 for each weight: itself, its gradient, two moments
 CHECKPOINTS = 3  # on the disk together, while one is written
 
@@ -96,10 +93,8 @@ def plan(recipe: Recipe) -> Plan:
     Memory is an upper bound where it depends on the texts: as if every token were learnt.
 
     Raises:
-        ValueError: what `train` would refuse before it loads a target's weights; a drafter of blocks.
+        ValueError: what `train` would refuse before it loads a target's weights.
     """
-    if recipe.kind != "eagle3":
-        raise ValueError("--dry-run knows EAGLE-3's heads only: leave it out, or --kind")
     folder, processes = checked(recipe)
     learnt, _ = corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum_of_entries(recipe))
     target = _on_meta(recipe.target, processes.device)
@@ -112,7 +107,7 @@ class Arithmetic:
 
     recipe: Recipe
     target: PreTrainedModel
-    head: Eagle3Config
+    head: Eagle3Config | DFlashConfig
     texts: list[Text]
     processes: PartialState
 
@@ -124,7 +119,7 @@ class Arithmetic:
             learnt=self.learnt,
             updates=self.updates,
             target=parameters(self.target),
-            head=self.weights,
+            head=self.outline.weights,
             device=str(device),
             processes=self.processes.num_processes,
             speed=precision.operations_per_second(self.computed_in, device),
@@ -142,10 +137,10 @@ class Arithmetic:
         return sum(int(text.learn.sum()) for text in self.texts)
 
     @cached_property
-    def weights(self) -> int:
-        """Of the head."""
-        with META:
-            return parameters(Eagle3Head(self.head))
+    def outline(self) -> Outline:
+        recipe = self.recipe
+        taps, device = len(self._taps), self.processes.device
+        return Outline(self.head, taps, recipe.length, recipe.drafted, recipe.anchors, device)
 
     @property
     def rows(self) -> int:
@@ -161,7 +156,7 @@ class Arithmetic:
         return torch.bfloat16 if precision.pays(self.processes.device) else torch.float32
 
     def memory(self) -> dict[str, float]:
-        own, theirs, T = self.weights, self.target.dtype.itemsize, self.recipe.length
+        own, theirs, T = self.outline.weights, self.target.dtype.itemsize, self.recipe.length
         rows, several = self.recipe.per_pass(self.processes), self.processes.num_processes > 1
         H, V, K = self._H, self._V, self.head.draft_vocab_size
         halves = 2 * own if self.computed_in == torch.bfloat16 else 0
@@ -173,13 +168,13 @@ class Arithmetic:
             "of its embedding and readout, a copy": (V + K) * H * theirs,
             "the head, its gradients and Adam's moments": 4 * own * (ADAM + several) + halves,
             f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
-            "what the head keeps for its gradients": self.kept_for_gradients(),
+            "what the head keeps for its gradients": self.outline.kept_for_gradients(rows),
             "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
             f"a pass of the target over {read} tokens": read * (2 * self._states * H + 3 * wide) * theirs,
         }
 
     def disk(self) -> dict[str, float]:
-        own = self.weights
+        own = self.outline.weights
         states: dict[str, float] = {}
         if self.recipe.cache_states:
             states["the target's states"] = self.tokens * bytes_per_token(self.target, self._taps)
@@ -190,48 +185,16 @@ class Arithmetic:
 
     def work(self) -> dict[str, float]:
         epochs, H, V = self.recipe.epochs, self._H, self._V
-        K, steps = self.head.draft_vocab_size, self.recipe.drafted
+        K, W, steps = self.head.draft_vocab_size, self.outline.width, self.recipe.drafted
         passes = 1.0 if self.recipe.cache_states else epochs
         readout = parameters(self.target.get_output_embeddings())
-        drafted = 2 * K * H * self.learnt * epochs
+        scored = min(self.learnt, self.rows * self.outline.learnt_per_row)  # of each step
         return {
             "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * passes,
             "its whole vocabulary's logits": 2 * V * H * self.learnt * passes,
-            "the head's passes, there and back": 3 * self.forward_work() * self.rows * epochs,
-            "logits of drafts and their gradients": drafted * (1 + 3 * steps),
+            "the head's passes, there and back": 3 * self.outline.forward_work() * self.rows * epochs,
+            "logits of drafts and their gradients": 2 * K * (H * self.learnt + 3 * steps * W * scored) * epochs,
         }
-
-    def kept_for_gradients(self) -> int:
-        """Bytes that a pass over the rows of a process keeps, if every token is learnt."""
-        kept: dict[int, torch.UntypedStorage] = {}  # held, or its number would be given to another
-
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if not isinstance(tensor, torch.nn.Parameter):
-                kept[storage._cdata] = storage
-            return tensor
-
-        with FakeTensorMode(), saved_tensors_hooks(keep, lambda tensor: tensor):
-            self._unrolled(self.recipe.per_pass(self.processes))
-        return sum(storage.nbytes() for storage in kept.values())
-
-    def forward_work(self) -> int:
-        """Floating-point operations of the head over one row, all its steps, logits aside."""
-        with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
-            self._unrolled(1)
-        return counter.get_total_flops()
-
-    def _unrolled(self, rows: int) -> torch.Tensor:
-        """The head's outputs, read out."""
-        T, config = self.recipe.length, self.head
-        with self.processes.device:
-            head = Eagle3Head(config)
-            head.bring_frequencies()
-            embeds = torch.empty(rows, T, config.hidden_size)
-            states = torch.empty(rows, T, config.num_taps * config.target_hidden_size)
-            steps = min(self.recipe.drafted, T - 2)
-            out = [h[:, : T - 2 - step] for step, h in enumerate(unroll(head, embeds, states, steps))]
-            return head.read_out(torch.cat(out, 1))
 
     @property
     def _taps(self) -> tuple[int, ...]:
@@ -251,10 +214,6 @@ class Arithmetic:
         return self.target.config.get_text_config(decoder=True).vocab_size
 
 
-def parameters(module: torch.nn.Module | None) -> int:
-    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
-
-
 def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
     """A target without its weights, in the format that they will have."""
     config = AutoConfig.from_pretrained(name)
@@ -264,13 +223,18 @@ def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=read_in).eval()
 
 
-def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config:
+def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config | DFlashConfig:
     """Of the head that `starting_head` makes."""
-    given = given_head(recipe)
-    if isinstance(given, Eagle3Head) and recipe.start_from_target is None:
+    given, changes = given_head(recipe), fresh_changes(recipe)
+    if isinstance(given, DFlashHead):
+        return given.config
+    if given is not None and recipe.start_from_target is None:
         return replace(given.config, draft_vocab_size=max(recipe.draft_vocab or 0, given.config.draft_vocab_size))
-    size = min(recipe.draft_vocab or DRAFT_VOCAB, target.config.get_text_config(decoder=True).vocab_size)
-    return config_for(target, size, **fresh_changes(recipe))
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    size = min(recipe.draft_vocab or DRAFT_VOCAB, vocab_size)
+    if recipe.kind == "eagle3":
+        return config_for(target, size, **changes)
+    return block_config_for(target, size, vocab_size - 1, recipe.kind, recipe.drafted, **changes)
 
 
 def _table(parts: dict[str, float], shown: Callable[[float], str]) -> Iterator[str]:
