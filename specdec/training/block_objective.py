@@ -35,15 +35,25 @@ class BlockObjective(Objective):
         super().__init__(*args, decay=decay, **kwargs)
         self.anchors = anchors
 
-    def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
-        T = ids.shape[1]
+    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+        learn, T = learn.bool(), ids.shape[1]
+        found = learn.new_zeros(self.steps, *learn.shape)
+        alive = self._chosen(ids, learn, documents)
+        for step, first in enumerate(range(2, min(self.steps + 2, T))):
+            alive = alive[:, : T - first] & learn[:, first:] & (documents[:, first:] == documents[:, : T - first])
+            found[step, :, first:] = alive
+        return found
+
+    def _chosen(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+        """(B, T) bool, the anchors of this update."""
         drafts = pad(learn[:, 1:-1] & learn[:, 2:] & (documents[:, 2:] == documents[:, :-2]), (0, 2))  # (B, T)
-        alive = chosen = _some(drafts, self.anchors, ids.sum(-1) * MIX + self.update)
+        return _some(drafts, self.anchors, ids.sum(-1) * MIX + self.update)
+
+    def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
+        T, chosen = ids.shape[1], self._chosen(ids, learn, documents)
         places = unroll_blocks(self.head, ids, self._embed, taps, steps, documents, wanted=chosen)
         for first, place in enumerate(places, start=2):
-            rows = T - first
-            alive = alive[:, :rows] & learn[:, first:] & (documents[:, first:] == documents[:, :rows])
-            yield Drafted(place.read[:, :rows], alive, None if place.sure is None else place.sure[:, :rows])
+            yield Drafted(place.read[:, : T - first], None if place.sure is None else place.sure[:, : T - first])
 
     def _weight(self) -> Tensor:
         return reading_weight(self.head)

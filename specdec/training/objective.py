@@ -63,12 +63,11 @@ class Drafted:
     """One step's drafts, before all logits are made of them.
 
     Attributes:
-        read: (B, n, W), row i drafts token i + 2 + step. counts: (B, n) bool, whether it does.
+        read: (B, n, W), row i drafts token i + 2 + step.
         sure: (B, n), how likely the head takes its draft to be accepted; None: it does not say.
     """
 
     read: Tensor
-    counts: Tensor
     sure: Tensor | None = None
 
 
@@ -108,6 +107,10 @@ class Objective(nn.Module):
     # What differs by the head's kind
 
     @abstractmethod
+    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+        """(steps, B, T) bool: which tokens each step drafts and learns from. Arguments as `forward`'s."""
+
+    @abstractmethod
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         """The drafts of each step.
 
@@ -128,16 +131,24 @@ class Objective(nn.Module):
     # The loss
 
     def forward(
-        self, ids: Tensor, learn: Tensor, documents: Tensor, states: Tensor, over_all: Tensor
+        self,
+        ids: Tensor,
+        learn: Tensor,
+        documents: Tensor,
+        states: Tensor,
+        over_all: Tensor,
+        counts: Tensor | None = None,
     ) -> dict[str, Any]:
         """Loss of a batch, as `StateDataset` and `collate` make it.
 
         Args:
             ids, documents: (B, T) int64. learn: (B, T) bool. states: (B, T, C) the taps' and the final state.
             over_all: (B, T, 2) float32 of the target's logits, see `TargetLogits.over_all`.
+            counts: (steps,) of drafts in all batches of which this is a part; None: it is all of them.
 
         Returns:
-            loss: weighted mean over steps of the loss per learnt token.
+            loss: weighted mean over steps of the loss per learnt token; of a part its share of the whole's, so that
+                they add up.
             accuracy: (steps,) share of learnt tokens where the head's first choice is the target's, of all tokens.
         """
         head, T = self.head, ids.shape[1]
@@ -145,31 +156,29 @@ class Objective(nn.Module):
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
-        drafted, counted, sure = [], [], []
+        read, sure = [], []
         for first, step in enumerate(
             self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2)), start=2
         ):
-            drafted.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[learnt])
-            counted.append(nn.functional.pad(step.counts[:, : T - first], (first, 0))[learnt])
+            read.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[learnt])
             if step.sure is not None:
                 sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[learnt])
-        weight = torch.tensor([self.decay**step for step in range(len(drafted))], device=ids.device)
-        rows = torch.stack(counted)  # (steps, N) bool, of N learnt tokens
-        # Another process may have longer rows, and so more steps.
-        counts = nn.functional.pad(rows.sum(-1), (0, self.steps - len(rows)))
-        scale = rows * (weight / weight.sum() / _over_processes(counts)[: len(rows)].clamp(min=1))[:, None]
+        rows = self.drafts(ids, learn, documents)[:, learnt]  # (steps, N) bool, of N learnt tokens
+        counts = rows.sum(-1) if counts is None else counts
+        weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
+        scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(read)]
         # The target chose a token from its state at the one before.
         before, over_all = final.roll(1, 1)[learnt], over_all.roll(1, 1)[learnt]
         choice = _places(over_all[:, 1].long(), head.draft_to_target)
         truth = Truth(before, over_all[:, 0], choice, target_logits)
-        out = torch.stack(drafted)
+        out = torch.stack(read)
         loss, hits, accepted = _LossOfRows.apply(out, self._weight(), truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         if sure:
             missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted, reduction="none")
             loss = loss + (scale * missed).sum()
-        return {"loss": loss, "accuracy": hits.sum(-1) / rows.sum(-1).clamp(min=1)}
+        return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(read)].sum(-1).clamp(min=1)}
 
 
 class Eagle3Objective(Objective):
@@ -185,13 +194,19 @@ class Eagle3Objective(Objective):
         super().__init__(*args, **kwargs)
         self.flex = flex
 
+    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+        found = learn.new_zeros(self.steps, *learn.shape, dtype=torch.bool)
+        for step, first in enumerate(range(2, min(self.steps + 2, ids.shape[1]))):
+            found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
+        return found
+
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         T = ids.shape[1]
         # Row i drafts token i + 2 + step.
         wanted = torch.stack([nn.functional.pad(learn[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
         rows = unroll(self.head, self._embed(ids), taps, steps, documents, wanted=wanted, flex=self.flex)
         for first, h in enumerate(rows, start=2):
-            yield Drafted(self.head.read_out(h[:, : T - first]), documents[:, first:] == documents[:, : T - first])
+            yield Drafted(self.head.read_out(h[:, : T - first]))
 
     def _weight(self) -> Tensor:
         assert self.head.lm_head is not None
@@ -281,12 +296,3 @@ def _distance(out: Tensor, wanted: Tensor) -> Tensor:
     """(..., N) squared, relative to the wanted states' own squared lengths."""
     wanted = wanted.float()
     return (out.float() - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-6)
-
-
-def _over_processes(counts: Tensor) -> Tensor:
-    """The mean over training processes: with it, the mean of their losses is the loss of all rows together."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return counts
-    counts = counts.float()
-    torch.distributed.all_reduce(counts)
-    return counts / torch.distributed.get_world_size()

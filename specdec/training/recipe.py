@@ -35,8 +35,8 @@ class Recipe:
         loss: "ce"; "lk" to go on from a head with; "tv", which a DSpark drafter is trained with (see `objective`).
             None: what the kind's paper has.
         length: tokens per packed row.
-        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. Passes
-            of one update count alike, however many tokens are learnt in each.
+        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. The
+            loss is per token learnt in an update, however passes and processes share them.
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specdec.training.states import states_of_packed
 from specdec.training.teacher import TargetLogits, embedding_of
 
 STATE_WEIGHT = 4.0
+LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by
 
 
 Head = Eagle3Head | DFlashHead
@@ -73,20 +75,37 @@ class HeadTrainer(Trainer):
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
+        self.model_accepts_loss_kwargs = (
+            True  # losses of the passes of an update add up: none is divided by their number
+        )
         self.head, self.target, self.steps = head, target, steps
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The passes of an update, and of how many drafts (steps,) of each step it learns, in all processes."""
+        batches = list(islice(epoch_iterator, num_batches))
+        self.objective.update = self.state.global_step
+        counts = torch.zeros(self.steps, device=device)
+        for batch in batches:
+            counts += self.objective.drafts(**{name: batch[name] for name in LEARNT}).sum((1, 2)).to(device)
+        # DDP takes the mean of the processes' gradients: over the mean of their counts it is that of all rows together.
+        return batches, self.accelerator.reduce(counts, "mean")
+
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, **kwargs: Any
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
     ) -> Any:
         if "states" not in inputs:
             states = states_of_packed(self.target, self._listener, inputs)
             inputs = inputs | {"states": states, "over_all": self._logits.over_all(states, inputs["learn"])}
         done = self.state.global_step / max(1, self.state.max_steps)
         self.objective.state_weight, self.objective.update = self.state_weight * (1 - done), self.state.global_step
-        outputs = model(**inputs)
+        outputs = model(**inputs, counts=num_items_in_batch)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
             raise ValueError(
