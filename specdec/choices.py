@@ -16,6 +16,7 @@ NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
 HeadLayout = Literal["sglang", "speculators", "int8"]
 LossName = Literal["ce", "lk", "tv"]
 HeadKind = Literal["eagle3", "dflash", "dspark"]
+Tracker = Literal["none", "tensorboard", "wandb"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"

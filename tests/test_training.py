@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -190,6 +191,29 @@ def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     lines = result.output.replace("\r", "\n").splitlines()
     assert any(re.search(r"update 10: loss \d+\.\d+, first choices right( \d\.\d\d){3} ", line) for line in lines)
     assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
+
+
+def test_trackers_are_sent_what_is_logged(files, tmp_path, monkeypatch):
+    sent = []
+
+    class Tracker(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **kwargs):
+            sent.append(set(logs))
+
+    monkeypatch.setattr("specdec.training.recipe.get_available_reporting_integrations", lambda: ["wandb"])
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "wandb", Tracker)
+    result = run(files, tmp_path / "out", "--report-to", "wandb")
+    assert result.exit_code == 0, result.output
+    for keys in ({"loss", "simulated_length", "learning_rate"}, {"decoder_tree_length"}):
+        assert any(keys <= one for one in sent)
+
+
+def test_a_tracker_that_is_missing_is_said_before_any_work(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.training.recipe.get_available_reporting_integrations", lambda: ["wandb"])
+    result = run(files, tmp_path / "out", "--report-to", "tensorboard")
+    assert result.exit_code == 2
+    assert "pip install tensorboard" in result.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kind", SHARDING)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import HeadKind, LossName
+from specdec.choices import HeadKind, LossName, Tracker
 from specdec.cli.common import Target, bad_input_ends, check, interrupted
 
 
@@ -56,6 +56,7 @@ def train(
     max_minutes: float | None = typer.Option(
         None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
     ),
+    report_to: Tracker = typer.Option("none", help="A tracker that is sent what is logged too."),
     seed: int = typer.Option(0),
     device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
     dry_run: bool = typer.Option(

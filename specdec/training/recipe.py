@@ -7,15 +7,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from accelerate import PartialState
+from transformers.integrations import get_available_reporting_integrations
 
-from specdec.choices import HeadKind, LossName, check_choice
+from specdec.choices import HeadKind, LossName, Tracker, check_choice
 from specdec.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
-FREE = ("data", "held_out_data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex")
+FREE = ("data", "held_out_data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex", "report_to")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Recipe:
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
         save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder.
         max_minutes: stop after them, at the next update that is logged; the same call goes on.
+        report_to: a tracker that is sent what is logged, by transformers.
         device: None: an accelerator if there is one.
     """
 
@@ -72,6 +74,7 @@ class Recipe:
     save_every: int = 100
     evaluate_every: int = 500
     max_minutes: float | None = None
+    report_to: Tracker = "none"
     seed: int = 0
     device: str | None = None
 
@@ -98,6 +101,11 @@ class Recipe:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
         check_choice("kind", self.kind, HeadKind)
         check_choice("loss", self.loss_name, LossName)
+        check_choice("report_to", self.report_to, Tracker)
+        if self.report_to != "none" and self.report_to not in get_available_reporting_integrations():
+            raise ValueError(
+                f"--report-to {self.report_to} needs a package that is missing: pip install {self.report_to}"
+            )
         if self.flex and self.kind != "eagle3":
             raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
         if self.start_from_target is not None and self.kind != "eagle3":

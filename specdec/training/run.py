@@ -157,7 +157,7 @@ def _trainer(
         save_steps=recipe.save_every,
         save_total_limit=2,
         seed=recipe.seed,
-        report_to=[],
+        report_to=recipe.report_to,
         remove_unused_columns=False,
         dataloader_pin_memory=not on_cpu,
     )
