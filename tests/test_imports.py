@@ -105,7 +105,7 @@ def test_no_file_imports_itself_through_others():
     ("file", "line"),
     [
         ("eagle3/head.py", "from specdec.training import Recipe"),
-        ("eagle3/registry.py", "def places():\n    from specdec.demo.weights import cache_folder"),
+        ("registry.py", "def places():\n    from specdec.demo.weights import cache_folder"),
         ("data/texts.py", "from specdec.eagle3 import load"),
         ("tree.py", "import specdec.proposers.base"),
         ("training/run.py", "from specdec import cli"),

@@ -5,11 +5,10 @@ import functools
 import pytest
 import torch
 
-from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
+from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator, registry
 from specdec.data.prompts import PROMPTS
 from specdec.demo import weights
 from specdec.demo.loading import load
-from specdec.eagle3 import registry
 from tests import eagle3
 
 NAMES = ["gemma-3-270m", weights.DRAFT, weights.TARGET]
@@ -58,7 +57,7 @@ def test_random_heads_of_every_variant_change_nothing(name, variant):
 @pytest.mark.timeout(900)  # float32 on the 1.5B, on two cores
 @pytest.mark.parametrize("name", NAMES)
 def test_the_heads_we_ship(name):
-    if not registry.at_hand(name):
+    if not registry.at_hand(name, "eagle3"):
         pytest.skip(f"there is no head for {name}")
     target, tokenizer = real(name)
     spec = SpeculativeGenerator(target, "eagle3", on_unsupported="error")

@@ -11,11 +11,12 @@ import pytest
 import torch
 from typer.main import get_command
 
-from specdec import Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec import BlockProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator, registry
+from specdec.blocks.layouts import save as save_block
 from specdec.cli import app
-from specdec.eagle3 import registry, save
-from specdec.eagle3.registry import Known, NoHead
-from tests import eagle3, tiny
+from specdec.eagle3 import save
+from specdec.registry import Known, NoHead
+from tests import blocks, eagle3, tiny
 
 
 @pytest.fixture
@@ -32,9 +33,22 @@ def ours(target, tmp_path, monkeypatch):
     """A head of the project's for the tiny target, in the cache."""
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
     save(eagle3.head(tap_ids=(1, 2, 3)), tmp_path / "heads" / "tiny-head", "sglang")
-    weights = tmp_path / "heads" / "tiny-head" / "model.safetensors"
-    checksum = hashlib.sha256(weights.read_bytes()).hexdigest()
-    monkeypatch.setitem(registry.HEADS, "tiny-llama", Known("tiny-head", checksum))
+    return registered(monkeypatch, tmp_path / "heads" / "tiny-head")
+
+
+@pytest.fixture
+def drafter(target, tmp_path, monkeypatch):
+    """A drafter of blocks of the project's, as `specdec train --kind dspark` writes one."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    save_block(blocks.head("DSpark", own_head=True, draft_vocab_size=40), tmp_path / "heads" / "tiny-drafter")
+    return registered(monkeypatch, tmp_path / "heads" / "tiny-drafter", kind="dflash")
+
+
+def registered(monkeypatch, folder, **changes):
+    """Ahead of all others, for the tiny target. Returns its file of weights."""
+    weights = folder / "model.safetensors"
+    entry = Known("tiny-llama", folder.name, sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), **changes)
+    monkeypatch.setattr(registry, "HEADS", (entry, *registry.HEADS))
     return weights
 
 
@@ -49,13 +63,36 @@ def test_a_known_head_is_found(target, ours):
     assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()
 
 
+def test_a_known_drafter_of_blocks_is_found(target, drafter):
+    spec = SpeculativeGenerator(target, "auto", on_unsupported="error")
+    assert isinstance(spec.proposer, HybridProposer)
+    assert isinstance(spec.proposer.other, BlockProposer)
+    prompt = tiny.prompts(6)["input_ids"]
+    out = spec.generate(prompt, do_sample=False, max_new_tokens=12)
+    assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()
+    with pytest.raises(NoHead, match="no EAGLE-3 head is known for tiny-llama"):
+        SpeculativeGenerator(target, "eagle3")
+
+
+@pytest.mark.parametrize("last", ["ours", "drafter"])
+def test_of_two_known_heads_the_first_is_taken(target, request, last):
+    for name in ["drafter" if last == "ours" else "ours", last]:
+        request.getfixturevalue(name)
+    found = SpeculativeGenerator(target, "auto").proposer.other
+    assert isinstance(found, BlockProposer if last == "drafter" else Eagle3Proposer)
+    assert isinstance(SpeculativeGenerator(target, "eagle3").proposer, Eagle3Proposer)
+    assert registry.find(target, "dflash").endswith("tiny-drafter")
+    assert registry.at_hand("Tiny-Llama", "eagle3")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_target_by_another_name_is_known_by_what_it_is(target, ours, monkeypatch, dtype):
-    entry = registry.HEADS["tiny-llama"]
-    monkeypatch.setitem(registry.HEADS, "tiny-llama", replace(entry, target=registry.fingerprint(target)))
+    entry, *others = registry.HEADS
+    monkeypatch.setattr(registry, "HEADS", (replace(entry, fingerprint=registry.fingerprint(target)), *others))
     target.config._name_or_path = "/models/renamed"
     renamed = copy.deepcopy(target).to(dtype)
-    assert registry.find(renamed).endswith("tiny-head")
+    assert registry.find(renamed, "eagle3").endswith("tiny-head")
+    assert registry.known(renamed, "dflash") is None
     renamed.get_decoder().norm.weight.data[3] *= 1.05  # of another's training
     assert registry.known(renamed) is None
     assert registry.known(tiny.model("llama", num_hidden_layers=2)) is None
@@ -66,7 +103,7 @@ def test_fingerprints_of_other_models_are_none_or_their_own(models):
     found = [registry.fingerprint(models(name)) for name in tiny.CONFIGS]
     known = [one for one in found if one is not None]
     assert len(known) > len(found) // 2
-    assert not {entry.target for entry in registry.HEADS.values()} & set(known)
+    assert not {entry.fingerprint for entry in registry.HEADS} & set(known)
 
 
 def test_without_a_known_head(target, monkeypatch):
@@ -91,14 +128,14 @@ def test_a_damaged_head_is_refused(target, ours):
 
 def test_hub_ids_are_given_as_they_are(target):
     target.config._name_or_path = "Qwen/Qwen3-8B"
-    assert registry.find(target) == "RedHatAI/Qwen3-8B-speculator.eagle3"
+    assert registry.find(target, "eagle3") == "RedHatAI/Qwen3-8B-speculator.eagle3"
 
 
 def test_every_head_of_ours_is_in_the_checkout_and_whole(target):
-    for name, known in registry.HEADS.items():
+    for known in registry.HEADS:
         if known.sha256 is not None:
-            target.config._name_or_path = name
-            assert registry.find(target).endswith(known.head)
+            target.config._name_or_path = known.target
+            assert registry.find(target, known.kind).endswith(known.head)
 
 
 # The recipes

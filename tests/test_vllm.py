@@ -13,12 +13,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec import Eagle3Proposer, SpeculativeGenerator, registry
 from specdec.cli import app
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.demo import weights
 from specdec.demo.loading import load
-from specdec.eagle3 import registry
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 LENGTH, TOKENS = 3, 64
@@ -43,7 +42,7 @@ def test_an_exported_head_accepts_in_vllm_what_it_accepts_here(tmp_path):
     if folder is None:
         pytest.skip(f"needs `python -m specdec.demo.weights {weights.DRAFT}`")
     target, tokenizer = load(str(folder), "float32")
-    head = registry.find(target)
+    head = registry.find(target, "eagle3")
     prompts = [prompt.encode(tokenizer) for prompt in (*PROMPTS, *MORE)]
 
     exported = ["export", str(head), str(tmp_path / "head"), "--layout", "speculators", "--target", str(folder)]

@@ -7,12 +7,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
+from specdec import registry
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 from specdec.data.prompts import PROMPTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show
-from specdec.eagle3 import registry
 from specdec.generator import SpeculativeGenerator
 from specdec.machine import best_device, in_words, number_format
 from specdec.proposers.named import as_proposers
@@ -65,7 +65,7 @@ def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
     if proposer:
         return target, [proposer]
     # Only of our own targets do we know what drafts well for them.
-    models = ["eagle3"] if registry.at_hand(target) else []  # heads lie in a checkout, not in the wheel
+    models = ["eagle3"] if registry.at_hand(target, "eagle3") else []  # heads lie in a checkout, not in the wheel
     models += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
     return target, [*(WITH_NGRAMS + model for model in models), *models, "ngram"]
 

@@ -12,9 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec import mtp
+from specdec import mtp, registry
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
-from specdec.eagle3 import registry
 from specdec.proposers.base import Proposer
 from specdec.proposers.block import BlockProposer
 from specdec.proposers.draft_model import DraftModelProposer, tokenizers_at_hand, what_differs
@@ -72,7 +71,7 @@ def as_proposer(
     if kind == "mtp":
         return MtpProposer(source or None)
     if kind == "eagle3":
-        return Eagle3Proposer(source or registry.find(target))
+        return Eagle3Proposer(source or registry.find(target, "eagle3"))
     head = _head_at_hand(target) if kind == "auto" else None
     return NgramProposer() if head is None else HybridProposer(head)
 
@@ -92,11 +91,12 @@ def _draft_model(
 def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
     """The registry's head, or else the target's own MTP layers, if they are there and fit; "auto" is content with
     n-grams."""
-    known = registry.known(target) is not None
-    if not known and not mtp.at_hand(target):
+    known = registry.known(target)
+    if known is None and not mtp.at_hand(target):
         return None
     try:
-        proposer = Eagle3Proposer(registry.find(target)) if known else MtpProposer()
+        name = "mtp" if known is None else f"{known.kind}:{registry.find(target, known.kind)}"
+        proposer = as_proposer(name, target)
         proposer.check(target)
     except (ValueError, OSError) as error:
         warnings.warn(f'"auto" drafts with n-grams: {error}')

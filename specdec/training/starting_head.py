@@ -16,10 +16,10 @@ from specdec.data.texts import Text
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
-from specdec.eagle3.registry import WEIGHTS
 from specdec.proposers.block import BlockProposer
 from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
+from specdec.registry import WEIGHTS
 from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.initialisation import extend_vocabulary, initialize

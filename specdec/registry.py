@@ -1,0 +1,134 @@
+"""Which head belongs to which target: the heads of this project, and published ones by their hub ids.
+
+Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, and are known by their checksums. Knows
+nothing of what is in a head, but by which proposer's name it drafts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.paths import cache_folder
+
+WEIGHTS = "model.safetensors"
+Kind = Literal["eagle3", "dflash"]
+IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "drafter of blocks"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """target: its name on the hub, without its organization and in lower case. head: a folder of `heads/`, or a hub id.
+    kind: the proposer's name that drafts with it: a DSpark drafter's is "dflash", too. sha256: of a folder's weights;
+    None: the hub checks its own. fingerprint: the target's, to know that one by if it goes by another name.
+    """
+
+    target: str
+    head: str
+    kind: Kind = "eagle3"
+    sha256: str | None = None
+    fingerprint: str | None = None
+
+
+# Of several for a target, `"auto"` takes the first.
+HEADS = (
+    Known(
+        "qwen2.5-coder-0.5b-instruct",
+        "qwen2.5-coder-0.5b-instruct",
+        sha256="fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd",
+        fingerprint="24-896-151936-f8fa0ac93ef31395",
+    ),
+    Known(
+        "qwen2.5-coder-1.5b-instruct",
+        "qwen2.5-coder-1.5b-instruct",
+        sha256="c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7",
+        fingerprint="28-1536-151936-88c9fbbe2593e0cb",
+    ),
+    Known("llama-3.1-8b-instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+    Known("llama-3.3-70b-instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
+    Known("qwen3-1.7b", "AngelSlim/Qwen3-1.7B_eagle3"),
+    Known("qwen3-4b", "AngelSlim/Qwen3-4B_eagle3"),
+    Known("qwen3-8b", "RedHatAI/Qwen3-8B-speculator.eagle3"),
+    Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3"),
+    Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3"),
+)
+
+
+class NoHead(ValueError):
+    """No head is known for a target, or it is not there."""
+
+
+def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
+    """The first head for a target, of one kind or of any; going by the name that it was loaded under, or else by what
+    it is."""
+    name, wanted = name_of(target), [entry for entry in HEADS if kind in (None, entry.kind)]
+    named = next((entry for entry in wanted if entry.target == name), None)
+    if named is not None:
+        return named
+    mine = fingerprint(target)
+    return next((entry for entry in wanted if entry.fingerprint is not None and entry.fingerprint == mine), None)
+
+
+def fingerprint(target: PreTrainedModel) -> str | None:
+    """Of a target's shape and the norm of its last state, which number formats and quantization leave as it is; None
+    where that cannot be read."""
+    weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
+    text = target.config.get_text_config(decoder=True)
+    shape = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
+    if not isinstance(weight, Tensor) or weight.device.type == "meta" or None in shape:
+        return None
+    content = hashlib.sha256(weight.detach().to("cpu", torch.bfloat16).float().numpy().tobytes())
+    return "-".join(map(str, [*shape, content.hexdigest()[:16]]))
+
+
+def find(target: PreTrainedModel, kind: Kind) -> str:
+    """The folder or hub id of a target's head: in this checkout, else in the cache ($SPECDEC_CACHE/heads), else on the
+    hub.
+
+    Raises:
+        NoHead: none is known, ours is not on this machine, or its file is damaged.
+    """
+    entry = known(target, kind)
+    if entry is None:
+        raise NoHead(
+            f"no {IN_WORDS[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
+            f'"{kind}:PATH_OR_HUB_ID", or train one with `specdec train`'
+        )
+    if entry.sha256 is None:
+        return entry.head
+    folder = _folder(entry)
+    if folder is None:
+        raise NoHead(
+            f"the head {entry.head} is not on this machine: it lies in heads/{entry.head} of specdec's repository and "
+            f"is found in a checkout, or copied to {places()[-1] / entry.head}"
+        )
+    if hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() != entry.sha256:
+        raise NoHead(f"{folder / WEIGHTS} is not the file that it should be (its checksum differs): fetch it again")
+    return str(folder)
+
+
+def at_hand(name: str, kind: Kind) -> bool:
+    """Whether one of our own heads for a target of this name is on this machine."""
+    known = [entry for entry in HEADS if entry.target == name.lower() and entry.kind == kind]
+    return any(_folder(entry) is not None for entry in known)
+
+
+def _folder(entry: Known) -> Path | None:
+    """Where one of our own heads is."""
+    return next((place / entry.head for place in places() if (place / entry.head / WEIGHTS).exists()), None)
+
+
+def places() -> list[Path]:
+    """Folders that may hold our heads."""
+    return [Path(__file__).resolve().parents[1] / "heads", cache_folder() / "heads"]
+
+
+def name_of(target: PreTrainedModel) -> str:
+    """`Qwen/Qwen2.5-Coder-0.5B-Instruct` and a folder of that name give the same."""
+    return Path(str(getattr(target.config, "_name_or_path", "") or "").rstrip("/")).name.lower()
