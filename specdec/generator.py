@@ -31,6 +31,7 @@ from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_argu
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop, Verification
 from specdec.noise import Noise, noise_of_call
+from specdec.pictures import look, shown
 from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
@@ -320,13 +321,16 @@ class SpeculativeGenerator:
             stopping_criteria = group.stopping(stopping_criteria)
         talk = conversation(self.model, input_ids, config, model_kwargs)
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        graphs = None if step is not None or group is not None else self._graphs(drafting)
+        graphs = None if step is not None or group is not None or shown(model_kwargs) else self._graphs(drafting)
         target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
         if group is not None and sampling:
             group.share_random_numbers(input_ids.device)
+        fresh, looked = talk.fresh, None
+        if shown(model_kwargs):
+            talk, looked = look(target, input_ids, talk, model_kwargs)
         with talk.in_rows(target) as columns:
-            read = prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
+            read = looked or prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
             coupled = sampling and self.rule == COUPLED
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
@@ -346,7 +350,7 @@ class SpeculativeGenerator:
                     watched=self._watched,
                 )
                 try:
-                    loop.run(read, talk.fresh)
+                    loop.run(read, fresh)
                 finally:
                     watch.report.num_output_tokens = text.num_output_tokens
                 if group is None or group.leads:

@@ -80,9 +80,10 @@ class ModelRunner(CachedRows):
         self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.masks, self.graphs, self.sized = masks or default_masks(model), graphs, graphs is not None
+        self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
         super().__init__(spans(model, self.masks))
         parameters = forward_parameters(model)
-        self._cache_argument = cache_argument(model)
+        self.cache_argument = cache_argument(model)
         self._takes_positions = "position_ids" in parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
 
@@ -127,6 +128,13 @@ class ModelRunner(CachedRows):
         output = self._forward(given, sight.positions, mask, embedded=embedded, keep=1, hidden=hidden_states)
         self.commit([given.shape[1] - pad for pad in pads])
         return output
+
+    @torch.no_grad()
+    def look(self, inputs: Mapping[str, Any]) -> Output:
+        """A pass as `generate()` prepares it, over whole prompts and what else belongs to them, into a cache that is
+        among the inputs: logits (B, 1, V), hidden states if asked for and features over all columns."""
+        logits, states, features = self._listen(inputs)
+        return Output(logits[:, -1:], states, features)
 
     @torch.no_grad()
     def grow(
@@ -229,7 +237,7 @@ class ModelRunner(CachedRows):
         if mask is not None:
             inputs["attention_mask"] = mask
         if self._takes_positions:
-            inputs["position_ids"] = positions
+            inputs["position_ids"] = positions if self.planes is None else positions + self.planes
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = keep
         if self.graphs is not None and draft and not hidden:
@@ -242,13 +250,18 @@ class ModelRunner(CachedRows):
         return Output(logits[:, -keep:], states, features)
 
     def _pass(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+        """As `_listen`, into our cache."""
+        with self.cache.states.passing():
+            return self._listen({**inputs, self.cache_argument: self.cache})
+
+    def _listen(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
         """Logits, hidden states if they were asked for, features."""
         if self.step is not None:
             self.step.before_pass()
-        with self.cache.states.passing(), nullcontext() if self.taps is None else self.taps.listening() as taken:
-            output = self.model(**inputs, **{self._cache_argument: self.cache})
+        with nullcontext() if self.taps is None else self.taps.listening() as taken:
+            output = self.model(**inputs)
         features = None if self.taps is None or taken is None else self.taps.features(taken)
-        return output.logits, output.hidden_states if "output_hidden_states" in inputs else None, features
+        return output.logits, output.hidden_states if inputs.get("output_hidden_states") else None, features
 
 
 def known_at_once(batch_size: int, length: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
-from specdec import conversation
+from specdec import conversation, pictures
 from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
@@ -84,14 +84,17 @@ def why_plain(
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
     if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
         return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
-    strange = [key for key, value in model_kwargs.items() if key not in KNOWN_KWARGS and not _empty(key, value)]
+    beside = pictures.shown(model_kwargs)
+    known = KNOWN_KWARGS | beside
+    strange = [key for key, value in model_kwargs.items() if key not in known and not _empty(key, value)]
     if strange:
         return f"the model argument {strange[0]} has no meaning for drafted tokens here"
     if input_ids.dim() != 2:
         return f"input_ids has {input_ids.dim()} dimensions"
     windows, states = set(spans(model, capability.masks)) != {Span()}, has_states(model)
     reason = (
-        _padding_problem(input_ids, config, model_kwargs)
+        _padding_problem(input_ids, config, model_kwargs, bool(beside))
+        or (pictures.problem(model, input_ids, config, model_kwargs) if beside else None)
         or conversation.problem(input_ids, config, model_kwargs, windows, states)
         or _rope_problem(model, input_ids, config, model_kwargs)
     )
@@ -114,7 +117,9 @@ def ignored_fields(config: GenerationConfig) -> list[str]:
     return [name for name in ASSISTED_FIELDS if getattr(config, name, None)]
 
 
-def _padding_problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> str | None:
+def _padding_problem(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], with_pictures: bool
+) -> str | None:
     """Raises for a batch or prompt of nothing; names what is unusual about mask or positions."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
@@ -133,7 +138,7 @@ def _padding_problem(input_ids: Tensor, config: GenerationConfig, model_kwargs: 
             "for generation, and pass attention_mask where a prompt's own last token is the padding token"
         )
     positions = model_kwargs.get("position_ids")
-    if positions is not None:
+    if positions is not None and not (with_pictures and positions.dim() == 3):  # the model's own, see `pictures`
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
         ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
         if not ordered or not bool(((positions == expected) | ~real).all()):

@@ -1,41 +1,22 @@
-"""Texts alone, written by models that also take pictures: their positions come in several planes (M-RoPE)."""
+"""Models that also take pictures: texts alone, whose positions come in several planes (M-RoPE), and with pictures."""
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from specdec import SpeculativeGenerator
+from specdec import DraftModelProposer, Eagle3Proposer, NgramProposer, SpeculativeGenerator
 from specdec.runner import forward_parameters
-from tests import families, tiny
+from tests import eagle3, families, pictured, tiny
 
-FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava", "mistral3", "qwen3_5"]
+TEXTS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava", "mistral3", "qwen3_5"]
 ARGUMENTS = {"do_sample": False, "max_new_tokens": 16}
+ORDER = torch.arange(13)[None]  # as if a picture were a line of text
+PROMPTS = {"one row": (7,), "ragged": (7, 4, 9)}
 
 
-def tiny_model(name: str) -> PreTrainedModel:
-    config = families.tiny_config(name)
-    text = config.get_text_config(decoder=True)
-    rope = text.rope_parameters
-    if "vl" in name or name == "glm4v" or "mrope_section" in rope:  # halves of a head, shared by the planes
-        rope["mrope_section"] = [2, 1, 1]
-    marks = [
-        key for key in vars(config) if key.endswith(("_token_id", "_token_index")) and key[:3] not in ("pad", "eos")
-    ]
-    for number, key in enumerate(marks):
-        setattr(config, key, 90 + number)
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config).float().eval()
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = tiny.PAD, None
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() >= 2:
-                weight.mul_(4)
-    return model
-
-
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_texts_alone(name):
-    model = tiny_model(name)
+    model = pictured.model(name)
     for lengths in ((9,), (9, 4)):
         inputs = tiny.prompts(*lengths)
         if "mm_token_type_ids" in forward_parameters(model):
@@ -46,3 +27,86 @@ def test_texts_alone(name):
             assert spec.generate(**inputs, **ARGUMENTS).tolist() == plain.tolist()
         assert spec.report.num_plain_calls == 0
         assert not messages
+
+
+@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("name", pictured.FAMILIES)
+def test_pictures(name, lengths):
+    model = pictured.model(name)
+    for count in (1, 2):
+        inputs = pictured.prompts(name, *lengths, pictures=count)
+        plain = model.generate(**inputs, **ARGUMENTS)
+        others = inputs | {"pixel_values": torch.randn_like(inputs["pixel_values"])}
+        assert model.generate(**others, **ARGUMENTS).tolist() != plain.tolist()
+        spec = SpeculativeGenerator(model, tiny.Garbage(answer=plain), draft_length=4, on_unsupported="error")
+        assert spec.generate(**inputs, **ARGUMENTS).tolist() == plain.tolist()
+        assert spec.report.num_accepted_tokens > 3
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
+def test_same_seed_same_text(name):
+    model, inputs = pictured.model(name), pictured.prompts(name, 7, 4, 9)
+    arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, **arguments, num_return_sequences=2)
+    spec = SpeculativeGenerator(model, tiny.Garbage(answer=plain), draft_length=4, on_unsupported="error")
+    torch.manual_seed(3)
+    assert spec.generate(**inputs, **arguments, num_return_sequences=2).tolist() == plain.tolist()
+    assert spec.report.num_accepted_tokens > 3
+
+
+@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+def test_proposers(lengths):
+    """A draft model of text alone, a head beside the states that a picture went into, n-grams."""
+    model, inputs = pictured.model("llava"), pictured.prompts("llava", *lengths)
+    plain = model.generate(**inputs, **ARGUMENTS)
+    head = eagle3.head(tap_ids=(0, 1, 2))
+    for proposer in (NgramProposer(), DraftModelProposer(tiny.model("llama")), Eagle3Proposer(head)):
+        spec = SpeculativeGenerator(model, proposer, draft_length=3, on_unsupported="error")
+        assert spec.generate(**inputs, **ARGUMENTS).tolist() == plain.tolist()
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_what_comes_back_beside_the_text(name):
+    """Scores, hidden states of prompt and text, and a cache to go on with."""
+    model, inputs = pictured.model(name), pictured.prompts(name, 7, 4)
+    arguments = ARGUMENTS | {"return_dict_in_generate": True, "output_scores": True, "output_hidden_states": True}
+    plain = model.generate(**inputs, **arguments)
+    spec = SpeculativeGenerator(model, tiny.Garbage(answer=plain.sequences), draft_length=4, on_unsupported="error")
+    ours = spec.generate(**inputs, **arguments)
+    assert ours.sequences.tolist() == plain.sequences.tolist()
+    torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-3, rtol=1e-3)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(ours.hidden_states[0][-1][real], plain.hidden_states[0][-1][real])
+    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        kept = real.new_ones(len(real), plain.sequences.shape[1] - 1)
+        kept[:, : real.shape[1]] = real
+        kept = kept[:, -b.keys.shape[2] :][:, None, :, None]
+        torch.testing.assert_close(a.keys * kept, b.keys * kept, atol=1e-3, rtol=1e-3)
+
+
+REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids do not say": {"position_ids": ORDER}}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_cannot_be_gone_on_from_is_decoded_plainly(reason):
+    inputs = pictured.prompts("qwen2_vl", 7) | REASONS[reason]
+    assert reason in plainly(pictured.model("qwen2_vl"), inputs)
+
+
+def test_pictures_before_the_text_have_no_tokens_in_it():
+    config = families.tiny_config("git")
+    config.vision_config.image_size, config.vision_config.patch_size = 32, 16
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = tiny.PAD, None
+    inputs = tiny.prompts(5) | {"pixel_values": torch.randn(1, 3, 32, 32)}
+    assert "no tokens in the place of its pictures" in plainly(model, inputs)
+
+
+def plainly(model, inputs) -> str:
+    """Its text is plain decoding's, and this is said of it."""
+    spec = SpeculativeGenerator(model, "ngram")
+    with tiny.specdec_warnings() as messages:
+        assert spec.generate(**inputs, **ARGUMENTS).tolist() == model.generate(**inputs, **ARGUMENTS).tolist()
+    assert spec.report.num_plain_calls == 1
+    return str(messages)

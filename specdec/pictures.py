@@ -1,0 +1,80 @@
+"""What a prompt shows beside its tokens: pictures, films, sounds, as multimodal models take them.
+
+Owns which arguments those are, and reading such a prompt: once, in one pass, as plain decoding does. All that is
+written behind it is text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import utils
+
+from specdec.conversation import Conversation, cache_of, columns_in, real_columns
+from specdec.runner import ModelRunner, Output
+
+# Arguments that transformers drops after the first pass (5.23; older versions have no such list, and nothing is known).
+SHOWN = frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+# Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
+MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
+PLACED = {"token_type_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+
+
+def shown(model_kwargs: dict[str, Any]) -> set[str]:
+    """The arguments of a call that show something beside its tokens; empty for a text alone."""
+    given = {name for name in (SHOWN | PLACED) & model_kwargs.keys() if _says_something(name, model_kwargs[name])}
+    return given if given & SHOWN else set()
+
+
+def problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call with something `shown` cannot be speculated on, or None."""
+    marks = [mark for name in MARKS if (mark := getattr(model.config, name, None)) is not None]
+    if not any(bool(torch.any(input_ids == mark)) for mark in marks):
+        return "the prompt has no tokens in the place of its pictures"
+    if columns_in(cache_of(model_kwargs)):
+        return "pictures together with past_key_values"
+    if config.prefill_chunk_size:
+        return "prefill_chunk_size for a prompt with pictures"
+    real = real_columns(input_ids, config, model_kwargs)
+    if bool((real[:, 1:].int() < real[:, :-1].int()).any()):
+        return "attention_mask has holes inside a prompt with pictures"
+    if any(hasattr(module, "rope_deltas") for module in model.modules()) and not _in_planes(model_kwargs):
+        return "position_ids do not say where the pictures' rows and columns are"
+    return None
+
+
+def look(
+    target: ModelRunner, input_ids: Tensor, talk: Conversation, model_kwargs: dict[str, Any]
+) -> tuple[Conversation, Output]:
+    """Read the whole prompt under the model's own masks and positions.
+
+    Returns:
+        The conversation to go on from, as if the prompt had been an earlier turn, and the pass's output.
+    """
+    model = target.model
+    cache = DynamicCache(config=model.config) if talk.cache is None else talk.cache
+    given = {**model_kwargs, target.cache_argument: cache, "return_dict": True}
+    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
+    output = target.look(inputs)
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        ends = talk.real.sum(1).to(positions.device)
+        target.planes = (positions[..., -1] + 1 - ends)[..., None]
+    return replace(talk, cached=talk.real.shape[1], cache=cache), output
+
+
+def _in_planes(model_kwargs: dict[str, Any]) -> bool:
+    positions = model_kwargs.get("position_ids")
+    return isinstance(positions, Tensor) and positions.dim() == 3
+
+
+def _says_something(name: str, value: Any) -> bool:
+    if name.endswith("type_ids"):  # 0: a token of text
+        return isinstance(value, Tensor) and bool(value.any())
+    return value is not None and not (isinstance(value, dict) and not value)
