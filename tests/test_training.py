@@ -172,6 +172,28 @@ def test_rows_in_several_passes_train_the_same_head(files, tmp_path):
     assert one == pytest.approx(two, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
+    """However many rows a pass takes, and though it was learnt from others before."""
+    target = tiny.model("llama", num_hidden_layers=4)
+    texts = some_texts(target)
+    head = eagle3.head() if kind == "eagle3" else blocks.head("DSpark", **blocks.OWN)
+    rows, found = PackedTexts(texts[:3], 60), []
+    for at_once in (3, 1):
+        args = quiet_arguments(tmp_path, 1, 1)
+        args.per_device_train_batch_size = at_once
+        trainer = HeadTrainer(deepcopy(head), target, args, state_weight=0.0, train_dataset=rows)
+        trainer.objective.state_weight, trainer.objective.update = 1.0, 7  # as in the middle of a run
+        found.append(trainer.held_out(rows))
+    assert len(rows) > 1
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
+    trainer = HeadTrainer(deepcopy(head), target, quiet_arguments(tmp_path, 1, 1), state_weight=0.0, train_dataset=rows)
+    trainer.train()
+    first = trainer.state.log_history[0]
+    assert found[0]["eval_loss"] == pytest.approx(first["loss"], rel=1e-3)
+    assert found[0]["eval_simulated_length"] == pytest.approx(first["simulated_length"], rel=1e-3)
+
+
 def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch):
     def broken(self, ids, **kwargs):
         return {"loss": torch.nan * self.head.fc.weight.sum(), "accuracy": torch.ones(3)}
@@ -190,6 +212,9 @@ def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     assert result.exit_code == 0, result.output
     lines = result.output.replace("\r", "\n").splitlines()
     assert any(re.search(r"update 10: loss \d+\.\d+, first choices right( \d\.\d\d){3} ", line) for line in lines)
+    held = r"held-out texts: loss \d+\.\d+, simulated length \d\.\d\d"
+    assert any(re.search(rf"update 2: {held}", line) for line in lines)
+    assert any(re.search(rf"update 10: loss .* \(step by step\); {held} at update 10", line) for line in lines)
     assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
 
 

@@ -21,9 +21,12 @@ def draw(content: dict[str, Any], path: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
 
-    line(left, "loss", "loss")
+    line(left, "loss", "training batches")
+    line(left, "eval_loss", "held-out texts", "s:")
+    left.legend(fontsize="small")
     left.set(xlabel="training tokens (millions)", ylabel="loss")
     line(right, "simulated_length", "training batches, steps taken as independent")
+    line(right, "eval_simulated_length", "held-out texts, the same", "D:")
     line(right, "decoder_simulated_length", "held-out prompts, simulated", "s:")
     line(right, "decoder_mean_acceptance_length", "held-out prompts, decoder: chains", "o-")
     line(right, "decoder_tree_length", "decoder: trees", "^-")

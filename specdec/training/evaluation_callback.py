@@ -1,4 +1,4 @@
-"""`EvaluationCallback`: measures a head while it is trained, by the real decoder, and keeps the best one."""
+"""`EvaluationCallback`: measures a head while it is trained, by its loss and the real decoder, and keeps the best."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from specdec.training.trainer import HeadTrainer, copy_of
 
 
 class EvaluationCallback(TrainerCallback):
-    """Has the real decoder measure the head now and then, and keeps the best one.
+    """Has the real decoder measure the head now and then, and keeps the best one; its loss on other texts more often.
 
     Owns the folder's `head`, `evaluation.json` and `curve.png`.
 
     Args:
-        prompts: (T,) int64 each. every: updates between measurements.
+        prompts: (T,) int64 each. every: updates between measurements by the decoder.
+        held_out: texts that nothing is learnt from. held_out_every: updates between measurements of the loss on them.
         at_start: measure before the first update too: the head may be the best already.
     """
 
@@ -35,19 +36,26 @@ class EvaluationCallback(TrainerCallback):
         folder: RunFolder,
         *,
         every: int,
+        held_out: PackedTexts,
+        held_out_every: int,
         at_start: bool = False,
     ):
         self.trainer, self.prompts, self.folder = trainer, prompts, folder
         self.every, self.at_start = every, at_start
+        self.held_out, self.held_out_every = held_out, held_out_every
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.at_start and state.global_step == 0:
+            self._measure_loss(state)
             self._evaluate(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
+        last = state.global_step == state.max_steps
+        if state.global_step % self.held_out_every == 0 or last:
+            self._measure_loss(state)
+        if state.global_step % self.every == 0 or last:
             self._evaluate(state)
 
     def best(self) -> Evaluation | None:
@@ -57,6 +65,15 @@ class EvaluationCallback(TrainerCallback):
         if not self.folder.evaluation.exists():
             self._evaluate(self.trainer.state)
         return _evaluation(json.loads(self.folder.evaluation.read_text())["best"])
+
+    def _measure_loss(self, state: TrainerState) -> None:
+        if state.is_world_process_zero:
+            self._log(self.trainer.held_out(self.held_out))
+
+    def _log(self, found: dict[str, float]) -> None:
+        due = self.trainer.control.should_log
+        self.trainer.log(found)
+        self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
 
     def _evaluate(self, state: TrainerState) -> None:
         if not state.is_world_process_zero:
@@ -69,9 +86,7 @@ class EvaluationCallback(TrainerCallback):
             torch.manual_seed(self.trainer.args.seed)
             found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
-        due = self.trainer.control.should_log
-        self.trainer.log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
-        self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
+        self._log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
         if found.warning:
             print(f"warning: {found.warning}")
         before = read_json(self.folder.evaluation)

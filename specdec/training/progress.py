@@ -21,7 +21,7 @@ class ProgressInWords(ProgressCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.training_bar is not None and logs:
-            self.training_bar.write(in_words(logs, state.global_step))
+            self.training_bar.write(in_words(logs, state))
 
 
 class PrinterInWords(PrinterCallback):
@@ -31,7 +31,7 @@ class PrinterInWords(PrinterCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and logs:
-            print(in_words(logs, state.global_step))
+            print(in_words(logs, state))
 
 
 def speak(trainer: Trainer) -> None:
@@ -41,8 +41,9 @@ def speak(trainer: Trainer) -> None:
             trainer.add_callback(ours())
 
 
-def in_words(logs: dict[str, float], update: int) -> str:
-    """A line on what `HeadTrainer` or `EvaluationCallback` logged."""
+def in_words(logs: dict[str, float], state: TrainerState) -> str:
+    """A line on what `HeadTrainer` or `EvaluationCallback` logged, with what was measured last on held-out texts."""
+    update = state.global_step
     if "decoder_tree_length" in logs:
         return (
             f"update {update}: accepted per round {logs['decoder_tree_length']:.2f} tokens with trees at T=0, "
@@ -51,10 +52,25 @@ def in_words(logs: dict[str, float], update: int) -> str:
         )
     if "simulated_length" in logs:
         shares = " ".join(f"{logs[key]:.2f}" for key in logs if key.startswith("accuracy_"))
-        return f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step)"
+        return (
+            f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step){_held_out(state)}"
+        )
+    if "eval_loss" in logs:
+        return f"update {update}: {_in_words_held_out(logs)}"
     if "train_runtime" in logs:
         return f"trained and evaluated for {logs['train_runtime'] / 60:.1f} minutes"
     return ", ".join(f"{key} {value}" for key, value in logs.items())
+
+
+def _held_out(state: TrainerState) -> str:
+    for entry in reversed(state.log_history):
+        if "eval_loss" in entry:
+            return f"; {_in_words_held_out(entry)} at update {entry['step']}"
+    return ""
+
+
+def _in_words_held_out(entry: dict[str, float]) -> str:
+    return f"held-out texts: loss {entry['eval_loss']:.3f}, simulated length {entry['eval_simulated_length']:.2f}"
 
 
 def in_bytes(size: float, digits: int = 1) -> str:

@@ -86,7 +86,13 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
     trainer = _trainer(recipe, folder, head, target, dataset, processes)
     prompts = [_prompt(text) for text in held_out]
     evaluation = EvaluationCallback(
-        trainer, prompts, folder, every=recipe.evaluate_every, at_start=recipe.start_from is not None
+        trainer,
+        prompts,
+        folder,
+        every=recipe.evaluate_every,
+        held_out=PackedTexts(held_out, recipe.length),
+        held_out_every=recipe.save_every,
+        at_start=recipe.start_from is not None,
     )
     trainer.add_callback(evaluation)
     if deadline is not None:

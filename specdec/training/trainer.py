@@ -19,7 +19,7 @@ from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.taps import FINAL, Taps, decoder_layers
 from specdec.training.block_objective import BlockObjective
-from specdec.training.dataset import StateDataset, collate
+from specdec.training.dataset import PackedTexts, StateDataset, collate
 from specdec.training.objective import Eagle3Objective, Objective
 from specdec.training.states import states_of_packed
 from specdec.training.teacher import TargetLogits, embedding_of
@@ -89,7 +89,7 @@ class HeadTrainer(Trainer):
         self.objective.update = self.state.global_step
         counts = torch.zeros(self.steps, device=device)
         for batch in batches:
-            counts += self.objective.drafts(**{name: batch[name] for name in LEARNT}).sum((1, 2)).to(device)
+            counts += self._counts(batch).to(device)
         # DDP takes the mean of the processes' gradients: over the mean of their counts it is that of all rows together.
         return batches, self.accelerator.reduce(counts, "mean")
 
@@ -100,12 +100,9 @@ class HeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        if "states" not in inputs:
-            states = states_of_packed(self.target, self._listener, inputs)
-            inputs = inputs | {"states": states, "over_all": self._logits.over_all(states, inputs["learn"])}
         done = self.state.global_step / max(1, self.state.max_steps)
         self.objective.state_weight, self.objective.update = self.state_weight * (1 - done), self.state.global_step
-        outputs = model(**inputs, counts=num_items_in_batch)
+        outputs = model(**self._with_states(inputs), counts=num_items_in_batch)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
             raise ValueError(
@@ -120,9 +117,39 @@ class HeadTrainer(Trainer):
         if "loss" in logs and self._accuracies:
             accuracy = torch.stack([a for a in self._accuracies if len(a) == len(self._accuracies[-1])]).mean(0)
             logs |= {f"accuracy_{step}": round(float(a), 4) for step, a in enumerate(accuracy)}
-            logs["simulated_length"] = round(1 + float(accuracy.cumprod(-1).sum()), 4)
+            logs["simulated_length"] = _simulated_length(accuracy)
             self._accuracies.clear()
         super().log(logs, *args, **kwargs)
+
+    @torch.no_grad()
+    def held_out(self, rows: PackedTexts) -> dict[str, float]:
+        """Loss, and length of drafts as it is logged of what is learnt from, of other texts. This process alone."""
+        at_once = self.args.per_device_train_batch_size
+        batches = [
+            self._prepare_inputs(self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))]))
+            for start in range(0, len(rows), at_once)
+        ]
+        self.objective.state_weight, self.objective.update = 0.0, 0  # the same anchors every time
+        counts = [self._counts(batch) for batch in batches]
+        whole = torch.stack(counts).sum(0)
+        loss, hits = 0.0, torch.zeros(self.steps, device=whole.device)
+        for batch, count in zip(batches, counts, strict=True):
+            outputs = self.objective(**self._with_states(batch), counts=whole)
+            accuracy = outputs["accuracy"]
+            loss += float(outputs["loss"])
+            hits[: len(accuracy)] += accuracy * count[: len(accuracy)]
+        length = _simulated_length(hits / whole.clamp(min=1))
+        return {"eval_loss": round(loss, 4), "eval_simulated_length": length}
+
+    def _with_states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "states" in batch:
+            return batch
+        states = states_of_packed(self.target, self._listener, batch)
+        return batch | {"states": states, "over_all": self._logits.over_all(states, batch["learn"])}
+
+    def _counts(self, batch: dict[str, Tensor]) -> Tensor:
+        """(steps,) int64, drafts of a batch that are learnt from."""
+        return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
         """Write the head alone, in bfloat16; an earlier one there is replaced when this one is whole."""
@@ -140,6 +167,11 @@ class HeadTrainer(Trainer):
             folder.rename(old)
         written.rename(folder)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _simulated_length(accuracy: Tensor) -> float:
+    """Of accuracies (steps,), if steps were independent."""
+    return round(1 + float(accuracy.cumprod(-1).sum()), 4)
 
 
 def copy_of(head: Head, dtype: torch.dtype) -> Head:
