@@ -123,7 +123,9 @@ class HeadTrainer(Trainer):
 
     @torch.no_grad()
     def held_out(self, rows: PackedTexts) -> dict[str, float]:
-        """Loss, and length of drafts as it is logged of what is learnt from, of other texts. This process alone."""
+        """Of other texts: the loss, without that on states, and the length of drafts that is logged in training. Other
+        processes need not call it.
+        """
         at_once = self.args.per_device_train_batch_size
         batches = [
             self._prepare_inputs(self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))]))
