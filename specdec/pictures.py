@@ -20,8 +20,8 @@ from specdec.runner import ModelRunner, Output
 # Arguments that transformers drops after the first pass (5.23; older versions have no such list, and nothing is known).
 SHOWN = frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 # Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
-MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))
 PLACED = {"token_type_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))  # in configs
 
 
 def shown(model_kwargs: dict[str, Any]) -> set[str]:
