@@ -66,7 +66,7 @@ class Conversation:
     @cached_property
     def text_order(self) -> Tensor | None:
         """(B, T) int64, the columns of `input_ids` with all padding first; None where they lie so."""
-        return None if _left_padded(self._text) else _padding_first(self._text)
+        return None if left_padded(self._text) else _padding_first(self._text)
 
     @property
     def _text(self) -> Tensor:
@@ -171,10 +171,10 @@ def problem(
     """
     cache = cache_of(model_kwargs)
     real = real_columns(input_ids, config, model_kwargs)
-    if windows and not _left_padded(real):
+    if windows and not left_padded(real):
         return "attention_mask has holes inside a prompt, which count in this model's sliding windows"
     new = real[:, columns_in(cache) :]
-    if states and not _left_padded(new):
+    if states and not left_padded(new):
         return "attention_mask has holes inside a prompt, over which this model's states go on"
     if states and columns_in(cache) and not bool(new.all()):
         return "what is new has padding before it, over which this model's states go on"
@@ -239,7 +239,7 @@ def _untouched(cache: Any) -> bool:
     )
 
 
-def _left_padded(real: Tensor) -> bool:
+def left_padded(real: Tensor) -> bool:
     return not bool((real[:, 1:].int() < real[:, :-1].int()).any())
 
 

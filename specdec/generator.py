@@ -321,13 +321,14 @@ class SpeculativeGenerator:
             stopping_criteria = group.stopping(stopping_criteria)
         talk = conversation(self.model, input_ids, config, model_kwargs)
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        graphs = None if step is not None or group is not None or shown(model_kwargs) else self._graphs(drafting)
+        pictures = shown(model_kwargs)
+        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
         target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs)
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
         if group is not None and sampling:
             group.share_random_numbers(input_ids.device)
         fresh, looked = talk.fresh, None
-        if shown(model_kwargs):
+        if pictures:
             talk, looked = look(target, input_ids, talk, model_kwargs)
         with talk.in_rows(target) as columns:
             read = looked or prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))

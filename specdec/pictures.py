@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import utils
 
-from specdec.conversation import Conversation, cache_of, columns_in, real_columns
+from specdec.conversation import Conversation, cache_of, columns_in, left_padded, real_columns
 from specdec.runner import ModelRunner, Output
 
 # Arguments that transformers drops after the first pass (5.23; older versions have no such list, and nothing is known).
@@ -41,8 +41,7 @@ def problem(
         return "pictures together with past_key_values"
     if config.prefill_chunk_size:
         return "prefill_chunk_size for a prompt with pictures"
-    real = real_columns(input_ids, config, model_kwargs)
-    if bool((real[:, 1:].int() < real[:, :-1].int()).any()):
+    if not left_padded(real_columns(input_ids, config, model_kwargs)):
         return "attention_mask has holes inside a prompt with pictures"
     if any(hasattr(module, "rope_deltas") for module in model.modules()) and not _in_planes(model_kwargs):
         return "position_ids do not say where the pictures' rows and columns are"

@@ -75,9 +75,8 @@ class HeadTrainer(Trainer):
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
-        self.model_accepts_loss_kwargs = (
-            True  # losses of the passes of an update add up: none is divided by their number
-        )
+        # Losses of the passes of an update add up: none is divided by their number.
+        self.model_accepts_loss_kwargs = True
         self.head, self.target, self.steps = head, target, steps
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._listener = Taps(target, [*taps, FINAL])
