@@ -8,7 +8,7 @@ differ in how sums are rounded, as torch's own for different numbers of rows do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import local
 from time import perf_counter
@@ -38,22 +38,30 @@ def quick(model: M) -> M:
 class QuickLinear(nn.Linear):
     """A linear layer for inference, made of one whose parameters it shares."""
 
+    _settled: Mapping[tuple[torch.Size, int], Way] = {}  # what is best for rows of a shape, by so many threads
+
     @property
     def ways(self) -> tuple[Way, ...]:
         """To multiply by its weights."""
         return ways(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        way = self._settled.get((x.shape, torch.get_num_threads()))
+        if way is by_rows:  # torch's own is right whatever x is; and a layer without detours is 4% of a pass
+            return nn.functional.linear(x, self.weight, self.bias)
         if x.dtype != self.weight.dtype or torch.is_grad_enabled() or not x.numel():
             return super().forward(x)
-        rows = x.reshape(-1, x.shape[-1])
-        return self._multiplied(rows).view(*x.shape[:-1], -1)
+        return (way or self._chosen(x))(x.reshape(-1, x.shape[-1]), self).view(*x.shape[:-1], -1)
 
-    def _multiplied(self, rows: Tensor) -> Tensor:
+    def _chosen(self, x: Tensor) -> Way:
+        """What is best for x, (..., in), or finds it out."""
+        rows = x.reshape(-1, x.shape[-1])
         trial = self._trial(min(len(rows), MANY))
         while trial.best is None and len(rows) > MANY:
             trial(rows[:MANY], self)
-        return (trial.best or trial)(rows, self)
+        if trial.best is not None and len(rows) <= MANY:  # prompts have too many shapes to remember them all
+            self._settled = {**self._settled, (x.shape, torch.get_num_threads()): trial.best}
+        return trial.best or trial
 
     def _trial(self, rows: int) -> Trial:
         out, into = self.weight.shape

@@ -109,6 +109,23 @@ def test_an_lm_head_is_multiplied_as_the_layers_before_it(eager, monkeypatch):
     assert len(products._trials) == 1
 
 
+def test_a_layer_remembers_what_is_best_for_a_shape(eager, monkeypatch):
+    layer, x = quick_layer(8, 5), torch.randn(1, 3, 8)
+    with torch.no_grad():
+        for _ in range(products.TRIES * len(products.ways(torch.float32)) + 1):
+            layer(x)
+        monkeypatch.setattr(products, "_trials", {})
+        torch.testing.assert_close(layer(x), by_rows(x, layer))
+        assert not products._trials
+        layer(x[:, :2])  # another shape
+        assert len(products._trials) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
+    with torch.no_grad():
+        layer(x)
+    assert len(products._trials) == 2
+    assert layer(x.requires_grad_()).requires_grad
+
+
 def test_many_rows_are_tried_on_a_few(eager, monkeypatch):
     sizes = []
     real = by_rows
