@@ -150,13 +150,18 @@ class SpeculativeGenerator:
             `return_dict_in_generate`, by argument or config, transformers' output object, whose `sequences` they are.
 
         Raises:
-            TypeError: an argument of `SpeculativeGenerator`'s own.
+            TypeError: an argument of `SpeculativeGenerator`'s own; inputs that are no tensor.
             Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
             ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
         """
         ours = SETTINGS & kwargs.keys()
         if ours and "custom_generate" not in kwargs:  # whose arguments they then are
             raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
+        if inputs is not None and not isinstance(inputs, Tensor):
+            raise TypeError(
+                f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
+                'generate(**tokenizer(text, return_tensors="pt"))'
+            )
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 

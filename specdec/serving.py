@@ -39,13 +39,13 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
     from transformers.cli.serve import Serve
 
     Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # its list of models fails where there is none
-    with _speculating(generator_of):
+    with _speculating(target, generator_of):
         return Serve(force_model=target, **options)
 
 
 @contextmanager
-def _speculating(generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]) -> Iterator[None]:
-    """Within this context servers are made whose models generate by specdec."""
+def _speculating(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]) -> Iterator[None]:
+    """Within this context servers are made whose models generate by specdec, and which name `target` as one of them."""
     from transformers.cli.serving import model_manager
 
     plain = model_manager.ModelManager
@@ -55,6 +55,12 @@ def _speculating(generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]
             model = super()._load_model(*args, **kwargs)
             model.generate = Installed(generator_of(model).generate, model)
             return model
+
+        @staticmethod
+        def get_gen_models(cache_dir: str | None = None) -> list[dict[str, Any]]:
+            """Those in the hub's cache, and before them the one that is served, wherever it lies."""
+            served = {"owned_by": "", "id": target, "object": "model", "created": 0}
+            return [served, *(model for model in plain.get_gen_models(cache_dir) if model["id"] != target)]
 
     model_manager.ModelManager = Speculating
     try:

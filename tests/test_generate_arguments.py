@@ -700,3 +700,10 @@ def test_a_generators_own_settings_are_no_arguments_of_a_call():
     with pytest.raises(TypeError, match=r"draft_length is no argument of a call, but of SpeculativeGenerator"):
         spec.generate(**tiny.prompts(5), draft_length=3)
     assert spec.report.num_calls == 0
+
+
+@pytest.mark.parametrize("inputs", ["a text", ["a text"], [[1, 2, 3]]])
+def test_what_is_no_tensor_is_told_how_to_become_one(inputs):
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
+    with pytest.raises(TypeError, match=r"takes a tensor of token ids, got a (str|list): generate\(\*\*tokenizer"):
+        spec.generate(inputs)
