@@ -211,6 +211,7 @@ def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     result = run(files, tmp_path, "--epochs", "2")
     assert result.exit_code == 0, result.output
     lines = result.output.replace("\r", "\n").splitlines()
+    assert any(re.search(r"the target reads in \w+, the head is trained in \w+", line) for line in lines)
     assert any(re.search(r"update 10: loss \d+\.\d+, first choices right( \d\.\d\d){3} ", line) for line in lines)
     held = r"held-out texts: loss \d+\.\d+, simulated length \d\.\d\d"
     assert any(re.search(rf"update 2: {held}", line) for line in lines)

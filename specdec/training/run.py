@@ -73,6 +73,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
     folder.refuse_others(identity, recipe.defaults() | {"weights": weights})
     head = starting_head(recipe, given, target, learnt, folder, processes)
     if processes.is_main_process:
+        print(precision.in_words(target))
         keep(learnt, folder.learnt)
         keep(held_out, folder.held_out)
         folder.claim(identity)
