@@ -58,7 +58,7 @@ def _wait_for(port: int) -> None:
 
 def test_answers_are_plain_decodings(served):
     client, name, made, expected = served
-    assert [model.id for model in client.models.list()][0] == name
+    assert next(iter(client.models.list())).id == name
     whole = client.chat.completions.create(model=name, messages=ASKED, max_tokens=NEW, temperature=0)
     assert whole.choices[0].message.content == expected
     stream = client.chat.completions.create(model=name, messages=ASKED, max_tokens=NEW, temperature=0, stream=True)
