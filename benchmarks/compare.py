@@ -13,6 +13,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from measure import take
 from memory import peak_memory
 from methods import PLAIN, catalogue, select
 from options import Bench, Options
+from prompts import Job
 from rich.console import Console
 from store import Record, Store
 from summary import best_of_transformers, summarise
@@ -51,6 +53,10 @@ def main(
     coding_apart: Annotated[
         bool, typer.Option(help="MT-bench's coding questions as a seventh group.")
     ] = Options.coding_apart,
+    all_turns: Annotated[
+        bool, typer.Option("--all-turns", help="A question's further turns, too, behind plain decoding's answers.")
+    ] = Options.all_turns,
+    thinking: Annotated[bool | None, typer.Option(help="What a chat template is told of it.")] = Options.thinking,
     max_prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Shorten longer prompts.")
     ] = Options.max_prompt_tokens,
@@ -88,6 +94,8 @@ def main(
         prompts=prompts,
         per_category=per_category,
         coding_apart=coding_apart,
+        all_turns=all_turns,
+        thinking=thinking,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         full_length=full_length,
@@ -115,36 +123,60 @@ def main(
             _write(out, "memory", *_memory(options, [n for n in chosen if patterns or n in MEMORY_METHODS]))
         if pass_cost or memory:
             return
-        identities = _compare(bench, chosen, repeats, out)
+        identities = compare(bench, chosen, repeats, out).identities
     differing = [name for name, identity in identities.items() if identity.differences]
     if differing and str(bench.target.dtype) == "torch.float32":
         log.print(f"error: in float32 texts must be plain decoding's; {', '.join(differing)} differ", style="red")
         raise typer.Exit(1)
 
 
-def _compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> dict[str, Identity]:
+@dataclass(frozen=True)
+class Compared:
+    """What was measured, and whether the texts are plain decoding's, by method (at T = 0)."""
+
+    records: list[Record]
+    identities: dict[str, Identity]
+
+
+def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Compared:
+    """Measure what is missing in `out`, and write there what it comes to."""
+    if bench.options.all_turns and bench.options.batch_size > 1:
+        raise ValueError("--all-turns measures conversations one by one: leave out --batch-size")
     store = Store(out, bench.options.fingerprinted)
     session = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    jobs: list[Job] = []
     stopped = False
     try:
-        _run(bench, chosen, repeats, store, session)
+        _run(bench, chosen, repeats, store, session, jobs)
     except KeyboardInterrupt:
         stopped = True
         log.print("\nstopped; what is finished is kept, and the same command goes on from there")
-    ids = {job.id for job in bench.jobs}
+    ids = {job.id for job in jobs}
     records = [record for record in store.records if record.job in ids]
     if not records:
         raise typer.Exit(130)
-    identities = compare_texts(records, bench.jobs, bench.target) if bench.options.temperature == 0 else {}
+    identities = compare_texts(records, jobs, bench.target) if bench.options.temperature == 0 else {}
     _report(bench, records, identities, out)
     if stopped:
         raise typer.Exit(130)
-    return identities
+    return Compared(records, identities)
 
 
-def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str) -> None:
-    """Measure what is missing: for each prompt and repeat every method in turn."""
-    wanted = [(name, job, repeat) for job in bench.jobs for repeat in range(repeats) for name in chosen]
+def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
+    """Measure what is missing: for each prompt and repeat every method in turn. Puts the prompts into `jobs`."""
+    turn, due = 0, bench.jobs
+    while due:
+        jobs += due
+        _run_turn(bench, chosen, repeats, store, session, due)
+        turn += 1
+        answers = {r.job: r.measurement.tokens[0] for r in store.records if (r.method, r.repeat) == (PLAIN, 0)}
+        due = bench.next_turns(answers, turn) if bench.options.all_turns else []
+
+
+def _run_turn(
+    bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: Sequence[Job]
+) -> None:
+    wanted = [(name, job, repeat) for job in jobs for repeat in range(repeats) for name in chosen]
     missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
     log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
     if not missing:

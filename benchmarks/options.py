@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from prompts import Job, choose, cut_into_jobs, encode, read, warm_up
+from prompts import Job, Messages, Question, choose, cut_into_jobs, encode, read, turn_name, warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.transcript import end_tokens
@@ -39,6 +40,8 @@ class Options:
     draft_vocab: int = 32768
     proposers: tuple[str, ...] = ()
     rules: tuple[str, ...] = ()  # beside the default
+    all_turns: bool = False
+    thinking: bool | None = None  # what a chat template is told; None: nothing
 
     @property
     def fingerprinted(self) -> dict[str, Any]:
@@ -52,6 +55,8 @@ class Options:
         ).split()
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
         settings["prompts"] = hashlib.sha256(self.prompts.read_bytes()).hexdigest()[:16]
+        if self.thinking is not None:
+            settings["thinking"] = self.thinking
         if self.batch_size > 1:  # which prompts share a batch depends on it
             settings["per_category"] = self.per_category
         return settings
@@ -92,11 +97,36 @@ class Bench:
         return AutoTokenizer.from_pretrained(self.options.target)
 
     @cached_property
-    def jobs(self) -> list[Job]:
+    def questions(self) -> list[Question]:
         options = self.options
-        chosen = choose(read(options.prompts, options.coding_apart), options.per_category)
-        questions = [encode(question, self.tokenizer, options.max_prompt_tokens) for question in chosen]
-        return cut_into_jobs(questions, options.batch_size)
+        return choose(read(options.prompts, options.coding_apart), options.per_category)
+
+    @cached_property
+    def jobs(self) -> list[Job]:
+        """Of the first turns."""
+        return cut_into_jobs([self._job(question) for question in self.questions], self.options.batch_size)
+
+    def next_turns(self, answers: Mapping[str, Sequence[int]], turn: int) -> list[Job]:
+        """Of all questions that have so many turns and more, behind the earlier ones' answers.
+
+        Args:
+            answers: by the job's id, plain decoding's tokens.
+        """
+        jobs = []
+        for question in self.questions:
+            if len(question.turns) <= turn:
+                continue
+            before: Messages = []
+            for asked in range(turn):
+                answer = answers[turn_name(question, asked)]
+                said = self.tokenizer.decode(answer, skip_special_tokens=True)
+                before += [{"role": "user", "content": question.turns[asked]}, {"role": "assistant", "content": said}]
+            jobs.append(self._job(question, before))
+        return jobs
+
+    def _job(self, question: Question, before: Messages | None = None) -> Job:
+        template = {} if self.options.thinking is None else {"enable_thinking": self.options.thinking}
+        return encode(question, self.tokenizer, self.options.max_prompt_tokens, before, **template)
 
     @cached_property
     def warm_up(self) -> Job:

@@ -1,6 +1,7 @@
-"""Spec-Bench's questions: reading, choosing and encoding them, and `Job`: the prompts of one measured call.
+"""Questions: reading, choosing and encoding them, and `Job`: the prompts of one measured call.
 
-The file is JSONL with `question_id`, `category` and `turns`; the first turn is the prompt.
+Files are JSONL as published: Spec-Bench's and MT-bench's `question_id`, `category` and `turns`; GSM8K's `question`;
+HumanEval's and MBPP's `prompt` or `text`, and `task_id`; Alpaca's `instruction` and `input`.
 """
 
 from __future__ import annotations
@@ -10,26 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specdec.data.prompts import Prompt
+from specdec.data.conversations import encode_prompt
 
 # Spec-Bench reports MT-bench's eight categories as one of its six groups.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 MIXED = "mixed"
+TEXTS = ("question", "prompt", "text")
 WARM_UP = "Name three rivers and, for each of them, a town on its banks."
+
+
+Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
 class Question:
-    """`group` is the row of the table it counts for."""
+    """`group` is the column of the table it counts for. turns: what the user says, one after the other."""
 
     id: str
     group: str
-    text: str
+    turns: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -53,17 +59,28 @@ def read(path: Path, coding_apart: bool = False) -> list[Question]:
             continue
         try:
             entry = json.loads(line)
-            category, text = entry["category"], entry["turns"][0]
-            name = str(entry["question_id"])
+            questions.append(_question(entry, f"{path.stem}-{number}", path.stem, coding_apart))
         except (ValueError, KeyError, IndexError, TypeError) as error:
             raise ValueError(
-                f"{path}, line {number}: expected Spec-Bench's fields question_id, category and turns, got {error!r}"
+                f"{path}, line {number}: expected Spec-Bench's fields question_id, category and turns, or a question, "
+                f"prompt, text or instruction; got {error!r}"
             ) from error
-        apart = coding_apart and category == "coding"
-        questions.append(Question(name, "mt_bench" if category in MT_BENCH and not apart else category, text))
     if not questions:
         raise ValueError(f"{path} holds no questions")
     return questions
+
+
+def _question(entry: dict[str, Any], name: str, group: str, coding_apart: bool) -> Question:
+    if "turns" in entry:
+        category, turns = entry["category"], tuple(map(str, entry["turns"]))
+        of_mt_bench = category in MT_BENCH and not (coding_apart and category == "coding")
+        turns[0]  # there is one
+        return Question(str(entry["question_id"]), "mt_bench" if of_mt_bench else category, turns)
+    if "instruction" in entry:
+        text = "\n\n".join(part for part in (entry["instruction"], entry.get("input")) if part)
+    else:
+        text = entry[next((field for field in TEXTS if field in entry), TEXTS[0])]
+    return Question(str(entry.get("task_id", name)), group, (str(text),))
 
 
 def choose(questions: Sequence[Question], per_group: int) -> list[Question]:
@@ -78,17 +95,37 @@ def choose(questions: Sequence[Question], per_group: int) -> list[Question]:
     return chosen
 
 
-def encode(question: Question, tokenizer: PreTrainedTokenizerBase, max_tokens: int | None = None) -> Job:
-    """One question in the tokenizer's chat template, shortened in the middle: instructions stand at either end."""
-    text, ids = question.text, _encode(question.text, tokenizer)
+def encode(
+    question: Question,
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int | None = None,
+    before: Messages | None = None,
+    **template: Any,
+) -> Job:
+    """A turn in the tokenizer's chat template, shortened in the middle: instructions stand at either end.
+
+    Args:
+        before: the conversation up to this turn. template: arguments of the chat template, `enable_thinking` say.
+    """
+    before = before or []
+    turn = len(before) // 2
+    text = question.turns[turn]
+    ids = _encode(before, text, tokenizer, template)
     while max_tokens is not None and len(ids) > max_tokens:
         kept = tokenizer(text, add_special_tokens=False)["input_ids"]
         keep = len(kept) - (len(ids) - max_tokens)
         if keep < 1:
-            raise ValueError(f"max_prompt_tokens={max_tokens} leaves nothing of question {question.id}")
+            raise ValueError(
+                f"max_prompt_tokens={max_tokens} leaves nothing of question {question.id}, turn {turn + 1}"
+            )
         text = tokenizer.decode(kept[: keep - keep // 2]) + tokenizer.decode(kept[len(kept) - keep // 2 :])
-        ids = _encode(text, tokenizer)
-    return Job(question.id, question.group, (ids,))
+        ids = _encode(before, text, tokenizer, template)
+    return Job(turn_name(question, turn), question.group, (ids,))
+
+
+def turn_name(question: Question, turn: int) -> str:
+    """The id of a turn's job, counted from 0."""
+    return question.id if turn == 0 else f"{question.id} turn {turn + 1}"
 
 
 def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
@@ -107,7 +144,7 @@ def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
 
 def warm_up(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Job:
     """A call's worth of a question that is not measured."""
-    return Job("warm-up", MIXED, (_encode(WARM_UP, tokenizer),) * batch_size)
+    return Job("warm-up", MIXED, (_encode([], WARM_UP, tokenizer, {}),) * batch_size)
 
 
 def left_padded(prompts: Sequence[Tensor], pad: int, device: torch.device) -> dict[str, Tensor]:
@@ -121,5 +158,5 @@ def left_padded(prompts: Sequence[Tensor], pad: int, device: torch.device) -> di
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    return Prompt("", text).encode(tokenizer)["input_ids"][0]
+def _encode(before: Messages, text: str, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]) -> Tensor:
+    return torch.tensor(encode_prompt([*before, {"role": "user", "content": text}], tokenizer, **template))

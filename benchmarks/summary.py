@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from random import Random
 from statistics import fmean, median
 
 from measure import Measurement
@@ -93,6 +94,26 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
             )
         )
     return rows
+
+
+def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[float, float]:
+    """Between which speed-ups nine of ten draws of as many questions, with replacement, lie: 5% and 95% quantiles."""
+    own, plain = (_by_job(records, method) for method in (name, PLAIN))
+    jobs, random, found = sorted(own.keys() & plain.keys()), Random(0), []
+    for _ in range(draws):
+        drawn = random.choices(jobs, k=len(jobs))
+        found.append(sum(own[job] for job in drawn) / sum(plain[job] for job in drawn))
+    found.sort()
+    return found[draws // 20], found[draws - 1 - draws // 20]
+
+
+def _by_job(records: Sequence[Record], method: str) -> dict[str, float]:
+    """Tokens/s of each question, the median of its repeats."""
+    by_job: dict[str, list[float]] = {}
+    for record in records:
+        if record.method == method:
+            by_job.setdefault(record.job, []).append(_speed(record.measurement))
+    return {job: median(values) for job, values in by_job.items()}
 
 
 def best_of_transformers(rows: Sequence[MethodSummary]) -> Best | None:

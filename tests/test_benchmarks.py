@@ -34,13 +34,14 @@ import repeated
 import second_turn
 import shapes
 import small_pair
+import spec_bench
 from identity import compare_texts
 from measure import Measurement
 from methods import PLAIN, Method, assisted, select
-from options import Bench
+from options import Bench, Options
 from prompts import Job, choose, cut_into_jobs, encode, left_padded, read
 from store import Record, Store
-from summary import best_of_transformers, summarise
+from summary import best_of_transformers, spread, summarise
 from turns import take_turns
 
 QUESTIONS = [
@@ -300,9 +301,24 @@ class TestPrompts:
         assert [q.id for q in choose(read(path), 1)] == ["81", "161", "241"]
 
     def test_a_line_that_is_no_question_is_named(self, tmp_path):
-        (tmp_path / "q.jsonl").write_text('{"prompt": "hello"}\n')
+        (tmp_path / "q.jsonl").write_text('{"title": "hello"}\n')
         with pytest.raises(ValueError, match="line 1: expected .*question_id"):
             read(tmp_path / "q.jsonl")
+
+    @pytest.mark.parametrize(
+        ("entry", "text", "name"),
+        [
+            ({"question": "How many?", "answer": "9"}, "How many?", "q-1"),  # GSM8K
+            ({"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": ""}, "def f():", "HumanEval/0"),
+            ({"task_id": 7, "text": "Write f.", "code": ""}, "Write f.", "7"),  # MBPP
+            ({"instruction": "Sort.", "input": "c a b", "output": ""}, "Sort.\n\nc a b", "q-1"),  # Alpaca
+            ({"instruction": "Sing.", "input": "", "output": ""}, "Sing.", "q-1"),
+        ],
+    )
+    def test_other_data_sets_are_a_group_each(self, tmp_path, entry, text, name):
+        (tmp_path / "q.jsonl").write_text(json.dumps(entry) + "\n")
+        [question] = read(tmp_path / "q.jsonl")
+        assert (question.id, question.group, question.turns) == (name, "q", (text,))
 
     def test_long_prompts_lose_their_middle(self, files, tokenizer):
         question = read(files / "questions.jsonl")[2]
@@ -315,6 +331,72 @@ class TestPrompts:
         padded = left_padded([torch.tensor([1]), torch.tensor([2, 3])], 9, torch.device("cpu"))
         assert padded["input_ids"].tolist() == [[9, 1], [2, 3]]
         assert padded["attention_mask"].tolist() == [[0, 1], [1, 1]]
+
+
+class TestSpecBench:
+    @pytest.fixture
+    def asked(self, files, tmp_path):
+        """A conversation of two turns, a question of one."""
+        lines = [
+            {"question_id": 81, "category": "writing", "turns": ["abab", "ab"]},
+            {"question_id": 241, "category": "qa", "turns": ["xyxyx"]},
+        ]
+        path = tmp_path / "question.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return path
+
+    def run(self, files, asked, out, *more):
+        command = (
+            f"--target {files}/target --draft {files}/draft --data {asked} --out {out} --threads 1 --max-new-tokens 6"
+        )
+        methods = "--methods specdec-ngram,specdec-draft,hf-lookup*"
+        return CliRunner().invoke(spec_bench.app, [*command.split(), *methods.split(), *more])
+
+    def test_the_board(self, files, asked, tmp_path):
+        out = tmp_path / "board"
+        result = self.run(files, asked, out, "--batch-size", "1", "--batch-size", "2")
+        assert result.exit_code == 0, result.output
+        page = (out / "board.md").read_text()
+        assert "| Models" in page
+        assert "| Multi-turn Conversation | Question Answering | #MAT" in page
+        assert page.count("| specdec-draft ") == page.count("| plain ") == 2
+        assert "## question: T = 0, batch 1" in page
+        assert "## question: T = 0, batch 2" in page
+        jobs = [json.loads(line)["job"] for line in lines_of(out / "question-t0-b1")]
+        assert list(dict.fromkeys(jobs)) == ["81", "241", "81 turn 2"]
+        before = lines_of(out / "question-t0-b1")
+        assert self.run(files, asked, out).exit_code == 0
+        assert lines_of(out / "question-t0-b1") == before
+
+    def test_a_further_turn_has_what_plain_decoding_answered(self, files, asked):
+        bench = Bench(Options(target=f"{files}/target", prompts=asked, all_turns=True))
+        bench.tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+        [job] = bench.next_turns({"81": bench.tokenizer("zz")["input_ids"], "241": [1]}, 1)
+        assert bench.tokenizer.decode(job.prompts[0]) == "u:abab;a:zz;u:ab;"
+        assert bench.next_turns({}, 2) == []
+
+    def test_thinking_reaches_the_template(self, files, asked):
+        said = {}
+        for thinking in (None, True, False):
+            bench = Bench(Options(target=f"{files}/target", prompts=asked, thinking=thinking))
+            bench.tokenizer.chat_template = "{{ enable_thinking if enable_thinking is defined else 'unsaid' }}"
+            said[thinking] = bench.tokenizer.decode(bench.jobs[0].prompts[0])
+        assert said == {None: "unsaid", True: "True", False: "False"}
+
+    def test_what_it_refuses(self, files, asked, tmp_path):
+        result = self.run(files, asked, tmp_path / "out", "--thinking", "maybe")
+        assert result.exit_code == 2
+        assert "on or off" in result.output
+
+    def test_spread_holds_the_mean(self):
+        def record(method, job, seconds):
+            return Record("", "", method, job, "g", 0, Measurement([[1] * 10], seconds, 0.1, 0.1, 9, 10))
+
+        records = [record("plain", str(i), 1.0) for i in range(8)]
+        records += [record("fast", str(i), 0.4 + 0.02 * i) for i in range(8)]
+        low, high = spread(records, "fast")
+        assert low < summarise(records, ["plain", "fast"])[1].overall < high
+        assert spread(records, "plain") == (1.0, 1.0)
 
 
 class TestMethods:

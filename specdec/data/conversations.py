@@ -105,18 +105,22 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
     return _text(ids, learn)
 
 
-def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A conversation up to where the target is to answer."""
+def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **template: Any) -> list[int]:
+    """A conversation up to where the target is to answer. template: arguments of the chat template."""
     if tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
-    return _rendered(messages, tokenizer, True)
+    return _rendered(messages, tokenizer, True, **template)
 
 
-def _rendered(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, generation: bool) -> list[int]:
+def _rendered(
+    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, generation: bool, **template: Any
+) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")
     try:
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=generation, return_dict=True)
+        encoded = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=generation, return_dict=True, **template
+        )
     except TemplateError as error:
         raise ValueError(f"the conversation does not fit the chat template: {error}") from error
     return list(encoded["input_ids"])
