@@ -13,7 +13,7 @@ from tests import eagle3
 
 NAMES = ["gemma-3-270m", weights.DRAFT, weights.TARGET]
 ACCEPTED = {weights.DRAFT: 1.8, weights.TARGET: 1.6}  # tokens of a round over the demo's prompts: 1.72 of the second
-pytestmark = [pytest.mark.slow, pytest.mark.model, pytest.mark.xdist_group("real models")]  # loaded once
+pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,7 +12,7 @@ from tests.ranks import together
 
 FAMILIES = ("llama", "gemma3")
 LENGTHS = {"the first longer": (28, 12), "the second longer": (5, 30), "one token": (1, 20)}
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]  # a fixture is two busy processes: made once
+pytestmark = pytest.mark.slow
 
 
 def proposers():

@@ -21,7 +21,7 @@ CALLS = {
     "T=1": {"do_sample": True},
     "T=0.8, top-k": {"do_sample": True, "temperature": 0.8, "top_k": 20},
 }
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 
 class Clock:
