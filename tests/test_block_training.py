@@ -17,6 +17,7 @@ from specdec.training.block_objective import BlockObjective
 from specdec.training.block_unroll import reading_weight, unroll_blocks
 from specdec.training.dataset import PackedTexts
 from specdec.training.evaluation import evaluate
+from specdec.training.objective import LOSSES
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts, target_logits_of
@@ -152,6 +153,22 @@ def test_the_objective_is_dsparks():
     found.backward()
     for name, weight in head.named_parameters():
         torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_chance_may_come_out_above_one(monkeypatch):
+    """min(p, q) summed over thousands of tokens where the draft is the target's: a rounding error more than 1."""
+    of_rows = LOSSES["tv"]
+
+    def rounded_up(p, logits):
+        loss, gradient, accepted = of_rows(p, logits)
+        return loss, gradient, torch.full_like(accepted, 1 + 2e-6)
+
+    monkeypatch.setitem(LOSSES, "tv", rounded_up)
+    target, head = tiny.on_host("llama"), blocks.head("DSpark", **OWN).train()
+    objective = BlockObjective(head, *target_logits_of(target, head), steps=5, loss="tv")
+    loss = objective(*batch(target))["loss"]
+    loss.backward()
+    assert bool(loss.isfinite())
 
 
 @torch.no_grad()

@@ -176,7 +176,8 @@ class Objective(nn.Module):
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         if sure:
-            missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted, reduction="none")
+            # A chance that is summed over many tokens may come out a rounding error above 1.
+            missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted.clamp(max=1), reduction="none")
             loss = loss + (scale * missed).sum()
         return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(read)].sum(-1).clamp(min=1)}
 
