@@ -203,7 +203,8 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     options, about = bench.options, machine.describe() | {"dtype": str(bench.target.dtype)}
     jobs, repeats = {record.job for record in records}, 1 + max(record.repeat for record in records)
     known = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
-    sessions = [session for session in known if session["session"] in {record.session for record in records}]
+    taken = {record.session for record in records}
+    sessions = list({each["session"]: each for each in known if each["session"] in taken}.values())
     took = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}"
     if len({session["specdec_source"] for session in sessions}) > 1:
         took += ", between which specdec's code changed"
