@@ -24,7 +24,7 @@ from failure import bad_input_ends
 from identity import Difference, Identity, compare_texts, same_with_the_seed
 from measure import take
 from memory import peak_memory
-from methods import PLAIN, catalogue, select
+from methods import PLAIN, Method, catalogue, select
 from options import Bench, Options
 from prompts import Job
 from rich.console import Console
@@ -164,29 +164,38 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
 
 def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
     """Measure what is missing: for each prompt and repeat every method in turn. Puts the prompts into `jobs`."""
+    ready: dict[str, Method] = {}  # for all turns
     turn, due = 0, bench.jobs
     while due:
         jobs += due
-        _run_turn(bench, chosen, repeats, store, session, due)
+        _run_turn(bench, chosen, repeats, store, session, due, ready)
         turn += 1
         answers = {r.job: r.measurement.tokens[0] for r in store.records if (r.method, r.repeat) == (PLAIN, 0)}
         due = bench.next_turns(answers, turn) if bench.options.all_turns else []
 
 
 def _run_turn(
-    bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: Sequence[Job]
+    bench: Bench,
+    chosen: Sequence[str],
+    repeats: int,
+    store: Store,
+    session: str,
+    jobs: Sequence[Job],
+    ready: dict[str, Method],
 ) -> None:
     wanted = [(name, job, repeat) for job in jobs for repeat in range(repeats) for name in chosen]
     missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
     log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
     if not missing:
         return
-    made = catalogue(bench)
-    ready = {name: made[name]() for name in chosen if any(name == other for other, _, _ in missing)}
-    _note_session(store.folder, session, bench)
-    for method in ready.values():
+    if not ready:
+        _note_session(store.folder, session, bench)
+    made, needed = catalogue(bench), {name for name, _, _ in missing}
+    fresh = {name: made[name]() for name in chosen if name in needed and name not in ready}
+    for method in fresh.values():
         short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
         take(bench, method, bench.warm_up, **short)
+    ready |= fresh
     for count, (name, job, repeat) in enumerate(missing, start=1):
         taken = take(bench, ready[name], job, repeat)
         store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
@@ -203,8 +212,7 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     options, about = bench.options, machine.describe() | {"dtype": str(bench.target.dtype)}
     jobs, repeats = {record.job for record in records}, 1 + max(record.repeat for record in records)
     known = [json.loads(line) for line in (out / "sessions.jsonl").read_text().splitlines()]
-    taken = {record.session for record in records}
-    sessions = list({each["session"]: each for each in known if each["session"] in taken}.values())
+    sessions = [session for session in known if session["session"] in {record.session for record in records}]
     took = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}"
     if len({session["specdec_source"] for session in sessions}) > 1:
         took += ", between which specdec's code changed"

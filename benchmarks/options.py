@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -149,5 +149,10 @@ class Bench:
         return int(given) if isinstance(given, int) else min(self.end_tokens, default=0)
 
     def _load(self, path: str) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=self.options.dtype)
-        return model.to(self.options.device).eval()
+        return load(path, self.options.dtype, self.options.device)
+
+
+@lru_cache(maxsize=2)
+def load(path: str, dtype: str, device: str) -> PreTrainedModel:
+    """A target and its draft stay for the options that come next, of other prompts or batches say."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()

@@ -46,21 +46,24 @@ class QuickLinear(nn.Linear):
         return ways(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        way = self._settled.get((x.shape, torch.get_num_threads()))
-        if way is by_rows:  # torch's own is right whatever x is; and a layer without detours is 4% of a pass
+        settled_by = x.shape, torch.get_num_threads()
+        way = self._settled.get(settled_by)
+        if way is by_rows:  # torch's own takes whatever x is; asking on cost 4% of a pass, over all layers
             return nn.functional.linear(x, self.weight, self.bias)
         if x.dtype != self.weight.dtype or torch.is_grad_enabled() or not x.numel():
             return super().forward(x)
-        return (way or self._chosen(x))(x.reshape(-1, x.shape[-1]), self).view(*x.shape[:-1], -1)
-
-    def _chosen(self, x: Tensor) -> Way:
-        """What is best for x, (..., in), or finds it out."""
         rows = x.reshape(-1, x.shape[-1])
+        if way is None:
+            way = self._best(rows)
+            if not isinstance(way, Trial) and len(rows) <= MANY:  # prompts have too many shapes to remember them all
+                self._settled = {**self._settled, settled_by: way}
+        return way(rows, self).view(*x.shape[:-1], -1)
+
+    def _best(self, rows: Tensor) -> Way:
+        """What is best for so many rows (n, in); the trial, while that is not known."""
         trial = self._trial(min(len(rows), MANY))
         while trial.best is None and len(rows) > MANY:
             trial(rows[:MANY], self)
-        if trial.best is not None and len(rows) <= MANY:  # prompts have too many shapes to remember them all
-            self._settled = {**self._settled, (x.shape, torch.get_num_threads()): trial.best}
         return trial.best or trial
 
     def _trial(self, rows: int) -> Trial:
