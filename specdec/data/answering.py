@@ -131,7 +131,8 @@ class Answering:
         scores = request.processors(text, logits)
         if not request.temperature:
             return int(scores.argmax(-1))
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=request.draws))
+        possible = scores[0].isfinite().nonzero()[:, 0]  # a draw from all of a vocabulary takes milliseconds
+        return int(possible[torch.multinomial(scores[0, possible].softmax(-1), 1, generator=request.draws)])
 
     def _over(self, request: Request) -> bool:
         ended = request.answer[-1] in self._ends
