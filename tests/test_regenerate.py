@@ -74,9 +74,18 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
         assert "is not a file of answers" in result.output
         assert (tmp_path / "notes.jsonl").read_text() == foreign
     written(files / "prompts.jsonl", {"prompt": "z"})
-    result = rewrite(files, out)
+    result = rewrite(files, out, "--temperature", "0", "--temperature", "1")
     assert result.exit_code == 2
     assert "holds answers of another target or to other prompts" in result.output
+
+
+def test_prompts_of_about_one_length_are_answered_together(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.data.regenerate.AHEAD", 3)
+    prompts = written(tmp_path / "prompts.jsonl", *({"prompt": "a " * n} for n in (5, 2, 9, 1, 8, 4, 7)))
+    target = tiny.model("llama", num_hidden_layers=4)
+    regenerate(target, tokenizer, prompts, tmp_path / "out.jsonl", batch_size=1, max_new_tokens=2)
+    lines = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    assert [line["id"] for line in lines] == [1, 0, 2, 4, 5, 3, 6]  # three at a time, up, down, up
 
 
 @pytest.mark.parametrize(("hardware", "computed"), [(False, torch.float32), (True, torch.bfloat16)])

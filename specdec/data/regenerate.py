@@ -22,6 +22,7 @@ from specdec.data.conversations import context_of, encode_prompt
 from specdec.data.messages import read_prompts
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
+AHEAD = 16  # times the rows, in which prompts of about one length are looked for
 MOST_TURNS = 1000  # by which the seeds of conversations are apart
 
 
@@ -79,7 +80,7 @@ def regenerate(
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
-        batch_size: conversations at a time; as soon as one is over, the next one takes its place.
+        batch_size: conversations at a time; as soon as one is over, the next one takes its place, of about its length.
         seed: every conversation's draws are its own, whatever is answered beside it.
         progress: called with the conversations done, those there are, and the tokens written in this run.
         go_on: asked before each conversation; after a no, those that were begun are given up.
@@ -102,7 +103,7 @@ def regenerate(
     handled, tokens = sum(c.number in done for c in conversations), 0
     too_long = 0
     progress(handled, len(conversations), tokens)
-    waiting = (c for c in conversations if c.number not in done)
+    waiting = _alike([c for c in conversations if c.number not in done], AHEAD * batch_size)
     further: deque[Request] = deque()  # of conversations that have begun
 
     def request(c: Conversation) -> Request | None:
@@ -186,6 +187,19 @@ def _conversations(prompts: Any, limit: int | None, tokenizer: PreTrainedTokeniz
         if tokenizer.chat_template is None and len(asked) > 1:
             raise ValueError(f"{place}: the tokenizer has no chat template, so a conversation is one message")
         yield Conversation(number, asked)
+
+
+def _alike(conversations: Sequence[Conversation], window: int) -> Iterator[Conversation]:
+    """In windows of so many by length, up and down in turn: attention runs over the longest row that is answered."""
+    up = True
+    for start in range(0, len(conversations), window):
+        by_length = sorted(conversations[start : start + window], key=lambda c: sum(map(_length, c.asked)))
+        yield from by_length if up else reversed(by_length)
+        up = not up
+
+
+def _length(message: dict[str, str]) -> int:
+    return len(message["content"])
 
 
 def _next_prompt(
