@@ -1,4 +1,4 @@
-"""A `generate()` call's beginning: the text it starts from, and reading what is new of it.
+"""A `generate()` call's ends: the text it starts from, reading what is new of it, and what is returned.
 
 Owns the translation between transformers' arguments and the loop's parts.
 """
@@ -10,9 +10,12 @@ from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.utils import GenerateOutput
 
 from specdec.conversation import Conversation
 from specdec.runner import ModelRunner, Output, device_of, joined
+from specdec.source import Source
 from specdec.transcript import Records, Transcript
 
 
@@ -65,3 +68,18 @@ def prefill(
     if hidden is not None and len(outputs) == 1:
         hidden = tuple(conversation.as_given(states) for states in hidden)
     return replace(joined(outputs), hidden_states=hidden)
+
+
+def returned(text: Transcript, conversation: Conversation, source: Source | None) -> GenerateOutput:
+    """As transformers' own decoding loops return it."""
+    recorded = text.recorded()
+    if source is None:
+        return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=conversation.cache, **recorded)
+    hidden = recorded.pop("hidden_states")
+    return GenerateEncoderDecoderOutput(
+        sequences=text.sequences,
+        past_key_values=source.together_with(conversation.cache),
+        decoder_hidden_states=hidden,
+        encoder_hidden_states=None if hidden is None else source.states.get("hidden_states"),
+        **recorded,
+    )

@@ -29,6 +29,7 @@ from specdec.runner import (
     forward_parameters,
     layer_kinds,
 )
+from specdec.source import decoders_name, stand_in
 from specdec.step import spread
 from specdec.tree import DraftTree
 
@@ -74,8 +75,6 @@ def capability(model: PreTrainedModel) -> Capability:
 @torch.no_grad()
 def probe(model: PreTrainedModel) -> Capability:
     """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts."""
-    if model.config.is_encoder_decoder:
-        return Capability(None, "it is an encoder-decoder model")
     if not forward_parameters(model) & {"past_key_values", "cache_params"}:
         return Capability(None, "its forward pass takes no past_key_values")
     kinds = set(layer_kinds(model.config.get_text_config(decoder=True)))
@@ -137,7 +136,7 @@ def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
 
 
 def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks), device_of(model)
+    runner, device = ModelRunner(model, masks, source=stand_in(model, 2)), device_of(model)
     ids = _token_ids(model, 32)
     prompts = [ids[:7], ids[7:11]]
     drafts = torch.stack([ids[11:16], ids[16:21]])
@@ -167,7 +166,7 @@ def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
 
 
 def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks), device_of(model)
+    runner, device = ModelRunner(model, masks, source=stand_in(model, 1)), device_of(model)
     ids = _token_ids(model, 12)
     runner.start(1)
     picks = [runner.extend(ids[None, :6], [0]).logits[0]]
@@ -185,23 +184,26 @@ def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
 
 def _plain_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """(T, V) of one text, without any cache."""
-    return model(input_ids=text[None], use_cache=False, return_dict=True, **_positions(model, text, 0)).logits[0]
+    return _run(model, text, 0, use_cache=False).logits[0]
 
 
 def _last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """(1, V) after one text, the last token behind the others in the model's own cache, as in plain decoding."""
-    prompt, last = text[None, :-1], text[None, -1:]
-    read = model(input_ids=prompt, use_cache=True, return_dict=True, **_positions(model, text[:-1], 0))
-    past = {cache_argument(model): read[cache_argument(model)]}
-    start = len(text) - 1
-    return model(
-        input_ids=last, use_cache=True, return_dict=True, **past, **_positions(model, text[-1:], start)
-    ).logits[0]
+    past = cache_argument(model)
+    read = _run(model, text[:-1], 0, use_cache=True)
+    return _run(model, text[-1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
+
+
+def _run(model: PreTrainedModel, text: Tensor, start: int, **options: Any) -> Any:
+    """The model's own pass over one text, whose first token stands at `start`."""
+    inputs = {"input_ids": text[None], "return_dict": True, **options, **_positions(model, text, start)}
+    source = stand_in(model, 1)
+    return model(**(inputs if source is None else source.read_by(model, inputs)))
 
 
 def _positions(model: PreTrainedModel, text: Tensor, start: int) -> dict[str, Tensor]:
     """As `generate()` numbers them, from zero; RoBERTa's own forward pass would start at another number."""
-    if "position_ids" not in forward_parameters(model):
+    if decoders_name(model, "position_ids") not in forward_parameters(model):
         return {}
     return {"position_ids": torch.arange(start, start + len(text), device=text.device)[None]}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel, cache_utils
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
@@ -57,6 +57,12 @@ class Conversation:
     def fresh(self) -> list[int]:
         """Tokens of each row that are still to be read."""
         return self.real[:, self.cached :].sum(1).tolist()
+
+    @property
+    def pads(self) -> Tensor | None:
+        """(B, 1) int64, columns of padding before each row's text; None where there are none."""
+        pads = self.real.int().argmax(1, keepdim=True)
+        return pads if bool(pads.any()) else None
 
     @property
     def text_pads(self) -> list[int]:
@@ -180,6 +186,8 @@ def problem(
         return "what is new has padding before it, over which this model's states go on"
     if cache is None or not (getattr(cache, "_is_user_defined", False) or columns_in(cache)):
         return None
+    if isinstance(cache, EncoderDecoderCache):
+        return "past_key_values of an encoder-decoder model hold earlier tokens"
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         return f"past_key_values is {kind}; a DynamicCache could be continued"

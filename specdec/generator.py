@@ -16,11 +16,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, StopStringCriteria
+from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput
 
 from specdec import acceptance
-from specdec.call import prefill, transcript
+from specdec.call import prefill, returned, transcript
 from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.conversation import conversation
@@ -37,6 +37,7 @@ from specdec.proposers.named import as_proposer
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
 from specdec.runner import ModelRunner, device_of
+from specdec.source import Source, source_of
 from specdec.step import Step, in_step
 from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
@@ -172,22 +173,33 @@ class SpeculativeGenerator:
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
         generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
         plain_generate = type(self._entrance).generate
+        first = () if inputs is None else (inputs,)  # Whisper's has another name for it
         outside = decided_before(self.model, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
-            return plain_generate(self._entrance, inputs, generation_config=generation_config, **kwargs)
+            return plain_generate(self._entrance, *first, generation_config=generation_config, **kwargs)
 
-        def decode(model, input_ids, **hook_kwargs):
-            return self._decode(report, model, input_ids, tokenizers=tokenizers, **given, **hook_kwargs)
+        def decode(model, input_ids, inputs_tensor=None, **hook_kwargs):  # transformers looks for `inputs_tensor`
+            hook_kwargs |= {"inputs_tensor": inputs_tensor, **given}
+            with self._part_of(report) as part:
+                return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
         not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model")
         kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
-            self._entrance, inputs, generation_config=generation_config, custom_generate=decode, **kwargs
+            self._entrance, *first, generation_config=generation_config, custom_generate=decode, **kwargs
         )
 
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, *, stop_strings: Any = None, **kwargs: Any):
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        stop_strings: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **kwargs: Any,
+    ):
         """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
         if stop_strings:
             raise ValueError(
@@ -200,7 +212,7 @@ class SpeculativeGenerator:
         caller = generate_frame()
         given: dict[str, Any] = {name: caller.get(name) for name in NOT_HANDED_OVER}
         with self._counted() as report:
-            return self._decode(report, model, input_ids, **given, **kwargs)
+            return self._decode(report, model, input_ids, inputs_tensor=inputs_tensor, **given, **kwargs)
 
     @contextmanager
     def _counted(self) -> Iterator[Report]:
@@ -215,6 +227,15 @@ class SpeculativeGenerator:
             with self._lock:
                 self.last_report = report
                 self.report.add(report)
+
+    @contextmanager
+    def _part_of(self, whole: Report) -> Iterator[Report]:
+        """The report of one of a call's decoding loops: Whisper's `generate()` runs one per stretch of sound."""
+        part = Report()
+        try:
+            yield part
+        finally:
+            whole.add(part)
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
@@ -260,9 +281,11 @@ class SpeculativeGenerator:
         synced_gpus: bool | None = None,
         assistant_model: Any = None,
         tokenizers: tuple[Any, Any] = (None, None),
+        inputs_tensor: Tensor | None = None,
         **model_kwargs: Any,
     ):
         report.num_rows = len(input_ids)
+        source, text_kwargs = source_of(model, input_ids, inputs_tensor, model_kwargs)
         watch = Stopwatch(report, device_of(model))
         step = in_step(in_common(model, synced_gpus), device_of(model))
         reason = why_plain(
@@ -271,7 +294,7 @@ class SpeculativeGenerator:
             input_ids,
             logits_processor,
             generation_config,
-            model_kwargs,
+            text_kwargs,
             walks=self._walks(generation_config),
         )
         if step is not None and step.anywhere(reason is not None) and reason is None:
@@ -302,7 +325,8 @@ class SpeculativeGenerator:
                     stopping_criteria,
                     generation_config,
                     streamer,
-                    model_kwargs,
+                    text_kwargs,
+                    source,
                     watch,
                     step,
                 )
@@ -318,6 +342,7 @@ class SpeculativeGenerator:
         config: GenerationConfig,
         streamer: Any,
         model_kwargs: dict[str, Any],
+        source: Source | None,
         watch: Stopwatch,
         step: Step | None,
     ):
@@ -328,7 +353,8 @@ class SpeculativeGenerator:
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
         pictures = shown(model_kwargs)
         graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs)
+        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, source)
+        target.places.pads = talk.pads
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
         if group is not None and sampling:
             group.share_random_numbers(input_ids.device)
@@ -364,9 +390,7 @@ class SpeculativeGenerator:
                 if step is not None:
                     step.wait(target.idle)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
-        if not config.return_dict_in_generate:
-            return text.sequences
-        return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=talk.cache, **text.recorded())
+        return returned(text, talk, source) if config.return_dict_in_generate else text.sequences
 
     def _graphs(self, drafting: Drafting) -> Graphs | None:
         """Of the target's passes, if they are to be captured and can be."""

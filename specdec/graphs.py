@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from specdec.mixers import has_states
+from specdec.positions import Places, with_positions
 from specdec.products import lose
 from specdec.step import spread
 from specdec.taps import Taps
@@ -57,6 +58,10 @@ def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor,
 
 def cannot_capture(model: PreTrainedModel) -> str | None:
     """Why passes of a model are not tried to be captured, by its structure; None: they are."""
+    if model.config.is_encoder_decoder:
+        return "its decoder also reads what its encoder wrote"
+    if with_positions(model, Places()) is not model:
+        return "it counts its positions by itself"
     if has_states(model):
         return "its recurrent layers keep states that are Python's affair"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):

@@ -44,6 +44,7 @@ PURE = (
     hf.ExponentialDecayLengthPenalty,
     hf.SuppressTokensAtBeginLogitsProcessor,
     hf.WatermarkLogitsProcessor,
+    hf.WhisperTimeStampLogitsProcessor,
 )
 ROUNDING = 1e-4  # of sums of probabilities, in any order: a thousand times what was seen in float32
 OF_THE_END = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)  # of these, on end tokens alone

@@ -145,6 +145,7 @@ class Loop:
             features=self._features,
             written=text.written,
             cache=self.target.cache,
+            source=self.target.source,
         )
 
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:

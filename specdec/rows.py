@@ -35,20 +35,26 @@ class Sight:
 
     def visible(self, span: Span) -> Tensor:
         """(B, n, S) bool over the slots that a layer of this kind looks at. No larger intermediate than that."""
-        held = self.cache.held(span, self.positions.device)  # (B or 1, S)
         here = self.positions[..., None]
         if self.depth is None or self.ancestors is None:
-            keys, seen = held, held[:, None] <= here
+            seen = self.held(span)[:, None] <= here
         else:
-            node = held - self.base  # the draft node in each slot, negative where committed
-            seen = self._of_draft(node, self.ancestors)
-            keys = held if span.window is None else self._positions_of(held, node, self.depth)
-        keys = keys[:, None]
+            seen = self._of_draft(self._slots(span) - self.base, self.ancestors)
         if span.window is None:
             return seen
+        keys = self.held(span)[:, None]
         if span.chunked:
             return seen & (keys // span.window == here // span.window)
         return seen & (keys > here - span.window)
+
+    def held(self, span: Span) -> Tensor:
+        """(B or 1, S) int64, the position of the token in each slot that a layer of this kind looks at."""
+        slots = self._slots(span)
+        return slots if self.depth is None else self._positions_of(slots, slots - self.base, self.depth)
+
+    def _slots(self, span: Span) -> Tensor:
+        """Likewise, drafts counted in the order they were written: the draft's node, where behind `base`."""
+        return self.cache.held(span, self.positions.device)
 
     def _of_draft(self, node: Tensor, ancestors: Tensor) -> Tensor:
         """(B, n, S) bool, which slots hold a committed token or an ancestor."""

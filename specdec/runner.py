@@ -1,4 +1,4 @@
-"""`ModelRunner`: runs a Hugging Face causal LM over chunks and draft trees of a batch of ragged rows.
+"""`ModelRunner`: runs a Hugging Face causal LM, or a decoder, over chunks and draft trees of a batch of ragged rows.
 
 Owns the cache, the positions and the masks. Knows nothing of sampling or of where a draft came from. The target and a
 draft model both run through it.
@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 from specdec.cache import Span
 from specdec.graphs import Graphs, filled_up
 from specdec.mixers import with_states
+from specdec.positions import Places, with_positions
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.source import Source, decoders_name, takes_positions
 from specdec.step import Step, spread
 from specdec.taps import Taps
 
@@ -66,6 +68,7 @@ class ModelRunner(CachedRows):
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
         graphs: of the model, with the same taps: passes over drafts are theirs.
+        source: what it reads beside its text, if it does.
     """
 
     def __init__(
@@ -75,17 +78,19 @@ class ModelRunner(CachedRows):
         taps: Taps | None = None,
         step: Step | None = None,
         graphs: Graphs | None = None,
+        source: Source | None = None,
     ):
+        self.masks, self.places, self._takes_positions = masks or default_masks(model), Places(), takes_positions(model)
         whole = with_states(model)
+        whole = whole if self.masks == "own" else with_positions(whole, self.places)
         self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
-        self.masks, self.graphs, self.sized = masks or default_masks(model), graphs, graphs is not None
+        self.graphs, self.sized = graphs, graphs is not None
+        self.source = source
         self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
         super().__init__(spans(model, self.masks))
-        parameters = forward_parameters(model)
         self.cache_argument = cache_argument(model)
-        self._takes_positions = "position_ids" in parameters
-        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
 
     @torch.no_grad()
     def extend(
@@ -125,7 +130,7 @@ class ModelRunner(CachedRows):
         unmasked = not any(pads) and self._unmasked(given.shape[1], chain=True)
         sight = self.place_known(given.shape[1], pads, given.device)
         mask = None if sight.alone else self._mask_argument(sight, unmasked)
-        output = self._forward(given, sight.positions, mask, embedded=embedded, keep=1, hidden=hidden_states)
+        output = self._forward(given, sight, mask, embedded=embedded, keep=1, hidden=hidden_states)
         self.commit([given.shape[1] - pad for pad in pads])
         return output
 
@@ -167,9 +172,7 @@ class ModelRunner(CachedRows):
         sight = self.place_draft(depth, ancestors, chain)
         mask = self._mask_argument(sight, unmasked)
         size = tokens.shape[1]
-        output = self._forward(
-            tokens, sight.positions, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True
-        )
+        output = self._forward(tokens, sight, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True)
         self.pending += n
         return output.first(n) if self.sized else output
 
@@ -224,7 +227,7 @@ class ModelRunner(CachedRows):
     def _forward(
         self,
         given: Tensor,
-        positions: Tensor,
+        sight: Sight,
         mask: Any,
         *,
         keep: int,
@@ -237,7 +240,8 @@ class ModelRunner(CachedRows):
         if mask is not None:
             inputs["attention_mask"] = mask
         if self._takes_positions:
-            inputs["position_ids"] = positions if self.planes is None else positions + self.planes
+            inputs["position_ids"] = sight.positions if self.planes is None else sight.positions + self.planes
+        self.places.sight = sight
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = keep
         if self.graphs is not None and draft and not hidden:
@@ -258,10 +262,13 @@ class ModelRunner(CachedRows):
         """Logits, hidden states if they were asked for, features."""
         if self.step is not None:
             self.step.before_pass()
+        if self.source is not None:
+            inputs = self.source.read_by(self.model, dict(inputs))
         with nullcontext() if self.taps is None else self.taps.listening() as taken:
             output = self.model(**inputs)
         features = None if self.taps is None or taken is None else self.taps.features(taken)
-        return output.logits, output.hidden_states if inputs.get("output_hidden_states") else None, features
+        hidden = decoders_name(self.model, "hidden_states")
+        return output.logits, output[hidden] if inputs.get("output_hidden_states") else None, features
 
 
 def known_at_once(batch_size: int, length: int) -> int:

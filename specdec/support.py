@@ -16,6 +16,7 @@ from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
+from specdec.positions import Places, with_positions
 from specdec.runner import known_at_once, spans
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
@@ -96,6 +97,7 @@ def why_plain(
         _padding_problem(input_ids, config, model_kwargs, bool(beside))
         or (pictures.problem(model, input_ids, config, model_kwargs) if beside else None)
         or conversation.problem(input_ids, config, model_kwargs, windows, states)
+        or _counting_problem(model, input_ids, config, model_kwargs)
         or _rope_problem(model, input_ids, config, model_kwargs)
     )
     if reason:
@@ -144,6 +146,16 @@ def _padding_problem(
         if not ordered or not bool(((positions == expected) | ~real).all()):
             return "position_ids are not the prompt's own order"
     return None
+
+
+def _counting_problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """A model that is told no positions counts columns, holes as well."""
+    if conversation.left_padded(conversation.real_columns(input_ids, config, model_kwargs)):
+        return None
+    counts = with_positions(model, Places()) is not model
+    return "attention_mask has holes inside a prompt, which this model counts as positions" if counts else None
 
 
 def _rope_problem(

@@ -26,3 +26,10 @@ def test_family_writes_what_plain_decoding_writes(name):
 def test_some_families(name):
     """A family of each kind, quickly."""
     test_family_writes_what_plain_decoding_writes(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.ENCODERS)
+def test_an_encoder_decoder_family_writes_what_plain_decoding_writes(name):
+    row = families.try_encoder_decoder(name)
+    assert (row.way, row.result) == ("trees, batches", families.SAME)

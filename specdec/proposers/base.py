@@ -18,6 +18,7 @@ from specdec.cache import SpeculativeCache
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.pacing import Pacer
+from specdec.source import Source
 from specdec.taps import Taps
 from specdec.transfer import uploaded
 from specdec.tree import DraftTree, Verdict
@@ -49,6 +50,7 @@ class Context:
         target: the model that verifies; a head borrows its embedding.
         noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
         cache: the target's, which holds each row but its root; None where it has none of ours.
+        source: what an encoder read, of a target that has one.
         written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
     """
 
@@ -69,6 +71,7 @@ class Context:
     start: int = 0
     written: Sequence[Sequence[int]] = ()
     cache: SpeculativeCache | None = None
+    source: Source | None = None
 
     def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.
@@ -125,6 +128,11 @@ class Context:
         """The last `count` tokens of row b, on the host; of the prompt they are brought there."""
         new = self.written[b] if self.written else ()
         return list(new[len(new) - count :]) if count <= len(new) else self.row(b)[-count:].tolist()
+
+    def source_text(self, b: int) -> list[int]:
+        """What an encoder read for row b, as far as the target could write it, too; [] without one."""
+        text = [] if self.source is None else self.source.text(b)
+        return [token for token in text if token < self.vocab_size]
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -122,6 +124,7 @@ class DraftModelProposer(AutoregressiveProposer):
 
     def begin(self, context: Context) -> None:
         self.runner = self.new_runner()
+        self.runner.source = None if context.source is None else context.source.beside(self.model)
         self.runner.start(context.batch_size)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
@@ -214,7 +217,7 @@ def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
             raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
         if "draft_vocab_size" in config or "speculators_model_type" in config:
             raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
-        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
+        model = _class_of(config).from_pretrained(path, dtype="auto").eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path} is neither a folder with a model nor a hub repository that can be reached: {error}"
@@ -223,6 +226,14 @@ def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
         return model
     # Of a quantized model the format may be one that nothing else is computed in.
     return model.to(device_of(like), like.dtype if like.dtype in DTYPES.values() else model.dtype)
+
+
+def _class_of(config: dict[str, Any]) -> Any:
+    """Of a model that is to draft: of one with an encoder the class that it was saved as."""
+    name = (config.get("architectures") or [""])[0]
+    return (
+        getattr(transformers, name, AutoModelForCausalLM) if config.get("is_encoder_decoder") else AutoModelForCausalLM
+    )
 
 
 def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:

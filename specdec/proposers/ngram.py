@@ -38,9 +38,12 @@ class NgramProposer(Lookup):
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
         self._found: list[list[_Guess]] = []  # this round's
         self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
+        self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
         if context.pacer.limit:  # the prompts, before any round
             for b in context.rows:
-                self._read(b, context.row(b).tolist(), context.pacer)
+                source = context.source_text(b)
+                self._sources[b] = len(source)
+                self._read(b, source + context.row(b).tolist(), context.pacer)
 
     def expect(self, context: Context) -> list[float]:
         """Of the rows' first guesses, per depth."""
@@ -48,11 +51,16 @@ class NgramProposer(Lookup):
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
             return []
-        for b, tokens in gained(context, [len(text) for text in self._texts]).items():
+        for b, tokens in gained(context, self._known).items():
             self._read(b, tokens, pacer)
             self._found[b] = self._lookup(b, pacer.limit)
             self._guesses[b] = self._found[b][0] if self._found[b] else None
         return self._gains(context, pacer)
+
+    @property
+    def _known(self) -> list[int]:
+        """Tokens of each row's own text."""
+        return [len(text) - source for text, source in zip(self._texts, self._sources, strict=True)]
 
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
         length = context.pacer.best_length(gains, context.batch_size)

@@ -70,6 +70,8 @@ class SuffixProposer(Lookup):
         rows = range(context.batch_size)
         self._numbers = [self.memory.new() for _ in rows]
         self._known = [0 for _ in rows]  # tokens written into the memory
+        for b in context.rows:
+            self.memory.write(self._numbers[b], context.source_text(b))
         self._matches: list[list[Match]] = [[] for _ in rows]
         self._found = [Node(-1, 0, True) for _ in rows]  # this round's; root nodes
         self._best: list[list[tuple[float, int, int]]] = []  # of each, best first: chance, token, place of its parent

@@ -1,0 +1,129 @@
+"""`Source`: what an encoder made of a call's input, for a decoder to read beside its own text.
+
+Owns the names under which encoder-decoder models take the parts of a decoder's pass. With them a decoder runs as any
+causal LM: `generate()`'s arguments become those of a text alone, and a runner's passes the model's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+PREFIX = "decoder_"  # of what is the decoder's
+OWN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "hidden_states")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of B rows.
+
+    Attributes:
+        states: the encoder's output, states (B, S, H) first. mask: (B, S) of them, where there is padding.
+        given: what the encoder was given; None where a call brought its states instead.
+        keys: of cross-attention, by layer: the first pass fills them in.
+    """
+
+    states: Any
+    mask: Tensor | None = None
+    given: Tensor | None = None
+    keys: DynamicCache = field(default_factory=DynamicCache)
+
+    def text(self, row: int) -> list[int]:
+        """The tokens that its encoder read for a row of the batch; none where that was sound or a picture."""
+        if self.given is None or self.given.dim() != 2 or self.given.is_floating_point():
+            return []
+        tokens = self._of_rows(self.given)[row]
+        return (tokens if self.mask is None else tokens[self.mask[row].bool()]).tolist()
+
+    def _of_rows(self, given: Tensor) -> Tensor:
+        """A call's own rows, each as often as it has sequences (`num_return_sequences`)."""
+        return given.repeat_interleave(len(self.states[0]) // len(given), 0)
+
+    def read_by(self, model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass of `model` over its own tokens, with all of this beside them."""
+        named = {decoders_name(model, name): value for name, value in inputs.items()} | {"encoder_outputs": self.states}
+        if model.config.is_encoder_decoder:
+            named["attention_mask"] = self.mask
+        cache = named.get("past_key_values")
+        if cache is not None and not isinstance(cache, EncoderDecoderCache):
+            named["past_key_values"] = EncoderDecoderCache(cache, self.keys)
+        return named
+
+    def beside(self, model: PreTrainedModel) -> Source | None:
+        """For another model that drafts, by the same input; None if it reads none.
+
+        A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
+        """
+        if not model.config.is_encoder_decoder:
+            return Source(self.states) if "encoder_outputs" in inspect.signature(model.forward).parameters else None
+        if self.given is None:
+            raise ValueError(
+                f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
+                "as well, or draft with n-grams"
+            )
+        with torch.no_grad():
+            given = self._of_rows(self.given).to(model.device)
+            given = given.to(model.dtype) if given.is_floating_point() else given
+            states = model.get_encoder()(given, **_known(model, {"attention_mask": self.mask}), return_dict=True)
+        return Source(states, self.mask, self.given)
+
+    def together_with(self, cache: Any) -> Any:
+        """A decoder's cache as its model has it."""
+        return None if cache is None else EncoderDecoderCache(cache, self.keys)
+
+
+def decoders_name(model: PreTrainedModel, name: str) -> str:
+    """What a model calls a part of a decoder's pass."""
+    return PREFIX + name if model.config.is_encoder_decoder and name in OWN else name
+
+
+def takes_positions(model: PreTrainedModel) -> bool:
+    """A pass can be told where its tokens stand."""
+    return decoders_name(model, "position_ids") in inspect.signature(model.forward).parameters
+
+
+def source_of(
+    model: PreTrainedModel, input_ids: Tensor, given: Tensor | None, model_kwargs: dict[str, Any]
+) -> tuple[Source | None, dict[str, Any]]:
+    """A call's source, None for a decoder alone, and the call's other arguments by the names of a causal LM's."""
+    if not model.config.is_encoder_decoder:
+        return None, model_kwargs
+    kwargs = {name.removeprefix(PREFIX): value for name, value in model_kwargs.items() if name != "attention_mask"}
+    cache, keys = kwargs.get("past_key_values"), DynamicCache()
+    if isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
+        kwargs["past_key_values"], keys = cache.self_attention_cache, cache.cross_attention_cache
+        kwargs["past_key_values"]._is_user_defined = getattr(cache, "_is_user_defined", False)  # as generate() marks it
+    if given is not None and not given.is_floating_point() and bool((given < 0).any()):
+        given = None  # transformers fills in for inputs that a call has not
+    kwargs.setdefault("attention_mask", torch.ones_like(input_ids))  # an encoder's mask has another width
+    return Source(kwargs.pop("encoder_outputs"), model_kwargs.get("attention_mask"), given, keys), kwargs
+
+
+def stand_in(model: PreTrainedModel, rows: int) -> Source | None:
+    """For a model that reads one, to try it out with: states (rows, 3, H), always the same."""
+    if not model.config.is_encoder_decoder:
+        return None
+    width = getattr(model.get_encoder(), "config", model.config).hidden_size
+    states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
+    states = states.to(model.device, model.dtype).expand(rows, -1, -1)
+    return Source(_Output(last_hidden_state=states))
+
+
+@dataclass
+class _Output(BaseModelOutput):
+    """With what some encoders give besides (NLLB's and Switch's experts, Moonshine)."""
+
+    attention_mask: Tensor | None = None
+    router_logits: Any = None
+    router_probs: Any = None
+
+
+def _known(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(model.get_encoder().forward).parameters
+    return {name: value for name, value in arguments.items() if name in parameters and value is not None}
