@@ -58,7 +58,8 @@ class SpeculativeGenerator:
     n-grams; how far, and how drafts are verified, remains the generator's. A draft model is prepared once, and kept.
 
     Args:
-        model: the target, a causal LM from transformers, also with PEFT's adapters or in `torch.compile`.
+        model: the target, a causal LM or an encoder-decoder from transformers, also with PEFT's adapters or in
+            `torch.compile`.
         proposer: what drafts: a `Proposer`, a draft model, "ngram", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID", "eagle3"
             (the head that `registry` knows for this model), "mtp" (its own MTP layers), "mtp:PATH_OR_ID",
             "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "exit:LAYERS", one of the latter eight behind "ngram+" (see

@@ -1,5 +1,6 @@
 """Tiny encoder-decoder models, and what their encoders read: texts, sound, pictures."""
 
+import copy
 from collections.abc import Callable
 from functools import reduce
 from operator import or_
@@ -106,3 +107,12 @@ def inputs(name: str, rows: int = 1, seed: int = 0) -> dict[str, Tensor]:
     ids = torch.randint(3, VOCAB, (rows, 9), generator=draws)
     mask = (torch.arange(9) < torch.arange(9, 9 - 2 * rows, -2)[:, None]).long()  # padding on the right, as T5's
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def borrowing() -> PreTrainedModel:
+    """A decoder alone that reads the states of tiny Whisper's encoder, as distil-whisper's do, and agrees with it."""
+    target = model("whisper")
+    draft = hf.WhisperForCausalLM(copy.deepcopy(target.config)).eval()
+    draft.model.decoder.load_state_dict(target.model.decoder.state_dict())
+    draft.proj_out.weight = target.proj_out.weight
+    return draft

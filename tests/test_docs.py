@@ -14,11 +14,11 @@ import pytest
 import torch
 import typer
 from matplotlib import pyplot
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperForCausalLM
 
 from specdec import SpeculativeGenerator
 from specdec.cli import app
-from tests import blocks, tiny
+from tests import blocks, encoded, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -72,6 +72,7 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
     monkeypatch.setattr("specdec.proposers.draft_model.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
     monkeypatch.setattr("specdec.proposers.block.load", lambda path: blocks.head())
+    monkeypatch.setattr(WhisperForCausalLM, "from_pretrained", lambda *args, **kwargs: encoded.borrowing())
     matplotlib.use("Agg")
     names = {
         "torch": torch,
@@ -79,6 +80,8 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
         "draft_model": tiny.model("llama", seed=1),
         "tokenizer": tokenizer,
         "inputs": tiny.prompts(9),
+        "whisper": encoded.model("whisper"),
+        "input_features": encoded.inputs("whisper")["input_features"],
         "more_tokens": tiny.prompts(4)["input_ids"],
         "spec": SpeculativeGenerator(target, "ngram"),
         "__name__": "docs",
@@ -126,6 +129,7 @@ INTEGRATIONS = {  # the README's list, and the tests that each of them stands fo
     "outlines": ["test_grammar.py: by_outlines"],
     "openai": ["test_serving.py: test_answers_are_plain_decodings"],
     "vision-language": ["test_multimodal.py: test_"],
+    "Whisper": ["test_encoder_decoder.py: test_long_sound_", "test_encoder_decoder.py: test_the_speech_pipeline"],
 }
 
 
