@@ -20,7 +20,10 @@ from specdec.runner import ModelRunner, Output
 # Arguments that transformers drops after the first pass (5.23; older versions have no such list, and nothing is known).
 SHOWN = frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 # Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
-PLACED = {"token_type_ids", "mm_token_type_ids", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+PLACED = {
+    *("token_type_ids", "mm_token_type_ids", "feature_attention_mask", "image_position_ids", "video_position_ids"),
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "num_frames_per_video"),
+}
 MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index"))  # in configs
 
 

@@ -43,6 +43,20 @@ def test_pictures(name, lengths):
         assert spec.report.num_accepted_tokens > 3
 
 
+@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("name", [*pictured.FILMS, *pictured.SOUNDS])
+def test_films_and_sounds(name, lengths):
+    shows = pictured.films if name in pictured.FILMS else pictured.sounds
+    model, inputs = pictured.model(name), shows(name, *lengths)
+    plain = model.generate(**inputs, **ARGUMENTS)
+    shown = "pixel_values_videos" if name in pictured.FILMS else "input_features"
+    others = inputs | {shown: 3 * torch.randn_like(inputs[shown])}
+    assert model.generate(**others, **ARGUMENTS).tolist() != plain.tolist()
+    spec = SpeculativeGenerator(model, tiny.Garbage(answer=plain), draft_length=4, on_unsupported="error")
+    assert spec.generate(**inputs, **ARGUMENTS).tolist() == plain.tolist()
+    assert spec.report.num_accepted_tokens > 3
+
+
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
 def test_same_seed_same_text(name):
     model, inputs = pictured.model(name), pictured.prompts(name, 7, 4, 9)
