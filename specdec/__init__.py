@@ -12,6 +12,7 @@ refuse_namesake()  # before anything of it is imported
 
 if TYPE_CHECKING:
     from specdec.generator import SpeculativeGenerator
+    from specdec.lenient import Lenient
     from specdec.proposers import (
         BlockProposer,
         Context,
@@ -40,6 +41,7 @@ else:
         "Eagle3Proposer": "proposers",
         "EarlyExitProposer": "proposers",
         "HybridProposer": "proposers",
+        "Lenient": "lenient",
         "MtpProposer": "proposers",
         "NgramProposer": "proposers",
         "Proposer": "proposers",
@@ -73,6 +75,7 @@ __all__ = [
     "Eagle3Proposer",
     "EarlyExitProposer",
     "HybridProposer",
+    "Lenient",
     "MtpProposer",
     "NgramProposer",
     "Proposer",

@@ -28,6 +28,7 @@ from specdec.drafting import Drafting
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
+from specdec.lenient import Lenient, LenientWalk
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop, Verification
 from specdec.noise import Noise, noise_of_call
@@ -69,7 +70,8 @@ class SpeculativeGenerator:
         rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
             text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.
             2403.10444) and "token" (Leviathan et al. 2211.17192) verify chains drawn from the draft's distribution.
-            "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution.
+            "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution. So is a
+            `Lenient(gap, budget)`, also at T = 0: drafts that are hardly worse than the target's choice are accepted.
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
         compile: capture the target's passes over drafts, and a draft model's, as graphs of few sizes (`torch.compile`;
             a size takes seconds to minutes at its second use). "auto": on GPUs. A model that cannot be captured runs
@@ -85,13 +87,14 @@ class SpeculativeGenerator:
         proposer: Proposer | PreTrainedModel | ProposerName | str = "auto",
         *,
         draft_length: int | None = None,
-        rule: RuleName = COUPLED,
+        rule: RuleName | Lenient = COUPLED,
         on_unsupported: OnUnsupported = "plain",
         compile: bool | Literal["auto"] = False,
     ):
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
-        check_choice("rule", rule, RuleName)
+        if not isinstance(rule, Lenient):
+            check_choice("rule", rule, RuleName)
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
         self.model, self._entrance = bare(model), entrance(model)
@@ -364,7 +367,7 @@ class SpeculativeGenerator:
             talk, looked = look(target, input_ids, talk, model_kwargs)
         with talk.in_rows(target) as columns:
             read = looked or prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
-            coupled = sampling and self.rule == COUPLED
+            coupled = sampling and self._walks(config)
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
@@ -406,13 +409,15 @@ class SpeculativeGenerator:
 
     def _walks(self, config: GenerationConfig) -> bool:
         """The call follows the target's own choices, instead of a rule over all nodes."""
-        return not config.do_sample or self.rule == COUPLED
+        return not config.do_sample or self.rule == COUPLED or isinstance(self.rule, Lenient)
 
     def _verification(
         self, processors: NodeProcessors, noise: Noise | None, config: GenerationConfig, device: torch.device
     ) -> Verification:
         if not self._walks(config):
             return AllNodes(processors, self._drawn_rule())
+        if isinstance(self.rule, Lenient):
+            return LenientWalk(processors, noise, self.rule)
         at_once = device.type != "cpu" and processors.read_scores_alone
         return AllChoices(processors, noise) if at_once else Walk(processors, noise)
 
@@ -426,7 +431,7 @@ class SpeculativeGenerator:
                 return acceptance.typical(draft, probs)
             if draft.probs is None:
                 return acceptance.point_mass(draft, probs)
-            return (drawn_chain[self.rule] if draft.chain else acceptance.recursive_rejection)(draft, probs)
+            return (drawn_chain[str(self.rule)] if draft.chain else acceptance.recursive_rejection)(draft, probs)
 
         return rule
 
