@@ -22,7 +22,7 @@ def regrets(model, prompts, text):
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize(("gap", "budget"), [(1.5, float("inf")), (2.0, 3.0), (float("inf"), 5.0)])
+@pytest.mark.parametrize(("gap", "budget"), [(3.0, float("inf")), (3.0, 4.0), (float("inf"), 5.0)])
 def test_no_token_and_no_row_loses_more_than_allowed(llama, draft, ragged, proposer, gap, budget):
     def length_of(rule):
         spec = SpeculativeGenerator(llama, PROPOSERS[proposer](draft), draft_length=3, rule=rule)
