@@ -6,6 +6,7 @@ Owns the names and whether a string is one. Imports nothing that takes time: com
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 # others hold a path or hub id
@@ -21,6 +22,7 @@ Tracker = Literal["none", "tensorboard", "wandb"]
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
 PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|mtp|(draft|eagle3|mtp|dflash|medusa):.+|exit:\d+)")
+NEED_A_PATH = dict.fromkeys(("draft", "dflash", "medusa"), "PATH_OR_ID") | {"exit": "LAYERS"}
 PROPOSERS_IN_WORDS = (
     '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "mtp" (the model\'s own MTP '
     'layers), "mtp:PATH_OR_ID", "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "exit:LAYERS", one of the latter eight '
@@ -37,7 +39,13 @@ def check_choice(what: str, chosen: Any, choices: Any) -> None:
 def check_name(proposer: str) -> None:
     """Raise ValueError unless it is one of the short forms."""
     first, plus, last = proposer.rpartition("+")
-    if plus and last == "ngram":
+    if plus and last == "ngram" and PROPOSERS.fullmatch(WITH_NGRAMS + first):
         raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
-    if not PROPOSERS.fullmatch(proposer):
-        raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+    if PROPOSERS.fullmatch(proposer):
+        return
+    names = [*get_args(ProposerName), *NEED_A_PATH]
+    close = get_close_matches(proposer.lower(), names, n=1, cutoff=0.7)
+    meant = f' Did you mean "{close[0]}"?' if close else ""
+    if proposer in NEED_A_PATH:
+        meant = f' "{proposer}" needs to know which: "{proposer}:{NEED_A_PATH[proposer]}".'
+    raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}.{meant}")

@@ -167,6 +167,9 @@ class SpeculativeGenerator:
                 f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
                 'generate(**tokenizer(text, return_tensors="pt"))'
             )
+        ids = kwargs.get("input_ids", inputs)
+        if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
+            raise ValueError(f"generate() takes prompts (B, T), got {len(ids)} tokens of one: give them as ids[None]")
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 

@@ -17,6 +17,7 @@ from specdec.products import TRIES, QuickLinear
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTO, OUT = 1024, 2048  # of the layer that formats are tried on
 DECODING = (1, 8)  # tokens in a pass without and with a draft
+CROWDED = 2.0  # times one thread's time that several take where cores are not free
 WORTH_ITS_MEMORY = 0.9  # of bfloat16's time, or less: float32 takes twice the memory
 
 
@@ -117,9 +118,36 @@ def in_words(device: torch.device) -> str:
     return f"{' and '.join(map(str, DECODING))} tokens take a {INTO} x {OUT} layer " + ", ".join(taken)
 
 
+def crowded(device: torch.device) -> str:
+    """In words that one thread is faster here than several, as others use the CPU's cores; else nothing.
+
+    torch's threads wait for one another at every operation.
+    """
+    threads = torch.get_num_threads()
+    if device.type != "cpu" or threads == 1:
+        return ""
+    together = timed_product(torch.float32, 1)
+    torch.set_num_threads(1)
+    try:
+        alone = timed_product(torch.float32, 1)
+    finally:
+        torch.set_num_threads(threads)
+    if together < CROWDED * alone:
+        return ""
+    return (
+        f"other programs use this machine's cores: a product takes {1e3 * together:.2g} ms with {threads} threads and "
+        f"{1e3 * alone:.2g} ms with one. Timings mean little; OMP_NUM_THREADS=1 makes all of it faster"
+    )
+
+
 @cache
 def product_seconds(dtype: torch.dtype, rows: int) -> float:
-    """Of the CPU, for so many rows by a layer's weights of this type, in the best way that there is here.
+    """Of the CPU, for so many rows by a layer's weights of this type, in the best way that there is here."""
+    return timed_product(dtype, rows)
+
+
+def timed_product(dtype: torch.dtype, rows: int) -> float:
+    """`product_seconds` now.
 
     Measured, in a tenth of a second: several layers take turns, so that weights come from memory as they do in a model.
     """

@@ -6,9 +6,18 @@ import os
 from pathlib import Path
 
 
+def located(name: str) -> str:
+    """What a user means by a name: "~" is the home, and a bare name one of the models that the demo fetched, if it lies
+    in the cache."""
+    fetched = cache_folder() / name
+    if "/" not in name and not Path(name).exists() and (fetched / "config.json").is_file():
+        return str(fetched)
+    return str(Path(name).expanduser()) if name.startswith("~") else name
+
+
 def require_folder_or_id(name: str | Path) -> None:
     """Raise ValueError for a file, and for what is written like a folder's path and is none."""
-    path, written = Path(name), str(name)
+    path, written = Path(located(str(name))), str(name)
     if path.is_file():
         raise ValueError(f"{name} is a file: give the folder that holds config.json and the weights")
     if not path.is_dir() and (written.startswith((".", "/", "~")) or written.count("/") > 1):

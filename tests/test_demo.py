@@ -23,6 +23,7 @@ from specdec.demo.divergence import Divergence, diverge, first_difference
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show, summary
 from specdec.machine import DTYPES, best_device, number_format
+from specdec.paths import located, require_folder_or_id
 from specdec.streamer import ColourStreamer
 
 
@@ -440,3 +441,39 @@ def test_the_small_model_writes_the_same_text():
     arguments = {**inputs, "max_new_tokens": 24, "do_sample": False}
     assert torch.equal(loaded.generate(**arguments), spec.generate(**arguments))
     assert spec.last_report.num_accepted_tokens > 0
+
+
+def test_a_machine_that_others_use_is_told_from_a_free_one(monkeypatch):
+    """Threads that wait for a taken core make every product slow; one thread is not slowed."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for with_both, said in ((8e-3, True), (4e-4, False)):
+            taken = {2: with_both, 1: 6e-4}
+            monkeypatch.setattr(
+                machine, "timed_product", lambda dtype, rows, taken=taken: taken[torch.get_num_threads()]
+            )
+            words = machine.crowded(torch.device("cpu"))
+            assert ("OMP_NUM_THREADS=1" in words) == said
+            assert torch.get_num_threads() == 2
+        assert not machine.crowded(torch.device("meta"))
+        torch.set_num_threads(1)
+        assert not machine.crowded(torch.device("cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_models_that_were_fetched_go_by_their_names(monkeypatch, tmp_path):
+    for folder in (tmp_path / "cache" / "fetched", tmp_path / "home" / "mine"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert located("fetched") == str(tmp_path / "cache" / "fetched")
+    assert located("~/mine") == str(tmp_path / "home" / "mine")
+    require_folder_or_id("~/mine")
+    for name in ("other", "org/fetched", "./mine"):
+        assert located(name) == name
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fetched").mkdir()  # a folder here goes first
+    assert located("fetched") == "fetched"

@@ -627,6 +627,7 @@ class Saying(Proposer):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda c: c.chain([1, 2, 3]), TypeError, "a list of tokens for each of the 1 rows, got .1, 2, 3."),
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
         (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
         (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
@@ -693,6 +694,11 @@ def test_warnings_point_at_the_callers_line():
     with pytest.warns(UserWarning, match="assistant_model is ignored") as also:
         spec.generate(**tiny.prompts(5), assistant_model=other, max_new_tokens=4)
     assert {warning.filename for warning in [caught[0], also[0]]} == {__file__}
+
+
+def test_one_prompt_is_a_batch_of_one(llama):
+    with pytest.raises(ValueError, match=r"takes prompts \(B, T\), got 5 tokens of one: give them as ids\[None\]"):
+        SpeculativeGenerator(llama, "ngram").generate(torch.arange(5))
 
 
 def test_a_generators_own_settings_are_no_arguments_of_a_call():

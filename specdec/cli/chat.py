@@ -22,13 +22,14 @@ from specdec.cli.common import (
     interrupted,
     sampling,
 )
+from specdec.paths import located
 
 if TYPE_CHECKING:
     from specdec.report import Report
 
 
 def chat(
-    target: str = typer.Argument(help="Path or hub id of a chat model."),
+    target: str = typer.Argument(help="Path or hub id of a chat model.", callback=located),
     proposer: ProposerOption = "auto",
     system: str | None = typer.Option(None, help="What the conversation begins with."),
     max_new_tokens: int = typer.Option(512, min=1, help="Tokens per answer at most."),

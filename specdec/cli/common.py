@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
-from specdec.paths import require_folder_or_id
+from specdec.paths import located, require_folder_or_id
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,7 @@ def proposer_names(incomplete: str) -> list[str]:
 
 
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
-Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.")]
+Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
 ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
 Seed = Annotated[int | None, typer.Option(help="Of what is drawn: the same seed gives the same text.")]
@@ -98,10 +98,12 @@ def load(
     """
     from transformers import AutoTokenizer
 
-    from specdec.machine import best_device, format_for
+    from specdec.machine import best_device, crowded, format_for
     from specdec.proposers.draft_model import load as loaded
 
     place = _device(device) if device else best_device()
+    if others := crowded(place):
+        typer.echo(others, err=True)
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())

@@ -49,6 +49,7 @@ def serve(
             check(target, proposer)
             from specdec.serving import serve as serve_model
 
+            typer.echo(f"http://{host}:{port}/v1, model {target!r}, drafts by {proposer}", err=True)
             serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
     except KeyboardInterrupt:  # the server has let go of everything by now
         raise typer.Exit(INTERRUPTED) from None

@@ -14,7 +14,7 @@ from specdec.demo import parts, room, weights
 from specdec.demo.loading import load, locate
 from specdec.demo.show import Show
 from specdec.generator import SpeculativeGenerator
-from specdec.machine import best_device, in_words, number_format
+from specdec.machine import best_device, crowded, in_words, number_format
 from specdec.proposers.named import as_proposers
 
 SVG_COLUMNS = 88
@@ -85,6 +85,8 @@ def require_room(names: list[str], dtype: str) -> None:
 
 def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int | None, dtype: str) -> Show:
     """Fetch and load the models."""
+    if others := crowded(best_device()):
+        console.print(others, style="yellow")
     model, tokenizer = load(locate(target), dtype)
     measured = in_words(model.device) if dtype == "auto" else ""
     why = f": {measured}" if measured else ""

@@ -136,6 +136,8 @@ class Context:
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""
+        if len(drafts) != self.batch_size or any(isinstance(draft, int) for draft in drafts):
+            raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
         cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         longest = max(map(len, cut), default=0)
         if longest == 0:

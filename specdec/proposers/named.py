@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec import mtp, registry
 from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
+from specdec.paths import located
 from specdec.proposers.base import Proposer
 from specdec.proposers.block import BlockProposer
 from specdec.proposers.draft_model import DraftModelProposer, tokenizers_at_hand, what_differs
@@ -58,6 +59,7 @@ def as_proposer(
         )
     check_name(proposer)
     kind, _, source = proposer.partition(":")
+    source = located(source)
     if kind == "suffix":
         return SuffixProposer()
     if kind.startswith(WITH_NGRAMS):
