@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -159,7 +159,10 @@ def _tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
     for b, path in ((0, [0, 2, 4]), (1, [0])):
         texts.append(torch.cat([prompts[b], drafts[b, path], last[b]]))
         picks.append(after[b])
-    reference = [_plain_logits(model, text)[-len(pick) :] for text, pick in zip(texts, picks, strict=True)]
+    reference = [
+        logits[len(text) - len(pick) : len(text)]
+        for logits, text, pick in zip(_plain_logits(model, texts), texts, picks, strict=True)
+    ]
     # Once with the model's own cache: some drop keys there that their uncached pass sees, and so does plain decoding.
     reference[0][-1:] = _last_logits(model, texts[0])
     return torch.cat(picks), torch.cat(reference)
@@ -177,35 +180,39 @@ def _chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
     after = runner.grow(ids[None, 9:11], depth[:, :2], ones[:, :2, :2], chain=True).logits[0]
     picks += [chain, after]
     text = torch.cat([ids[:8], ids[9:11]])
-    accepted = torch.cat([_plain_logits(model, text)[:-1], _last_logits(model, text)])
-    reference = [accepted[5:6], _plain_logits(model, ids[:9])[6:9], accepted[8:10]]
+    whole, drafted = _plain_logits(model, [text, ids[:9]])
+    accepted = torch.cat([whole[:-1], _last_logits(model, text)])
+    reference = [accepted[5:6], drafted[6:9], accepted[8:10]]
     return torch.cat(picks), torch.cat(reference)
 
 
-def _plain_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """(T, V) of one text, without any cache."""
-    return _run(model, text, 0, use_cache=False).logits[0]
+def _plain_logits(model: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
+    """(B, T, V) of texts without any cache, in one pass; behind a shorter one's end whatever comes."""
+    longest = max(texts, key=len)
+    padded = torch.stack([torch.cat([text, longest[len(text) :]]) for text in texts])
+    return _run(model, padded, 0, use_cache=False).logits
 
 
 def _last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """(1, V) after one text, the last token behind the others in the model's own cache, as in plain decoding."""
     past = cache_argument(model)
-    read = _run(model, text[:-1], 0, use_cache=True)
-    return _run(model, text[-1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
+    read = _run(model, text[None, :-1], 0, use_cache=True)
+    return _run(model, text[None, -1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
 
 
-def _run(model: PreTrainedModel, text: Tensor, start: int, **options: Any) -> Any:
-    """The model's own pass over one text, whose first token stands at `start`."""
-    inputs = {"input_ids": text[None], "return_dict": True, **options, **_positions(model, text, start)}
-    source = stand_in(model, 1)
+def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
+    """The model's own pass over texts (B, T), whose first token stands at `start`."""
+    inputs = {"input_ids": texts, "return_dict": True, **options, **_positions(model, texts, start)}
+    source = stand_in(model, len(texts))
     return model(**(inputs if source is None else source.read_by(model, inputs)))
 
 
-def _positions(model: PreTrainedModel, text: Tensor, start: int) -> dict[str, Tensor]:
+def _positions(model: PreTrainedModel, texts: Tensor, start: int) -> dict[str, Tensor]:
     """As `generate()` numbers them, from zero; RoBERTa's own forward pass would start at another number."""
     if decoders_name(model, "position_ids") not in forward_parameters(model):
         return {}
-    return {"position_ids": torch.arange(start, start + len(text), device=text.device)[None]}
+    positions = torch.arange(start, start + texts.shape[1], device=texts.device)
+    return {"position_ids": positions.expand(len(texts), -1)}
 
 
 def _token_ids(model: PreTrainedModel, count: int) -> Tensor:

@@ -10,7 +10,9 @@ from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 # others hold a path or hub id
-ProposerName = Literal["auto", "ngram", "suffix", "eagle3", "mtp", "ngram+eagle3", "ngram+mtp"]
+ProposerName = Literal[
+    "auto", "ngram", "suffix", "eagle3", "dflash", "mtp", "ngram+eagle3", "ngram+dflash", "ngram+mtp"
+]
 RuleName = Literal["coupled", "block", "token", "typical"]
 OnUnsupported = Literal["plain", "error"]
 NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
@@ -21,12 +23,12 @@ Tracker = Literal["none", "tensorboard", "wandb"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|mtp|(draft|eagle3|mtp|dflash|medusa):.+|exit:\d+)")
-NEED_A_PATH = dict.fromkeys(("draft", "dflash", "medusa"), "PATH_OR_ID") | {"exit": "LAYERS"}
+PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|dflash|mtp|(draft|eagle3|mtp|dflash|medusa):.+|exit:\d+)")
+NEED_A_PATH = dict.fromkeys(("draft", "medusa"), "PATH_OR_ID") | {"exit": "LAYERS"}
 PROPOSERS_IN_WORDS = (
-    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" (a known head), "eagle3:PATH_OR_ID", "mtp" (the model\'s own MTP '
-    'layers), "mtp:PATH_OR_ID", "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "exit:LAYERS", one of the latter eight '
-    'behind "ngram+", or "auto"'
+    '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" or "dflash" (a known head), "eagle3:PATH_OR_ID", '
+    '"dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "mtp" (the model\'s own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", '
+    'one of these but the first two behind "ngram+", or "auto"'
 )
 
 

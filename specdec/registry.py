@@ -57,6 +57,8 @@ HEADS = (
     Known("qwen3-8b", "RedHatAI/Qwen3-8B-speculator.eagle3"),
     Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3"),
     Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3"),
+    Known("qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16", kind="dflash"),
+    Known("qwen3-8b", "z-lab/Qwen3-8B-DFlash-b16", kind="dflash"),
 )
 
 

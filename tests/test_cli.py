@@ -146,7 +146,7 @@ def test_version():
     ("words", "offered"),
     [
         ("specdec re", {"regenerate"}),
-        ("specdec doctor MODEL n", {"ngram", "ngram+eagle3", "ngram+mtp", "ngram+draft:"}),
+        ("specdec doctor MODEL n", {"ngram", "ngram+dflash", "ngram+eagle3", "ngram+mtp", "ngram+draft:"}),
         ("specdec generate MODEL --proposer e", {"eagle3"}),
         ("specdec generate MODEL --rule t", {"token", "typical"}),
     ],

@@ -70,6 +70,9 @@ def test_a_known_drafter_of_blocks_is_found(target, drafter):
     prompt = tiny.prompts(6)["input_ids"]
     out = spec.generate(prompt, do_sample=False, max_new_tokens=12)
     assert out.tolist() == target.generate(prompt, do_sample=False, max_new_tokens=12).tolist()
+    for name in ("dflash", "ngram+dflash"):
+        named = SpeculativeGenerator(target, name).proposer
+        assert isinstance(named.other if name != "dflash" else named, BlockProposer)
     with pytest.raises(NoHead, match="no EAGLE-3 head is known for tiny-llama"):
         SpeculativeGenerator(target, "eagle3")
 

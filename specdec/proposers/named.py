@@ -69,7 +69,7 @@ def as_proposer(
     if kind == "exit":
         return EarlyExitProposer(int(source))
     if kind in ("dflash", "medusa"):
-        return BlockProposer(source)
+        return BlockProposer(source or registry.find(target, "dflash"))
     if kind == "mtp":
         return MtpProposer(source or None)
     if kind == "eagle3":
