@@ -18,6 +18,7 @@ OnUnsupported = Literal["plain", "error"]
 NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
 HeadLayout = Literal["sglang", "speculators", "int8"]
 LossName = Literal["ce", "lk", "tv"]
+OptimizerName = Literal["adamw", "muon"]
 HeadKind = Literal["eagle3", "dflash", "dspark"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import HeadKind, LossName, Tracker
+from specdec.choices import HeadKind, LossName, OptimizerName, Tracker
 from specdec.cli.common import Target, bad_input_ends, check, interrupted
 
 
@@ -36,6 +36,9 @@ def train(
         None,
         help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with; "tv": total '
         'variation, the default for "dspark".',
+    ),
+    optimizer: OptimizerName | None = typer.Option(
+        None, help='"muon" for matrices (an EAGLE-3 head\'s default), or "adamw" for all weights.'
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0),

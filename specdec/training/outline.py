@@ -20,6 +20,7 @@ from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
 from specdec.training.block_unroll import unroll_rows
+from specdec.training.optimizer import matrices
 from specdec.training.trainer import Head
 from specdec.training.unroll import unroll
 
@@ -46,6 +47,12 @@ class Outline:
     def weights(self) -> int:
         with META:
             return parameters(self._head())
+
+    @cached_property
+    def matrices(self) -> int:
+        """Numbers in the weights that are Muon's."""
+        with META:
+            return sum(weight.numel() for weight in matrices(self._head()))
 
     @property
     def learnt_per_row(self) -> int:

@@ -33,7 +33,6 @@ from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.states import batch_tokens_of, bytes_per_token
 from specdec.training.teacher import NUMBERS_AT_ONCE
 
-ADAM = 4  # numbers of float32 for each weight: itself, its gradient, two moments
 CHECKPOINTS = 3  # on the disk together, while one is written
 
 
@@ -166,7 +165,7 @@ class Arithmetic:
         return {
             f"the target's weights, {_name(self.target.dtype)}": parameters(self.target) * theirs,
             "of its embedding and readout, a copy": (V + K) * H * theirs,
-            "the head, its gradients and Adam's moments": 4 * own * (ADAM + several) + halves,
+            "the head, its gradients and their moments": 4 * (own * (2 + several) + self._moments) + halves,
             f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
             "what the head keeps for its gradients": self.outline.kept_for_gradients(rows),
             "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
@@ -179,7 +178,7 @@ class Arithmetic:
         if self.recipe.cache_states:
             states["the target's states"] = self.tokens * bytes_per_token(self.target, self._taps)
         return states | {
-            "checkpoints": CHECKPOINTS * own * 4 * (ADAM - 1),
+            "checkpoints": CHECKPOINTS * 4 * (own + self._moments),
             "the head, bfloat16": 2 * own * 2,  # the one before stays until the next is whole
         }
 
@@ -195,6 +194,11 @@ class Arithmetic:
             "the head's passes, there and back": 3 * self.outline.forward_work() * self.rows * epochs,
             "logits of drafts and their gradients": 2 * K * (H * self.learnt + 3 * steps * W * scored) * epochs,
         }
+
+    @property
+    def _moments(self) -> int:
+        """Numbers that the optimizer keeps: Adam two for each weight, Muon one."""
+        return 2 * self.outline.weights - (self.outline.matrices if self.recipe.optimizer_name == "muon" else 0)
 
     @property
     def _taps(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from accelerate import PartialState
 from transformers.integrations import get_available_reporting_integrations
 
-from specdec.choices import HeadKind, LossName, Tracker, check_choice
+from specdec.choices import HeadKind, LossName, OptimizerName, Tracker, check_choice
 from specdec.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
@@ -35,6 +35,7 @@ class Recipe:
         steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.
         loss: "ce"; "lk" to go on from a head with; "tv", which a DSpark drafter is trained with (see `objective`).
             None: what the kind's paper has.
+        optimizer: "muon" (see `optimizer`), or "adamw" for all weights. None: "muon" for EAGLE-3's heads.
         length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. The
             loss is per token learnt in an update, however passes and processes share them.
@@ -61,6 +62,7 @@ class Recipe:
     steps: int | None = None
     anchors: int = 64
     loss: LossName | None = None
+    optimizer: OptimizerName | None = None
     length: int = 512
     epochs: float = 2.0
     learning_rate: float = 1e-3
@@ -87,6 +89,10 @@ class Recipe:
     def loss_name(self) -> LossName:
         return self.loss or ("tv" if self.kind == "dspark" else "ce")
 
+    @property
+    def optimizer_name(self) -> OptimizerName:
+        return self.optimizer or ("muon" if self.kind == "eagle3" else "adamw")
+
     def check(self) -> None:
         """What can be said before anything is read."""
         if self.device not in (None, "cpu"):
@@ -101,6 +107,7 @@ class Recipe:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
         check_choice("kind", self.kind, HeadKind)
         check_choice("loss", self.loss_name, LossName)
+        check_choice("optimizer", self.optimizer_name, OptimizerName)
         check_choice("report_to", self.report_to, Tracker)
         if self.report_to != "none" and self.report_to not in get_available_reporting_integrations():
             raise ValueError(
@@ -124,7 +131,7 @@ class Recipe:
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:
             mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
-        mine |= {"steps": str(self.drafted), "loss": self.loss_name}
+        mine |= {"steps": str(self.drafted), "loss": self.loss_name, "optimizer": self.optimizer_name}
         mine |= {"texts": texts, "weights": weights}
         if self.held_out_data is not None:
             mine["held_out"] = "a file of its own"
@@ -132,7 +139,8 @@ class Recipe:
 
     def defaults(self) -> dict[str, str]:
         """Of an identity: what holds for a run of before an option was there."""
-        return {field.name: str(field.default) for field in fields(self) if field.name not in FREE}
+        known = {field.name: str(field.default) for field in fields(self) if field.name not in FREE}
+        return known | {"optimizer": "adamw"}
 
     def per_pass(self, processes: PartialState) -> int:
         """Rows of a process in one pass."""

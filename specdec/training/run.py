@@ -174,6 +174,7 @@ def _trainer(
         args,
         steps=recipe.drafted,
         loss=recipe.loss_name,
+        optimizer=recipe.optimizer_name,
         anchors=recipe.anchors,
         state_weight=STATE_WEIGHT if recipe.start_from is None else 0.0,
         flex=recipe.flex,

@@ -10,17 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from specdec.blocks.head import DFlashHead
 from specdec.blocks.layouts import save as save_block
-from specdec.choices import LossName
+from specdec.choices import LossName, OptimizerName
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.taps import FINAL, Taps, decoder_layers
 from specdec.training.block_objective import BlockObjective
 from specdec.training.dataset import PackedTexts, StateDataset, collate
 from specdec.training.objective import Eagle3Objective, Objective
+from specdec.training.optimizer import muon
 from specdec.training.states import states_of_packed
 from specdec.training.teacher import TargetLogits, embedding_of
 
@@ -37,7 +39,7 @@ class HeadTrainer(Trainer):
 
     Args:
         head: of EAGLE-3, or a drafter of blocks that has an LM head of its own.
-        steps: drafted tokens to train. loss: of `objective.LOSSES`.
+        steps: drafted tokens to train. loss: of `objective.LOSSES`. optimizer: "muon", or the one that `args` names.
         state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
         flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
     """
@@ -50,6 +52,7 @@ class HeadTrainer(Trainer):
         *,
         steps: int = 3,
         loss: LossName = "ce",
+        optimizer: OptimizerName = "adamw",
         state_weight: float = STATE_WEIGHT,
         flex: bool = False,
         anchors: int = 64,
@@ -77,10 +80,17 @@ class HeadTrainer(Trainer):
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
         # Losses of the passes of an update add up: none is divided by their number.
         self.model_accepts_loss_kwargs = True
-        self.head, self.target, self.steps = head, target, steps
+        self.head, self.target, self.steps, self._muon = head, target, steps, optimizer == "muon"
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        if not self._muon:
+            return super().create_optimizer(*args, **kwargs)
+        betas = self.args.adam_beta1, self.args.adam_beta2
+        self.optimizer: Optimizer = muon(self.head, self.args.learning_rate, betas)
+        return self.optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The passes of an update, and of how many drafts (steps,) of each step it learns, in all processes."""
