@@ -22,6 +22,7 @@ from specdec.view import twin, view
 
 M = TypeVar("M", bound=PreTrainedModel)
 COUNTED = "past_key_values_length"  # what embeddings of positions count on from
+HOW_MANY = ("input_ids", "input_ids_shape", "input")
 OF_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
 
 
@@ -56,18 +57,14 @@ def with_positions(model: M, places: Places) -> M:
 
 @cache
 def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    counts = COUNTED in inspect.signature(kind.forward).parameters
-    if counts and _leaf(kind):
+    parameters = list(inspect.signature(kind.forward).parameters)
+    # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
+    if COUNTED in parameters and parameters[1] in HOW_MANY:
         return type(kind.__name__, (_Embedding, kind), {})
     bias = getattr(kind, "compute_bias", None)
     if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:
         return type(kind.__name__, (_Bias, kind), {})
     return None
-
-
-def _leaf(kind: type[nn.Module]) -> bool:
-    """Of positions alone, not of whole inputs as BERT's embeddings are: its first argument tells how many there are."""
-    return list(inspect.signature(kind.forward).parameters)[1] in ("input_ids", "input_ids_shape", "input")
 
 
 def _first_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:

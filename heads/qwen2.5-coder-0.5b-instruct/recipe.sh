@@ -14,9 +14,9 @@ step regenerate "$TARGET" "$PROMPTS" "$OUT/answers.jsonl" --max-new-tokens 256 \
 split "$OUT/answers.jsonl" "$OUT"
 cat "$OUT/first.jsonl" "$OUT/rest.jsonl" > "$OUT/both.jsonl"
 step train "$TARGET" "$OUT/first.jsonl" "$OUT/first" --held-out-data "$OUT/held.jsonl" --cache-states \
-    --intermediate-size 2048 --steps 3 --epochs 5 --learning-rate 1.2e-3 --save-every 50 --evaluate-every 400
+    --optimizer adamw --intermediate-size 2048 --steps 3 --epochs 5 --learning-rate 1.2e-3 --save-every 50 --evaluate-every 400
 step train "$TARGET" "$OUT/rest.jsonl" "$OUT/rest" --held-out-data "$OUT/held.jsonl" --cache-states \
-    --from "$OUT/first/head" --steps 3 --epochs 2 --learning-rate 8e-4 --save-every 50 --evaluate-every 400
+    --optimizer adamw --from "$OUT/first/head" --steps 3 --epochs 2 --learning-rate 8e-4 --save-every 50 --evaluate-every 400
 step train "$TARGET" "$OUT/both.jsonl" "$OUT/all" --held-out-data "$OUT/held.jsonl" --cache-states \
-    --from "$OUT/rest/head" --draft-vocab 12288 --loss lk --steps 3 --length 768 --batch-size 8 --rows-at-once 4 \
+    --optimizer adamw --from "$OUT/rest/head" --draft-vocab 12288 --loss lk --steps 3 --length 768 --batch-size 8 --rows-at-once 4 \
     --epochs 1 --learning-rate 2e-4 --save-every 40 --evaluate-every 152

@@ -9,7 +9,7 @@ readonly ANSWERS=${1:?answers.jsonl} OUT=${2:?folder}
 
 mkdir -p "$OUT/run" "$OUT/second"
 split "$ANSWERS" "$OUT"
-options=(--held-out-data "$OUT/held.jsonl" --cache-states --length 768 --loss lk --steps 3 --batch-size 4 --epochs 1
+options=(--optimizer adamw --held-out-data "$OUT/held.jsonl" --cache-states --length 768 --loss lk --steps 3 --batch-size 4 --epochs 1
     --save-every 20 --evaluate-every 1000)
 step train "$TARGET" "$OUT/first.jsonl" "$OUT/run" "${options[@]}" --learning-rate 4e-4 \
     --from "$(dirname "$0")/../qwen2.5-coder-0.5b-instruct" --from-target "$SMALL"
