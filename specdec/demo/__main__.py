@@ -12,7 +12,7 @@ from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 from specdec.data.prompts import PROMPTS
 from specdec.demo import parts, room, weights
 from specdec.demo.loading import load, locate
-from specdec.demo.show import Show
+from specdec.demo.show import SECONDS, Show
 from specdec.generator import SpeculativeGenerator
 from specdec.machine import best_device, crowded, in_words, number_format
 from specdec.proposers.named import as_proposers
@@ -85,6 +85,8 @@ def require_room(names: list[str], dtype: str) -> None:
 
 def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int | None, dtype: str) -> Show:
     """Fetch and load the models."""
+    if max_new_tokens is None:
+        console.print(f"loading and trying out the models, then texts for about {SECONDS // 60:.0f} minutes at most")
     if others := crowded(best_device()):
         console.print(others, style="yellow")
     model, tokenizer = load(locate(target), dtype)
