@@ -242,7 +242,11 @@ class SpeculativeGenerator:
         try:
             yield part
         finally:
+            if whole.times_to_first_token:  # one call has one, and is plain at most once
+                part.times_to_first_token.clear()
             whole.add(part)
+            whole.num_plain_calls = min(1, whole.num_plain_calls)
+            whole.plain_reasons = dict.fromkeys(whole.plain_reasons, 1)
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from specdec.mixers import has_states
-from specdec.positions import Places, with_positions
+from specdec.positions import counts_positions
 from specdec.products import lose
 from specdec.step import spread
 from specdec.taps import Taps
@@ -60,7 +60,7 @@ def cannot_capture(model: PreTrainedModel) -> str | None:
     """Why passes of a model are not tried to be captured, by its structure; None: they are."""
     if model.config.is_encoder_decoder:
         return "its decoder also reads what its encoder wrote"
-    if with_positions(model, Places()) is not model:
+    if counts_positions(model):
         return "it counts its positions by itself"
     if has_states(model):
         return "its recurrent layers keep states that are Python's affair"

@@ -12,7 +12,7 @@ def located(name: str) -> str:
     fetched = cache_folder() / name
     if "/" not in name and not Path(name).exists() and (fetched / "config.json").is_file():
         return str(fetched)
-    return str(Path(name).expanduser()) if name.startswith("~") else name
+    return os.path.expanduser(name)
 
 
 def require_folder_or_id(name: str | Path) -> None:

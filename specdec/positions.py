@@ -38,14 +38,26 @@ class Places:
     pads: Tensor | None = None
 
 
+def counts_positions(model: PreTrainedModel) -> bool:
+    """It is told no positions, and something in it counts tokens in a way that is known here."""
+    return not takes_positions(model) and any(map(_placed, model.modules()))
+
+
+def padding_counted_by(model: PreTrainedModel) -> set[int]:
+    """Padding tokens by which such a model numbers a prompt that it reads at once: it leaves them out (M2M100)."""
+    if not counts_positions(model):
+        return set()
+    numbering = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return {module.padding_idx for module in numbering if getattr(module, "padding_idx", None) is not None}
+
+
 def with_positions(model: M, places: Places) -> M:
-    """A view of `model`, by its weights, that looks into `places`; `model` itself where that is told its positions, or
-    nothing in it counts tokens."""
+    """A view of `model`, by its weights, that looks into `places`; `model` itself where `counts_positions` says no."""
     if takes_positions(model):
         return model
 
     def swap(module: nn.Module) -> nn.Module:
-        kind = _placed_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+        kind = _placed(module)
         if kind is None:
             return module
         placed = twin(module, kind)
@@ -55,25 +67,25 @@ def with_positions(model: M, places: Places) -> M:
     return view(model, swap)
 
 
+def _placed(module: nn.Module) -> type[nn.Module] | None:
+    return _placed_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+
+
 @cache
 def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     parameters = list(inspect.signature(kind.forward).parameters)
     # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
     if COUNTED in parameters and parameters[1] in HOW_MANY:
-        return type(kind.__name__, (_Embedding, kind), {})
+        return type(kind.__name__, (_Embedding, kind), {"told": parameters[1]})
     bias = getattr(kind, "compute_bias", None)
     if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:
         return type(kind.__name__, (_Bias, kind), {})
     return None
 
 
-def _first_argument(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Any]:
-    name = next(iter(inspect.signature(function).parameters))
-    return name, args[0] if args else kwargs[name]
-
-
 class _Embedding(nn.Module):
     places: Places
+    told: str  # the first argument: the tokens, or their shape
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         sight, pads = self.places.sight, self.places.pads
@@ -87,16 +99,18 @@ class _Embedding(nn.Module):
             count = min(count, known - getattr(self, "offset", 0))
         positions = positions.clamp(max=count - 1)
         padding = getattr(self, "padding_idx", None)
-        first, given = _first_argument(super().forward, args, kwargs)
-        if first == "input_ids_shape":
-            return super().forward(torch.Size((1, count))).reshape(count, -1)[positions]
 
-        def of(token: int) -> Tensor:
-            text = torch.full_like(given[:1, :1], token).expand(1, count)
-            return super(_Embedding, self).forward(text).reshape(count, -1)[positions]
+        def of_text(token: int) -> Tensor:
+            """What it says of a text of one token, at the pass's positions."""
+            text = torch.full((1, count), token, device=positions.device)
+            told = text.shape if self.told == "input_ids_shape" else text
+            return super(_Embedding, self).forward(told).reshape(count, -1)[positions]
 
-        real = of(int(padding == 0))
-        return real if padding is None else torch.where((given == padding)[..., None], of(padding), real)
+        real = of_text(1 if padding == 0 else 0)
+        tokens = args[0] if args else kwargs.get(self.told)
+        if padding is None or not isinstance(tokens, Tensor) or tokens.dim() != 2:  # embeddings were given, or a shape
+            return real
+        return torch.where((tokens == padding)[..., None], of_text(padding), real)
 
 
 class _Bias(nn.Module):

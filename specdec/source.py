@@ -61,7 +61,7 @@ class Source:
         A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
         """
         if not model.config.is_encoder_decoder:
-            return Source(self.states) if "encoder_outputs" in inspect.signature(model.forward).parameters else None
+            return Source(self.states) if "encoder_outputs" in _parameters(model) else None
         if self.given is None:
             raise ValueError(
                 f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
@@ -69,7 +69,8 @@ class Source:
             )
         with torch.no_grad():
             given = self._of_rows(self.given).to(model.device)
-            given = given.to(model.dtype) if given.is_floating_point() else given
+            size = model.config.get_text_config(decoder=True).vocab_size
+            given = given.to(model.dtype) if given.is_floating_point() else given.clamp(max=size - 1)
             states = model.get_encoder()(given, **_known(model, {"attention_mask": self.mask}), return_dict=True)
         return Source(states, self.mask, self.given)
 
@@ -85,7 +86,25 @@ def decoders_name(model: PreTrainedModel, name: str) -> str:
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """A pass can be told where its tokens stand."""
-    return decoders_name(model, "position_ids") in inspect.signature(model.forward).parameters
+    return decoders_name(model, "position_ids") in _parameters(model)
+
+
+def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
+    """Why a draft model cannot read what a target does, or None."""
+    if not model.config.is_encoder_decoder:
+        borrows = target.config.is_encoder_decoder and "encoder_outputs" in _parameters(model)
+        ours, theirs = (m.config.get_text_config(decoder=True).hidden_size for m in (model, target))
+        return (
+            f"the draft model reads states of {ours} numbers, the target's have {theirs}"
+            if borrows and ours != theirs
+            else None
+        )
+    if not target.config.is_encoder_decoder:
+        return "the draft model has an encoder, and the target none"
+    inputs = [(m.main_input_name, getattr(m.config, "num_mel_bins", None)) for m in (model, target)]
+    if inputs[0] == inputs[1]:
+        return None
+    return f"the draft model's encoder reads {inputs[0]} (input, mel bins), the target's {inputs[1]}"
 
 
 def source_of(
@@ -94,7 +113,8 @@ def source_of(
     """A call's source, None for a decoder alone, and the call's other arguments by the names of a causal LM's."""
     if not model.config.is_encoder_decoder:
         return None, model_kwargs
-    kwargs = {name.removeprefix(PREFIX): value for name, value in model_kwargs.items() if name != "attention_mask"}
+    own = {name: value for name, value in model_kwargs.items() if name not in ("attention_mask", "inputs_embeds")}
+    kwargs = {name.removeprefix(PREFIX): value for name, value in own.items()}
     cache, keys = kwargs.get("past_key_values"), DynamicCache()
     if isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
         kwargs["past_key_values"], keys = cache.self_attention_cache, cache.cross_attention_cache
@@ -122,6 +142,10 @@ class _Output(BaseModelOutput):
     attention_mask: Tensor | None = None
     router_logits: Any = None
     router_probs: Any = None
+
+
+def _parameters(model: PreTrainedModel) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
 
 
 def _known(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:

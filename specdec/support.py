@@ -16,7 +16,7 @@ from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
-from specdec.positions import Places, with_positions
+from specdec.positions import counts_positions, padding_counted_by
 from specdec.runner import known_at_once, spans
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
@@ -151,11 +151,15 @@ def _padding_problem(
 def _counting_problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """A model that is told no positions counts columns, holes as well."""
-    if conversation.left_padded(conversation.real_columns(input_ids, config, model_kwargs)):
-        return None
-    counts = with_positions(model, Places()) is not model
-    return "attention_mask has holes inside a prompt, which this model counts as positions" if counts else None
+    """A model that is told no positions counts columns, holes as well; or some of them, in a prompt read at once."""
+    whole = conversation.left_padded(conversation.real_columns(input_ids, config, model_kwargs))
+    if not whole and counts_positions(model):
+        return "attention_mask has holes inside a prompt, which this model counts as positions"
+    if any(bool((input_ids == padding).any()) for padding in padding_counted_by(model)):
+        return "the decoder's prompt holds padding, by which this model numbers the tokens of a prompt"
+    if config.prefill_chunk_size and model.config.is_encoder_decoder:
+        return "prefill_chunk_size for an encoder-decoder model"
+    return None
 
 
 def _rope_problem(

@@ -63,9 +63,13 @@ FAMILIES = {
     "t5gemma": _t5gemma,
     "bart": _made(hf.BartForConditionalGeneration, LAYERS, max_position_embeddings=128),
     "marian": _made(hf.MarianMTModel, LAYERS, max_position_embeddings=128),
-    "m2m_100": _made(hf.M2M100ForConditionalGeneration, LAYERS),
+    "m2m_100": _made(hf.M2M100ForConditionalGeneration, LAYERS, decoder_start_token_id=2),
     "speech_to_text": _made(
-        hf.Speech2TextForConditionalGeneration, LAYERS, SOUND, input_feat_per_channel=8, conv_channels=16
+        hf.Speech2TextForConditionalGeneration,
+        *(LAYERS, SOUND),
+        input_feat_per_channel=8,
+        conv_channels=16,
+        decoder_start_token_id=2,
     ),
     "whisper": _whisper,
     "trocr": _trocr,
@@ -80,7 +84,9 @@ LIKE_THEM = {  # others of the same make
     "bigbird_pegasus": _made(hf.BigBirdPegasusForConditionalGeneration, LAYERS, attention_type="original_full"),
     "blenderbot": _made(hf.BlenderbotForConditionalGeneration, LAYERS),
     "blenderbot-small": _made(hf.BlenderbotSmallForConditionalGeneration, LAYERS),
-    "nllb-moe": _made(hf.NllbMoeForConditionalGeneration, LAYERS, num_experts=2, expert_capacity=64),
+    "nllb-moe": _made(
+        hf.NllbMoeForConditionalGeneration, LAYERS, num_experts=2, expert_capacity=64, decoder_start_token_id=2
+    ),
 }
 
 

@@ -145,11 +145,12 @@ def test_what_comes_back_beside_the_text(name):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "m2m_100", "speech_to_text"])
 def test_texts_that_go_on_behind_padding(name):
     """Who counts positions counts padding, too."""
     model, inputs = encoded.model(name), encoded.inputs(name, 2)
-    begun = torch.tensor([[encoded.PAD, encoded.PAD, 5, 6], [encoded.PAD, 7, 8, 9]])
+    start = model.generation_config.decoder_start_token_id
+    begun = torch.tensor([[encoded.PAD, start, 5, 6], [start, 7, 8, 9]])
     for real in ([[0, 1, 1, 1], [1, 1, 1, 1]], [[1, 0, 1, 1], [1, 1, 1, 1]]):
         arguments = {"decoder_input_ids": begun, "decoder_attention_mask": torch.tensor(real)}
         plain = model.generate(**inputs, **arguments, **GREEDY)
@@ -158,6 +159,53 @@ def test_texts_that_go_on_behind_padding(name):
         with tiny.specdec_warnings() as messages:
             assert spec.generate(**inputs, **arguments, **GREEDY).tolist() == plain.tolist()
         assert spec.report.num_accepted_tokens > 3 or messages
+
+
+@pytest.mark.parametrize("kind", ["m2m_100", "speech_to_text"])
+def test_padding_inside_a_prompt(kind):
+    """Who numbers a prompt without its padding decodes plainly behind one that holds some."""
+    model, inputs = encoded.model(kind), encoded.inputs(kind)
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+    begun = {"decoder_input_ids": torch.tensor([[2, 5, encoded.PAD, 6]])}
+    with pytest.warns(UserWarning, match="holds padding"):
+        ours = spec.generate(**inputs, **begun, **GREEDY)
+    assert ours.tolist() == model.generate(**inputs, **begun, **GREEDY).tolist()
+
+
+def test_embeddings_in_place_of_tokens():
+    """The encoder's, and those of decoders alone that count their positions."""
+    model, inputs = encoded.model("t5"), encoded.inputs("t5", 2)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"]).detach()}
+    same(model, embedded | {"attention_mask": inputs["attention_mask"]}, "ngram")
+    for kind in (hf.BartForCausalLM, hf.WhisperForCausalLM):
+        settings = encoded.IDS | encoded.LAYERS | ({} if kind is hf.BartForCausalLM else encoded.SOUND)
+        torch.manual_seed(0)
+        decoder = kind(kind.config_class(**settings)).eval()
+        embeds = decoder.get_input_embeddings()(torch.tensor([[5, 6, 7, 5, 6]])).detach()
+        same(decoder, {"inputs_embeds": embeds}, "ngram")
+
+
+def test_chunks_of_a_prompt_are_plain_decoding_s():
+    model, inputs = encoded.model("t5"), encoded.inputs("t5", 3)
+    spec = SpeculativeGenerator(model, "ngram")
+    begun = {"decoder_input_ids": torch.tensor([[encoded.PAD, 5, 6]] * 3), "prefill_chunk_size": 2}
+    with pytest.warns(UserWarning, match="prefill_chunk_size"):
+        ours = spec.generate(**inputs, **begun, **GREEDY)
+    assert ours.tolist() == model.generate(**inputs, **begun, **GREEDY).tolist()
+
+
+def test_draft_models_that_read_something_else_are_refused(llama):
+    whisper, t5 = encoded.model("whisper"), encoded.model("t5")
+    wide = hf.WhisperConfig(**encoded.IDS | encoded.LAYERS | encoded.SOUND | {"d_model": 64})
+    other = hf.WhisperConfig(**encoded.IDS | encoded.LAYERS | encoded.SOUND | {"num_mel_bins": 16})
+    for target, draft, said in (
+        (t5, whisper, "encoder reads"),
+        (whisper, hf.WhisperForConditionalGeneration(other), "encoder reads"),
+        (whisper, hf.WhisperForCausalLM(wide), "states of 64 numbers"),
+        (llama, t5, "the target none"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            SpeculativeGenerator(target, draft)
 
 
 def test_a_cache_that_a_call_brings():
@@ -211,6 +259,11 @@ def test_long_sound_with_timestamps(rows):
     assert spec.report.num_rows > rows
     _, drafted = same(model, long_sound(rows), encoded.model("whisper"), **arguments)
     assert drafted.report.draft_acceptance_rate > 0.9
+    assert len(spec.report.times_to_first_token) == 1
+    beams = SpeculativeGenerator(model, "ngram")
+    with pytest.warns(UserWarning, match="beam search"):
+        beams.generate(**long_sound(rows), **arguments, num_beams=2)
+    assert (beams.report.num_calls, beams.report.num_plain_calls) == (1, 1)
     segments = [
         generate(**long_sound(rows), **arguments, return_segments=True)["segments"]
         for generate in (model.generate, spec.generate)

@@ -26,6 +26,7 @@ from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.runner import ModelRunner, device_of
+from specdec.source import unfit
 from specdec.step import spread
 from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
@@ -74,6 +75,8 @@ class DraftModelProposer(AutoregressiveProposer):
 
     def check(self, target: PreTrainedModel) -> None:
         self._check_vocabulary(target)
+        if reason := unfit(self.model, target):
+            raise ValueError(f"{reason}: choose a draft model of the target's kind")
         if spread(self.model):
             raise ValueError(
                 "the draft model's weights lie in several processes, which would have to draft together: load it whole "
