@@ -201,7 +201,10 @@ def test_the_text_is_plain_decodings(name, shape, lengths):
     target = tiny.model(name)
     inputs = tiny.prompts(*lengths)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=20)
-    spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head(), **shape), on_unsupported="error")
+    length = 3 if shape else None  # left to the clock, a busy machine may draft nothing
+    spec = SpeculativeGenerator(
+        target, Eagle3Proposer(eagle3.head(), **shape), draft_length=length, on_unsupported="error"
+    )
     assert spec.generate(**inputs, do_sample=False, max_new_tokens=20).tolist() == plain.tolist()
     if shape:
         assert spec.report.num_draft_tokens > 0
