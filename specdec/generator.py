@@ -40,12 +40,10 @@ from specdec.rounds import Round
 from specdec.runner import ModelRunner, device_of
 from specdec.source import Source, source_of
 from specdec.step import Step, in_step
-from specdec.support import Unsupported, decided_before, ignored_fields, why_plain
+from specdec.support import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllChoices, AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
-
-SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # of a generator, not of its calls
 
 
 class SpeculativeGenerator:
@@ -159,17 +157,7 @@ class SpeculativeGenerator:
             Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
             ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
         """
-        ours = SETTINGS & kwargs.keys()
-        if ours and "custom_generate" not in kwargs:  # whose arguments they then are
-            raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
-        if inputs is not None and not isinstance(inputs, Tensor):
-            raise TypeError(
-                f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
-                'generate(**tokenizer(text, return_tensors="pt"))'
-            )
-        ids = kwargs.get("input_ids", inputs)
-        if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
-            raise ValueError(f"generate() takes prompts (B, T), got {len(ids)} tokens of one: give them as ids[None]")
+        check_arguments(inputs, kwargs)
         with self._counted() as report:
             return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
 
@@ -188,7 +176,7 @@ class SpeculativeGenerator:
 
         def decode(model, input_ids, inputs_tensor=None, **hook_kwargs):  # transformers looks for `inputs_tensor`
             hook_kwargs |= {"inputs_tensor": inputs_tensor, **given}
-            with self._part_of(report) as part:
+            with report.part() as part:
                 return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
@@ -234,19 +222,6 @@ class SpeculativeGenerator:
             with self._lock:
                 self.last_report = report
                 self.report.add(report)
-
-    @contextmanager
-    def _part_of(self, whole: Report) -> Iterator[Report]:
-        """The report of one of a call's decoding loops: Whisper's `generate()` runs one per stretch of sound."""
-        part = Report()
-        try:
-            yield part
-        finally:
-            if whole.times_to_first_token:  # one call has one, and is plain at most once
-                part.times_to_first_token.clear()
-            whole.add(part)
-            whole.num_plain_calls = min(1, whole.num_plain_calls)
-            whole.plain_reasons = dict.fromkeys(whole.plain_reasons, 1)
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
 from time import perf_counter
@@ -63,6 +64,22 @@ class Report:
     total_seconds: float = 0.0
     latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
     times_to_first_token: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+
+    @contextmanager
+    def part(self) -> Iterator[Report]:
+        """A report of its own for one of a call's decoding loops: Whisper's `generate()` runs one per stretch of sound.
+
+        The call has one time to a first token, and is plain at most once.
+        """
+        part = Report()
+        try:
+            yield part
+        finally:
+            if self.times_to_first_token:
+                part.times_to_first_token.clear()
+            self.add(part)
+            self.num_plain_calls = min(1, self.num_plain_calls)
+            self.plain_reasons = dict.fromkeys(self.plain_reasons, 1)
 
     def record_plain(self, reason: str) -> None:
         """Count a call that runs as plain decoding, and why."""

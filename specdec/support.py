@@ -39,8 +39,26 @@ KNOWN_KWARGS = {
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
 
+SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # of a generator, not of its calls
+
+
 class Unsupported(ValueError):
     """A `generate()` call that cannot be speculated on, under `on_unsupported="error"`."""
+
+
+def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for what no `generate()` takes, in words that name what it does."""
+    ours = SETTINGS & kwargs.keys()
+    if ours and "custom_generate" not in kwargs:  # whose arguments they then are
+        raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
+    if inputs is not None and not isinstance(inputs, Tensor):
+        raise TypeError(
+            f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
+            'generate(**tokenizer(text, return_tensors="pt"))'
+        )
+    ids = kwargs.get("input_ids", inputs)
+    if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
+        raise ValueError(f"generate() takes prompts (B, T), got {len(ids)} tokens of one: give them as ids[None]")
 
 
 def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
