@@ -26,10 +26,9 @@ from specdec.runner import (
     cache_argument,
     default_masks,
     device_of,
-    forward_parameters,
     layer_kinds,
 )
-from specdec.source import decoders_name, stand_in
+from specdec.source import forward_parameters, stand_in, takes_positions
 from specdec.step import spread
 from specdec.tree import DraftTree
 
@@ -209,7 +208,7 @@ def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> A
 
 def _positions(model: PreTrainedModel, texts: Tensor, start: int) -> dict[str, Tensor]:
     """As `generate()` numbers them, from zero; RoBERTa's own forward pass would start at another number."""
-    if decoders_name(model, "position_ids") not in forward_parameters(model):
+    if not takes_positions(model):
         return {}
     positions = torch.arange(start, start + texts.shape[1], device=texts.device)
     return {"position_ids": positions.expand(len(texts), -1)}

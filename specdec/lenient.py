@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
+from specdec.tree import DraftTree
 from specdec.verification import Walk
 
 
@@ -42,12 +43,13 @@ class LenientWalk(Walk):
         self.lenient = lenient
         self.spent: Tensor | None = None  # (B,) regret so far
 
-    def winner(self, scores: Tensor, columns: list[int], alive: Tensor, children: Tensor, tokens: Tensor) -> Tensor:
-        best = super().winner(scores, columns, alive, children, tokens)
+    def winner(self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor) -> Tensor:
+        best = super().winner(scores, columns, alive, draft, node)
         values = scores if self.noise is None else scores.log_softmax(-1) - self.noise.at(columns).to(scores).log()
-        drafted = values.gather(1, tokens).masked_fill(~children, float("-inf")).max(-1)
+        children = draft.parents == node[:, None]
+        drafted = values.gather(1, draft.tokens).masked_fill(~children, float("-inf")).max(-1)
         regret = values.gather(1, best[:, None])[:, 0] - drafted.values
         spent = torch.zeros_like(regret) if self.spent is None else self.spent
         taken = alive & regret.isfinite() & (regret <= self.lenient.gap) & (spent + regret <= self.lenient.budget)
         self.spent = spent + torch.where(taken, regret, 0)
-        return torch.where(taken, tokens.gather(1, drafted.indices[:, None])[:, 0], best)
+        return torch.where(taken, draft.tokens.gather(1, drafted.indices[:, None])[:, 0], best)

@@ -6,7 +6,6 @@ draft model both run through it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from specdec.mixers import with_states
 from specdec.positions import Places, with_positions
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
-from specdec.source import Source, decoders_name, takes_positions
+from specdec.source import Source, decoders_name, forward_parameters, takes_positions
 from specdec.step import Step, spread
 from specdec.taps import Taps
 
@@ -295,11 +294,6 @@ def device_of(model: PreTrainedModel) -> torch.device:
         return model.device
     device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)
     return model.device if device is None else torch.device(device)
-
-
-def forward_parameters(model: PreTrainedModel) -> set[str]:
-    """Names that `model.forward` accepts."""
-    return set(inspect.signature(model.forward).parameters)
 
 
 def cache_argument(model: PreTrainedModel) -> str:

@@ -50,9 +50,8 @@ class Source:
         named = {decoders_name(model, name): value for name, value in inputs.items()} | {"encoder_outputs": self.states}
         if model.config.is_encoder_decoder:
             named["attention_mask"] = self.mask
-        cache = named.get("past_key_values")
-        if cache is not None and not isinstance(cache, EncoderDecoderCache):
-            named["past_key_values"] = EncoderDecoderCache(cache, self.keys)
+        if "past_key_values" in named and not isinstance(named["past_key_values"], EncoderDecoderCache):
+            named["past_key_values"] = self.together_with(named["past_key_values"])
         return named
 
     def beside(self, model: PreTrainedModel) -> Source | None:
@@ -61,7 +60,7 @@ class Source:
         A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
         """
         if not model.config.is_encoder_decoder:
-            return Source(self.states) if "encoder_outputs" in _parameters(model) else None
+            return Source(self.states) if "encoder_outputs" in forward_parameters(model) else None
         if self.given is None:
             raise ValueError(
                 f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
@@ -79,6 +78,11 @@ class Source:
         return None if cache is None else EncoderDecoderCache(cache, self.keys)
 
 
+def forward_parameters(model: PreTrainedModel) -> set[str]:
+    """Names that `model.forward` accepts."""
+    return set(inspect.signature(model.forward).parameters)
+
+
 def decoders_name(model: PreTrainedModel, name: str) -> str:
     """What a model calls a part of a decoder's pass."""
     return PREFIX + name if model.config.is_encoder_decoder and name in OWN else name
@@ -86,13 +90,13 @@ def decoders_name(model: PreTrainedModel, name: str) -> str:
 
 def takes_positions(model: PreTrainedModel) -> bool:
     """A pass can be told where its tokens stand."""
-    return decoders_name(model, "position_ids") in _parameters(model)
+    return decoders_name(model, "position_ids") in forward_parameters(model)
 
 
 def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
     """Why a draft model cannot read what a target does, or None."""
     if not model.config.is_encoder_decoder:
-        borrows = target.config.is_encoder_decoder and "encoder_outputs" in _parameters(model)
+        borrows = target.config.is_encoder_decoder and "encoder_outputs" in forward_parameters(model)
         ours, theirs = (m.config.get_text_config(decoder=True).hidden_size for m in (model, target))
         return (
             f"the draft model reads states of {ours} numbers, the target's have {theirs}"
@@ -142,10 +146,6 @@ class _Output(BaseModelOutput):
     attention_mask: Tensor | None = None
     router_logits: Any = None
     router_probs: Any = None
-
-
-def _parameters(model: PreTrainedModel) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
 
 
 def _known(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -170,8 +170,9 @@ def _counting_problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
     """A model that is told no positions counts columns, holes as well; or some of them, in a prompt read at once."""
-    whole = conversation.left_padded(conversation.real_columns(input_ids, config, model_kwargs))
-    if not whole and counts_positions(model):
+    if counts_positions(model) and not conversation.left_padded(
+        conversation.real_columns(input_ids, config, model_kwargs)
+    ):
         return "attention_mask has holes inside a prompt, which this model counts as positions"
     if any(bool((input_ids == padding).any()) for padding in padding_counted_by(model)):
         return "the decoder's prompt holds padding, by which this model numbers the tokens of a prompt"
