@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import torch
 
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.messages import read_prompts
@@ -78,7 +79,7 @@ def test_a_file_cut_short_is_named(tokenizer, tmp_path):
 
 def test_prompts_may_be_lines(tmp_path):
     (tmp_path / "p.txt").write_text("one\n\ntwo\n")
-    assert [messages for _, messages in read_prompts(tmp_path / "p.txt")] == [
+    assert [asked.messages for _, asked in read_prompts(tmp_path / "p.txt")] == [
         [{"role": "user", "content": "one"}],
         [{"role": "user", "content": "two"}],
     ]
@@ -130,3 +131,37 @@ def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):
     assert len(list(read_texts(rows, tokenizer, 10))) == 2
     with pytest.raises(ValueError, match="entry 1: expected"):
         list(read_texts([{"text": "a b c"}, {"question": "a"}], tokenizer, 10))
+
+
+TOLD = "{% if tools %}<system> {% for t in tools %}{{ t.name }} {% endfor %}<end> \n{% endif %}"
+TOLD += "{% for m in messages %}<{{ m.role if m.role != 'tool' else 'user' }}> {{ m.content }} "
+TOLD += "{% for c in m.tool_calls or [] %}{{ c.name }} {% endfor %}<end> \n{% endfor %}"
+TOLD += "{% if add_generation_prompt %}<assistant>{% if not think %} z{% endif %}{% endif %}"
+
+
+def test_templates_are_told_of_tools_and_switches(tokenizer):
+    told = copy.deepcopy(tokenizer)
+    told.chat_template = TOLD
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "t"}]},
+        {"role": "tool", "content": "b", "name": "t"},
+        {"role": "assistant", "content": "c d"},
+    ]
+    entry = {"messages": messages, "tools": [{"name": "t"}], "chat_template_kwargs": {"think": True}}
+    [text] = read_texts([entry], told, 50)
+    shown = "<system> t <end> <user> a <end> <assistant> t <end> <user> b <end> <assistant> c d <end>"
+    assert words(told, text.ids) == shown
+    assert words(told, text.ids[text.learn]) == "t <end> c d <end>"
+    with pytest.warns(UserWarning, match="shows their answers differently"):  # it begins them with a z, unless told
+        assert not list(read_texts([entry | {"chat_template_kwargs": None}], told, 50))
+
+    [(_, asked)] = read_prompts([{"prompt": "a", "chat_template_kwargs": {"think": True}}])
+    assert (
+        words(told, torch.tensor(encode_prompt(asked.messages, told, **asked.template))) == "<user> a <end> <assistant>"
+    )
+    [text] = read_texts([{"prompt": "a", "response": "b", "chat_template_kwargs": {"think": True}}], told, 50)
+    assert words(told, text.ids) == "<user> a <end> <assistant> b <end>"
+    for wrong in ({"tools": {"name": "t"}}, {"chat_template_kwargs": "think"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            list(read_texts([{"messages": messages} | wrong], told, 50))

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from specdec.cli import app
@@ -105,3 +106,36 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     monkeypatch.setattr("specdec.data.regenerate.regenerate", answer)
     assert rewrite(tmp_path, tmp_path / "out.jsonl", "--limit", "1").exit_code == 0
     assert seen == [computed]
+
+
+def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
+    told = AutoTokenizer.from_pretrained(files / "model")
+    whole = told.chat_template
+    told.chat_template = "{% if think %}z {% endif %}" + whole
+    told.save_pretrained(files / "model")
+    own = {"chat_template_kwargs": {"think": False}, "tools": [{"name": "t"}]}
+    written(files / "prompts.jsonl", {"prompt": "a b c"}, {"prompt": "a b c"} | own)
+    out = tmp_path / "out.jsonl"
+    try:
+        result = rewrite(files, out, "--template", '{"think": true}')
+        assert result.exit_code == 0, result.output
+        lines = {line["id"]: line for line in map(json.loads, out.read_text().splitlines())}
+        assert lines[0]["chat_template_kwargs"] == {"think": True}
+        assert {name: lines[1][name] for name in own} == own
+        first, second = (next(read_texts([lines[number]], told, 100)).ids.tolist() for number in (0, 1))
+        assert first[0] == told.convert_tokens_to_ids("z") != second[0]
+        assert "nothing was left to answer" in rewrite(files, out, "--template", '{"think": true}').output
+        result = rewrite(files, out)
+        assert result.exit_code == 2
+        assert "told other things" in result.output
+        result = rewrite(files, out, "--template", "think")
+        assert result.exit_code == 2
+        assert "must be a JSON object" in result.output
+        messages = [{"role": role, "content": "a"} for role in ("user", "assistant", "tool")]
+        written(files / "prompts.jsonl", {"messages": messages})
+        result = rewrite(files, tmp_path / "other.jsonl")
+        assert result.exit_code == 2
+        assert "leave out all from the first call on" in result.output
+    finally:
+        told.chat_template = whole
+        told.save_pretrained(files / "model")

@@ -29,6 +29,8 @@ def test_frequent_tokens():
     assert best.tolist() == [2, 5]
     assert float(counts[best].sum() / counts.sum()) == pytest.approx(5 / 6)
     assert len(frequent_tokens(counts, 20)) == 10
+    read = token_counts([(ids, torch.ones_like(learn))], 10)
+    assert frequent_tokens(counts, 4, read).tolist() == [2, 3, 5, 7], "of tokens never written, one that was read"
 
 
 @torch.no_grad()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import typer
 
@@ -23,6 +25,10 @@ def regenerate(
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
     max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
     limit: int | None = typer.Option(None, min=1, help="Use the first so many prompts."),
+    template: str = typer.Option(
+        "{}",
+        help="""Arguments of the chat template, as JSON: '{"enable_thinking": false}'. An entry's own come before.""",
+    ),
     max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
     seed: int = typer.Option(0),
 ) -> None:
@@ -32,6 +38,7 @@ def regenerate(
     from specdec.data.messages import read_prompts
 
     with bad_input_ends():
+        switches = _switches(template)
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         check(target)
@@ -59,6 +66,7 @@ def regenerate(
                     max_new_tokens=max_new_tokens,
                     max_prompt_tokens=max_prompt_tokens,
                     limit=limit,
+                    switches=switches,
                     seed=seed,
                     progress=progress,
                     go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
@@ -69,3 +77,13 @@ def regenerate(
     left_over = "" if finished else " so far: the same command goes on"
     typer.echo(f"the answers are in {out}{left_over}")
     typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "nothing was left to answer")
+
+
+def _switches(template: str) -> dict[str, Any]:
+    try:
+        switches = json.loads(template)
+    except json.JSONDecodeError:
+        switches = None
+    if not isinstance(switches, dict):
+        raise ValueError(f"--template must be a JSON object, say '{{\"enable_thinking\": false}}', got {template!r}")
+    return switches

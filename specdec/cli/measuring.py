@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from specdec.data.messages import Asked
 
-def encoded(asked: Sequence[Sequence[dict[str, str]]], tokenizer: Any) -> list[Tensor]:
+
+def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
     """Conversations up to where the model is to answer, (T,) int64 each."""
     import torch
 
     from specdec.data.conversations import encode_prompt
 
-    return [torch.tensor(encode_prompt(messages, tokenizer)) for messages in asked]
+    return [torch.tensor(encode_prompt(one.messages, tokenizer, **one.template)) for one in asked]
 
 
 def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:

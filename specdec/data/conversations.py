@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.entries import FORMATS, read_entries
-from specdec.data.messages import messages_of
+from specdec.data.messages import Asked, Message, asked_in, extra_of
 from specdec.data.texts import Text
 
 
@@ -64,36 +64,39 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     if "response" in entry:
         if "prompt" not in entry:
             raise ValueError("a response without its prompt")
-        prompt = encode_prompt([{"role": "user", "content": entry["prompt"]}], tokenizer)
+        question = Asked([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
+        prompt = encode_prompt(question.messages, tokenizer, **question.template)
         answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"]
         if entry.get("finish") != "length" and tokenizer.eos_token_id is not None:
             answer = [*answer, tokenizer.eos_token_id]
         if not answer:
             raise ValueError("the response is empty")
         return _text(prompt + answer, [False] * len(prompt) + [True] * len(answer))
-    messages, cut = messages_of(entry), entry.get("finish") == "length"
-    if tokenizer.chat_template is None and [message["role"] for message in messages] == ["user", "assistant"]:
-        plain = {"prompt": messages[0]["content"], "response": messages[1]["content"], "finish": entry.get("finish")}
-        return encode(plain, tokenizer)
-    return _conversation(messages, tokenizer, cut)
+    asked, cut = asked_in(entry), entry.get("finish") == "length"
+    if tokenizer.chat_template is None and [message["role"] for message in asked.messages] == ["user", "assistant"]:
+        prompt, response = (message["content"] for message in asked.messages)
+        return encode({"prompt": prompt, "response": response, "finish": entry.get("finish")}, tokenizer)
+    return _conversation(asked, tokenizer, cut)
 
 
-def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, cut: bool) -> Text:
+def _conversation(asked: Asked, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Text:
     """All answers are learnt from that stand in the conversation as they stood when they were given.
 
     Where each lies is found by encoding the conversation up to it. A template may show earlier answers in another way
     (without their thinking, say): those are not what the target wrote, and not learnt from. Nor is the end token of a
     last answer that was cut off.
     """
+    messages, template = asked.messages, asked.template
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise ValueError("the conversation has no answer: no message of the assistant's to learn from")
-    ids = _rendered(messages[: answers[-1] + 1], tokenizer, False)
+    ids = _rendered(messages[: answers[-1] + 1], tokenizer, False, **template)
     learn = [False] * len(ids)
     for i in answers:
         if i == 0:  # nothing was asked
             continue
-        before, after = _rendered(messages[:i], tokenizer, True), _rendered(messages[: i + 1], tokenizer, False)
+        before = _rendered(messages[:i], tokenizer, True, **template)
+        after = _rendered(messages[: i + 1], tokenizer, False, **template)
         if ids[: len(before)] != before or ids[: len(after)] != after:
             continue
         start, end = len(before), len(after)
@@ -105,7 +108,7 @@ def _conversation(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
     return _text(ids, learn)
 
 
-def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, **template: Any) -> list[int]:
+def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **template: Any) -> list[int]:
     """A conversation up to where the target is to answer. template: arguments of the chat template."""
     if tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
@@ -113,7 +116,7 @@ def encode_prompt(messages: Sequence[dict[str, str]], tokenizer: PreTrainedToken
 
 
 def _rendered(
-    messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, generation: bool, **template: Any
+    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, generation: bool, **template: Any
 ) -> list[int]:
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specdec.data.entries import FORMATS, read_entries
 
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
-ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system", "tool")}}
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its role and content
+TOOLS, SWITCHES = "tools", "chat_template_kwargs"  # of an entry, beside its messages
+
+Message = dict[str, Any]
 
 
-def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[dict[str, str]]]]:
-    """The messages of entries that ask something, prompts or conversations, and where each stood.
+@dataclass
+class Asked:
+    """A conversation, and what its chat template is told beside it.
+
+    Attributes:
+        messages: each with its role and content, and what `KEPT` names. extra: what stands in the entry beside them:
+            the `tools` it may call, and `chat_template_kwargs`, say `{"enable_thinking": False}`.
+    """
+
+    messages: list[Message]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        tools = {TOOLS: self.extra[TOOLS]} if TOOLS in self.extra else {}
+        return self.extra.get(SWITCHES, {}) | tools
+
+
+def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Asked]]:
+    """Entries that ask something, prompts or conversations, and where each stood.
 
     Args:
         data: what `read_entries` reads, but of a `.txt` every line is a prompt.
@@ -24,27 +48,27 @@ def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, list[d
         entries = read_entries(data, PROMPT_FORMATS)
     for place, entry in entries:
         try:
-            messages = messages_of(entry, PROMPT_FORMATS)
+            asked = asked_in(entry, PROMPT_FORMATS)
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from error
-        if not any(message["role"] == "user" for message in messages):
+        if not any(message["role"] == "user" for message in asked.messages):
             raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
-        yield place, messages
+        yield place, asked
 
 
-def questions(path: Path) -> Iterator[list[dict[str, str]]]:
-    """Messages up to where the target is to answer, of what `regenerate` reads."""
-    for _, messages in read_prompts(path):
-        last = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        yield messages[: last + 1]
+def questions(path: Path) -> Iterator[Asked]:
+    """Conversations up to where the target is to answer, of what `regenerate` reads."""
+    for _, asked in read_prompts(path):
+        last = max(i for i, message in enumerate(asked.messages) if message["role"] in ("user", "tool"))
+        yield Asked(asked.messages[: last + 1], asked.extra)
 
 
-def first_questions(path: Path, limit: int) -> tuple[list[list[dict[str, str]]], int]:
+def first_questions(path: Path, limit: int) -> tuple[list[Asked], int]:
     """The first `limit` of them, and how many there are; a broken line further down is said, too."""
     kept, count = [], 0
-    for count, messages in enumerate(questions(path), start=1):
+    for count, asked in enumerate(questions(path), start=1):
         if count <= limit:
-            kept.append(messages)
+            kept.append(asked)
     return kept, count
 
 
@@ -57,8 +81,8 @@ def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} is empty: one prompt per line is expected")
 
 
-def messages_of(entry: Any, formats: str = FORMATS) -> list[dict[str, str]]:
-    """The messages of an entry that is a conversation, or a prompt alone; `formats`: what an error asks for."""
+def asked_in(entry: Any, formats: str = FORMATS) -> Asked:
+    """An entry that is a conversation, or a prompt alone; `formats`: what an error asks for."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected {formats}")
     messages = entry.get("messages") or entry.get("conversations")
@@ -68,15 +92,27 @@ def messages_of(entry: Any, formats: str = FORMATS) -> list[dict[str, str]]:
         raise ValueError(f"expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
     if not isinstance(messages, (list, tuple)):
         raise ValueError(f"messages must be a list, got {messages!r}")
-    return [_message(message) for message in messages]
+    return Asked([_message(message) for message in messages], extra_of(entry))
 
 
-def _message(message: dict[str, str]) -> dict[str, str]:
+def extra_of(entry: dict[str, Any]) -> dict[str, Any]:
+    """What an entry's chat template is told beside its messages, see `Asked`."""
+    extra = {name: entry[name] for name in (TOOLS, SWITCHES) if entry.get(name)}
+    for name, kind, example in ((TOOLS, list, "a list"), (SWITCHES, dict, 'an object, say {"enable_thinking": false}')):
+        if not isinstance(extra.get(name, kind()), kind):
+            raise ValueError(f"{name} must be {example}, got {extra[name]!r}")
+    return extra
+
+
+def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"a message needs a role and content, got {message!r}")
     role = ROLES.get(str(message.get("role") or message.get("from")))
     content = message.get("content") if "content" in message else message.get("value")
+    kept = {name: message[name] for name in KEPT if message.get(name)}
+    if content is None and "tool_calls" in kept:
+        content = ""
     if role is None or not isinstance(content, str):
         names = ", ".join(sorted(ROLES))
         raise ValueError(f"a message needs a role ({names}) and a string as its content, got {message}")
-    return {"role": role, "content": content}
+    return {"role": role, "content": content} | kept

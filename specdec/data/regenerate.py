@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data.answering import Answering, Request
 from specdec.data.conversations import context_of, encode_prompt
-from specdec.data.messages import read_prompts
+from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
 
 HALF_WRITTEN = b'{"id": '  # how our lines begin
 AHEAD = 16  # times the rows, in which prompts of about one length are looked for
@@ -32,12 +32,14 @@ class Conversation:
 
     Attributes:
         number: its entry's place in the prompts. asked: messages of the user's and the system's, in order.
+        extra: what its chat template is told beside them, see `Asked`.
         messages: the conversation with the target's answers. finish: "length" if the last answer was cut off.
     """
 
     number: int
-    asked: list[dict[str, str]]
-    messages: list[dict[str, str]] = field(default_factory=list)
+    asked: list[Message]
+    extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
     finish: str = "stop"
 
     def take_answer(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -46,7 +48,7 @@ class Conversation:
         text = tokenizer.decode(request.answer if request.cut else request.answer[:-1])
         self.messages.append({"role": "assistant", "content": text})
 
-    def next_question(self) -> list[dict[str, str]] | None:
+    def next_question(self) -> list[Message] | None:
         """The conversation up to the next answer; None if it is over."""
         if self.finish == "length" or not self.asked:
             return None
@@ -69,6 +71,7 @@ def regenerate(
     max_new_tokens: int = 256,
     max_prompt_tokens: int = 1024,
     limit: int | None = None,
+    switches: dict[str, Any] | None = None,
     seed: int = 0,
     progress: Callable[[int, int, int], Any] = lambda done, total, tokens: None,
     go_on: Callable[[], bool] = lambda: True,
@@ -80,6 +83,8 @@ def regenerate(
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
+        switches: arguments of the chat template, say `{"enable_thinking": False}`; an entry's own
+            `chat_template_kwargs` come before them.
         batch_size: conversations at a time; as soon as one is over, the next one takes its place, of about its length.
         seed: every conversation's draws are its own, whatever is answered beside it.
         progress: called with the conversations done, those there are, and the tokens written in this run.
@@ -97,7 +102,7 @@ def regenerate(
             "the target reads: choose fewer"
         )
     max_prompt_tokens = min(max_prompt_tokens, room)
-    conversations = list(_conversations(prompts, limit, tokenizer))
+    conversations = list(_conversations(prompts, limit, tokenizer, switches or {}))
     name = str(target.config._name_or_path)
     done = _finished(out, conversations, name, temperatures, max_new_tokens)
     handled, tokens = sum(c.number in done for c in conversations), 0
@@ -133,7 +138,7 @@ def regenerate(
                 continue
             line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
             line["max_new_tokens"] = max_new_tokens
-            file.write(json.dumps(line | {"messages": c.messages}, ensure_ascii=False) + "\n")
+            file.write(json.dumps(line | {"messages": c.messages} | c.extra, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
             handled += 1
@@ -165,9 +170,12 @@ def _finished(
             number, theirs = entry["id"], [m for m in entry["messages"] if m["role"] != "assistant"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{out} is not a file of answers: choose another name") from error
-        asked = conversations[number].asked if number < len(conversations) else theirs  # behind today's --limit
+        known = number < len(conversations)  # else behind today's --limit
+        asked = conversations[number].asked if known else theirs
         if entry.get("target") != target or theirs != asked[: len(theirs)]:
             raise ValueError(f"{out} holds answers of another target or to other prompts: choose another name")
+        if known and Asked([], conversations[number].extra).template != Asked([], extra_of(entry)).template:
+            raise ValueError(f"{out} holds answers through a chat template told other things: choose another name")
         usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
         for option, mine in usual.items():
             if entry.get(option, mine) != mine:
@@ -181,12 +189,20 @@ def _finished(
     return done
 
 
-def _conversations(prompts: Any, limit: int | None, tokenizer: PreTrainedTokenizerBase) -> Iterator[Conversation]:
-    for number, (place, messages) in enumerate(islice(read_prompts(prompts), limit)):
-        asked = [message for message in messages if message["role"] != "assistant"]
+def _conversations(
+    prompts: Any, limit: int | None, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any]
+) -> Iterator[Conversation]:
+    for number, (place, given) in enumerate(islice(read_prompts(prompts), limit)):
+        asked = [message for message in given.messages if message["role"] != "assistant"]
         if tokenizer.chat_template is None and len(asked) > 1:
             raise ValueError(f"{place}: the tokenizer has no chat template, so a conversation is one message")
-        yield Conversation(number, asked)
+        if any(message["role"] == "tool" for message in asked):
+            raise ValueError(
+                f"{place}: what a tool said answers a call of whoever wrote this conversation, which the target may "
+                "not make: leave out all from the first call on (training takes such conversations as they are)"
+            )
+        own = {SWITCHES: switches | given.extra.get(SWITCHES, {})}
+        yield Conversation(number, asked, given.extra | {name: told for name, told in own.items() if told})
 
 
 def _alike(conversations: Sequence[Conversation], window: int) -> Iterator[Conversation]:
@@ -198,7 +214,7 @@ def _alike(conversations: Sequence[Conversation], window: int) -> Iterator[Conve
         up = not up
 
 
-def _length(message: dict[str, str]) -> int:
+def _length(message: Message) -> int:
     return len(message["content"])
 
 
@@ -210,7 +226,7 @@ def _next_prompt(
     if messages is None:
         return None
     try:
-        prompt = encode_prompt(messages, tokenizer)
+        prompt = encode_prompt(messages, tokenizer, **Asked(messages, conversation.extra).template)
     except ValueError as error:
         raise ValueError(f"entry {conversation.number}: {error}") from error
     if len(prompt) <= max_prompt_tokens:

@@ -19,19 +19,24 @@ from torch.utils.data import Dataset
 
 from specdec.data.texts import Text
 
+OPEN_ROWS = 64  # that a text may still go into: rows of 768 are 96% full then, 78% with one (texts of `heads/text`)
 PADDING = -1  # the document that tokens behind a row's end belong to
 
 
-def packed(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in order, in groups whose lengths add up to `most` at most; a longer one is alone."""
+def packed(lengths: Sequence[int], most: int, open_groups: int = 1) -> list[list[int]]:
+    """Indices in groups whose lengths add up to `most` at most; a longer one is alone. Each goes into the first with room
+    of the newest `open_groups`.
+    """
     groups: list[list[int]] = []
-    filled = 0
+    room: list[int] = []
     for i, length in enumerate(lengths):
-        if filled + length > most or not groups:
+        newest = range(max(0, len(groups) - open_groups), len(groups))
+        group = next((group for group in newest if room[group] >= length), len(groups))
+        if group == len(groups):
             groups.append([])
-            filled = 0
-        groups[-1].append(i)
-        filled += length
+            room.append(most)
+        groups[group].append(i)
+        room[group] -= length
     return groups
 
 
@@ -68,7 +73,7 @@ class StateDataset(Dataset):
         places = [
             _Place(shard, start, min(length, self.length)) for start, length in zip(starts, lengths, strict=False)
         ]
-        return [[places[i] for i in row] for row in packed([place.length for place in places], self.length)]
+        return [[places[i] for i in row] for row in packed([place.length for place in places], self.length, OPEN_ROWS)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -94,7 +99,7 @@ class PackedTexts(Dataset):
     def __init__(self, texts: Sequence[Text], length: int):
         self.length = length
         cut = [Text(text.ids[:length], text.learn[:length]) for text in texts]
-        self._rows = [[cut[i] for i in row] for row in packed([len(text.ids) for text in cut], length)]
+        self._rows = [[cut[i] for i in row] for row in packed([len(text.ids) for text in cut], length, OPEN_ROWS)]
 
     def __len__(self) -> int:
         return len(self._rows)

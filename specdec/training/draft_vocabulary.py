@@ -20,6 +20,13 @@ def token_counts(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Ten
     return counts
 
 
-def frequent_tokens(counts: Tensor, size: int) -> Tensor:
-    """The draft vocabulary, (K,) int64 ascending: the `size` tokens, or all, with the highest counts (V,)."""
+def frequent_tokens(counts: Tensor, size: int, read: Tensor | None = None) -> Tensor:
+    """The draft vocabulary, (K,) int64 ascending: the `size` tokens, or all, with the highest counts (V,).
+
+    Args:
+        read: (V,) int64, how often prompts and all hold each token: what the target did not write yet, it may write
+            of what it reads. It decides where counts are even, as they are of the many that were written once or never.
+    """
+    if read is not None:
+        counts = counts * (read.max() + 1) + read
     return counts.topk(min(size, len(counts))).indices.sort().values

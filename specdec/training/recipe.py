@@ -40,6 +40,7 @@ class Recipe:
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. The
             loss is per token learnt in an update, however passes and processes share them.
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
+        rounded_states: compute them in 8 bits, see `in_eight_bits`.
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
@@ -69,6 +70,7 @@ class Recipe:
     batch_size: int = 4
     rows_at_once: int | None = None
     cache_states: bool = False
+    rounded_states: bool = False
     flex: bool = False
     max_texts: int | None = None
     held_out: int = 16
@@ -113,6 +115,8 @@ class Recipe:
             raise ValueError(
                 f"--report-to {self.report_to} needs a package that is missing: pip install {self.report_to}"
             )
+        if self.rounded_states and not self.cache_states:
+            raise ValueError("--rounded-states says how states are made that are kept: give --cache-states too")
         if self.flex and self.kind != "eagle3":
             raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
         if self.start_from_target is not None and self.kind != "eagle3":

@@ -27,6 +27,7 @@ from specdec.training import precision
 from specdec.training.corpus import checksum_of_entries, corpus
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
+from specdec.training.eight_bits import in_eight_bits
 from specdec.training.evaluation import Evaluation
 from specdec.training.evaluation_callback import EvaluationCallback
 from specdec.training.progress import in_bytes, speak
@@ -79,7 +80,8 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         folder.claim(identity)
     dataset: Dataset = PackedTexts(learnt, recipe.length)
     if recipe.cache_states:
-        _extract(target, head, learnt, folder, processes, deadline)
+        reader = in_eight_bits(target, learnt[0].ids) if recipe.rounded_states else target
+        _extract(reader, head, learnt, folder, processes, deadline)
         processes.wait_for_everyone()
         if not (folder.states / "states.json").exists():
             return None

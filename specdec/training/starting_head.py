@@ -75,9 +75,10 @@ def starting_head(
     torch.manual_seed(recipe.seed)
     size = target.config.get_text_config(decoder=True).vocab_size
     written = token_counts([(text.ids, text.learn) for text in texts], size)
+    read = token_counts([(text.ids, torch.ones_like(text.learn)) for text in texts], size)
     head: Head
     if given is None:
-        head = _fresh(recipe, target, written, texts)
+        head = _fresh(recipe, target, written, read)
     elif isinstance(given, DFlashHead):
         BlockProposer(given).check(target)
         head = given
@@ -92,8 +93,9 @@ def starting_head(
         if recipe.start_from_target is not None:
             head = _transferred(recipe, given, recipe.start_from_target, target, texts, folder, processes)
         if recipe.draft_vocab is not None:
-            counts = written[: head.config.vocab_size].index_fill(0, head.draft_to_target, written.sum() + 1)
-            head = extend_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab))
+            known = head.config.vocab_size
+            counts = written[:known].index_fill(0, head.draft_to_target, written.sum() + 1)
+            head = extend_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab, read[:known]))
     ids = head.draft_to_target
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
@@ -101,11 +103,11 @@ def starting_head(
     return head
 
 
-def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, texts: Sequence[Text]) -> Head:
-    """written: (V,) int64, counts of tokens."""
-    drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB), fresh_changes(recipe)
+def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tensor) -> Head:
+    """written, read: (V,) int64, counts of tokens, by the target and in all."""
+    drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB, read), fresh_changes(recipe)
     if recipe.kind != "eagle3":
-        return initialize_block(target, drafts, _rarest(texts, len(written)), recipe.kind, recipe.drafted, **changes)
+        return initialize_block(target, drafts, _rarest(read), recipe.kind, recipe.drafted, **changes)
     return initialize(target, drafts, **changes)
 
 
@@ -121,10 +123,9 @@ def fresh_changes(recipe: Recipe) -> dict[str, Any]:
     return changes
 
 
-def _rarest(texts: Sequence[Text], vocab_size: int) -> int:
+def _rarest(read: Tensor) -> int:
     """The token that texts hold least; of several the last, which may be one that pads a vocabulary."""
-    counts = token_counts([(text.ids, torch.ones_like(text.learn)) for text in texts], vocab_size)
-    return vocab_size - 1 - int(counts.flip(0).argmin())
+    return len(read) - 1 - int(read.flip(0).argmin())
 
 
 def _transferred(
