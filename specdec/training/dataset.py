@@ -24,8 +24,8 @@ PADDING = -1  # the document that tokens behind a row's end belong to
 
 
 def packed(lengths: Sequence[int], most: int, open_groups: int = 1) -> list[list[int]]:
-    """Indices in groups whose lengths add up to `most` at most; a longer one is alone. Each goes into the first with room
-    of the newest `open_groups`.
+    """Indices in groups whose lengths add up to `most` at most; a longer one is alone. Each goes into the first with
+    room of the newest `open_groups`.
     """
     groups: list[list[int]] = []
     room: list[int] = []
