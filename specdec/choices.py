@@ -19,7 +19,7 @@ NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
 HeadLayout = Literal["sglang", "speculators", "int8"]
 LossName = Literal["ce", "lk", "tv"]
 OptimizerName = Literal["adamw", "muon"]
-HeadKind = Literal["eagle3", "dflash", "dspark"]
+HeadKind = Literal["eagle3", "dflash", "dspark", "mtp"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 
 COUPLED: RuleName = "coupled"

@@ -6,7 +6,7 @@ draft model both run through it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -207,21 +207,11 @@ class ModelRunner(CachedRows):
             return None
         if unmasked:
             return dict.fromkeys([*kinds, *RECURRENT])
-        if self.masks == "tensor":
-            return self._mask(sight, self.spans[0])
-        masks = {kind: self._mask(sight, _span(self.config, kind)) for kind in kinds - set(RECURRENT)}
-        return dict.fromkeys(RECURRENT) | masks
 
-    def _mask(self, sight: Sight, span: Span) -> Tensor:
-        visible = sight.visible(span).expand(len(sight.positions), -1, -1)
-        return self._as_implementation_wants(visible[:, None])
+        def seen(span: Span) -> Tensor:
+            return sight.visible(span).expand(len(sight.positions), -1, -1)
 
-    def _as_implementation_wants(self, mask: Tensor) -> Tensor:
-        if self.config._attn_implementation == "sdpa":
-            return mask
-        # eager adds the mask to the scores: a boolean one would be silently wrong.
-        dtype = self.model.dtype
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+        return masks_as_taken(self.model, self.masks, seen)
 
     def _forward(
         self,
@@ -268,6 +258,29 @@ class ModelRunner(CachedRows):
         features = None if self.taps is None or taken is None else self.taps.features(taken)
         hidden = decoders_name(self.model, "hidden_states")
         return output.logits, output[hidden] if inputs.get("output_hidden_states") else None, features
+
+
+def masks_as_taken(model: PreTrainedModel, masks: str, seen: Callable[[Span], Tensor]) -> Any:
+    """A model's `attention_mask`.
+
+    Args:
+        masks: how it takes them, see `ModelRunner`. seen: of layers that look so far back, what tokens see: (B, n, S)
+            bool.
+    """
+    config = model.config.get_text_config(decoder=True)
+
+    def mask(span: Span) -> Tensor:
+        visible = seen(span)[:, None]
+        if config._attn_implementation == "sdpa":
+            return visible
+        # eager adds the mask to the scores: a boolean one would be silently wrong.
+        added = torch.zeros(visible.shape, dtype=model.dtype, device=visible.device)
+        return added.masked_fill(~visible, torch.finfo(model.dtype).min)
+
+    if masks == "tensor":
+        return mask(spans(model, masks)[0])
+    kinds = set(layer_kinds(config)) - set(RECURRENT)
+    return dict.fromkeys(RECURRENT) | {kind: mask(_span(config, kind)) for kind in kinds}
 
 
 def known_at_once(batch_size: int, length: int) -> int:

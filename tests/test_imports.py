@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "generator": ["parts", "proposers"],
     "uses": ["parts", "generator"],
     "data": ["parts", "proposers", "generator"],
-    "training": ["parts", "eagle3", "blocks", "proposers", "generator", "data"],
+    "training": ["parts", "eagle3", "mtp", "blocks", "proposers", "generator", "data"],
     "measuring": ["parts", "eagle3", "proposers", "generator", "data"],
     "demo": ["parts", "eagle3", "proposers", "generator", "data"],
     "cli": ["parts", "eagle3", "blocks", "proposers", "generator", "data", "training", "measuring", "uses"],

@@ -14,7 +14,9 @@ def train(
     target: Target,
     data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
-    kind: HeadKind = typer.Option("eagle3", help='"eagle3", or a drafter of whole blocks: "dflash", "dspark".'),
+    kind: HeadKind = typer.Option(
+        "eagle3", help='"eagle3"; a drafter of whole blocks, "dflash" or "dspark"; MTP layers, "mtp".'
+    ),
     start_from: str | None = typer.Option(
         None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
     ),
@@ -73,7 +75,7 @@ def train(
         help="Say what memory, disk and work it takes, and do nothing: no weights are read.",
     ),
 ) -> None:
-    """Train a head for a target: EAGLE-3, DFlash or DSpark. The same command goes on where it was stopped."""
+    """Train a head for a target: EAGLE-3, DFlash, DSpark, MTP. The same command goes on where it was stopped."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
     with bad_input_ends():
         check(target)
@@ -104,5 +106,5 @@ def train(
     )
     if found.warning:
         typer.secho(f"warning: {found.warning}", fg="yellow", err=True)
-    name = "eagle3" if kind == "eagle3" else "dflash"
+    name = kind if kind in ("eagle3", "mtp") else "dflash"
     typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")

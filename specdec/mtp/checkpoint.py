@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -128,6 +129,23 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
             raise ValueError(f"{path}: MTP layer {len(layers)} lacks {missing or 'tensors of its decoder layers'}")
         layers.append(layer)
     return layers
+
+
+def write(layers: Sequence[MtpTensors], folder: Path) -> None:
+    """Write MTP layers alone, in Nemotron-H's layout: model.safetensors, which `read` takes for any target."""
+    tensors: dict[str, Tensor] = {}
+    index = 0
+    for layer in layers:
+        first, last = f"mtp.layers.{index}.", f"mtp.layers.{index + len(layer.block) - 1}."
+        fuse = STATES_FIRST if layer.states_first else "eh_proj.weight"
+        names = {EMBED_NORM: "enorm.weight", STATE_NORM: "hnorm.weight", FUSE: fuse}
+        tensors |= {first + name: layer.own[role] for role, name in names.items()}
+        tensors[f"{last}final_layernorm.weight"] = layer.own[NORM]
+        for block in layer.block:
+            tensors |= {f"mtp.layers.{index}.{name}": tensor for name, tensor in block.items()}
+            index += 1
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
 
 
 def _place(name: str, target_layers: int) -> tuple[int | None, str] | None:

@@ -59,7 +59,7 @@ def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLay
     kind, config = _kind_and_config(target, tensors.block, index)
     with torch.device("meta"):
         outline = kind(copy.deepcopy(config))
-    norm_name, norm = _last_norm(outline)
+    norm_name, norm = last_norm(outline)
     prefix = _prefix(outline)
     state = {f"{prefix}.{i}.{name}": tensor for i, layer in enumerate(tensors.block) for name, tensor in layer.items()}
     state[f"{norm_name}.weight"] = tensors.own[NORM]
@@ -84,6 +84,17 @@ def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLay
     fuse.weight = nn.Parameter(weight, requires_grad=False)
     device = next(decoder_layers(target)[-1].parameters()).device
     return MtpLayer(embed_norm, state_norm, fuse, block, tensors.states_first).to(device).eval()
+
+
+def tensors_of(layer: MtpLayer) -> MtpTensors:
+    """What `made` makes a layer of."""
+    _, norm = last_norm(layer.block)
+    modules = {EMBED_NORM: layer.embed_norm, STATE_NORM: layer.state_norm, FUSE: layer.fuse, NORM: norm}
+    own: dict[str, Any] = {role: module.weight.detach() for role, module in modules.items()}
+    block = [
+        {name: tensor.detach() for name, tensor in each.state_dict().items()} for each in decoder_layers(layer.block)
+    ]
+    return MtpTensors(own, block, layer.states_first)
 
 
 def _kind_and_config(
@@ -140,7 +151,7 @@ def _prefix(outline: PreTrainedModel) -> str:
     return name.rpartition(".")[0]
 
 
-def _last_norm(outline: PreTrainedModel) -> tuple[str, nn.Module]:
+def last_norm(outline: PreTrainedModel) -> tuple[str, nn.Module]:
     """The norm behind a model's decoder layers."""
     decoder = outline.get_decoder()
     norms = [child for name, child in decoder.named_children() if "norm" in name and "embed" not in name]

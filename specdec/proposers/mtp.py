@@ -30,7 +30,7 @@ class MtpProposer(FollowingProposer):
     their weights are read as 8-bit integers where that is faster: a draft need not be exact, it is verified.
 
     Args:
-        path: folder or hub id that holds the layers; None: where the target was loaded from.
+        head: the layers, or a folder or hub id that holds them; None: where the target was loaded from.
         branching: the draft's shape, see `AutoregressiveProposer`.
         tree: likewise.
         draw: how the draft is chosen, see there.
@@ -38,19 +38,19 @@ class MtpProposer(FollowingProposer):
 
     def __init__(
         self,
-        path: str | None = None,
+        head: MtpHead | str | None = None,
         *,
         branching: Sequence[int] | None = None,
         tree: DynamicTree | None = None,
         draw: bool = True,
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
-        self.path = path
+        self.head = head
         self._heads = WeakIdKeyDictionary()  # as they draft, by the configs of their targets, which views of them share
 
     def check(self, target: PreTrainedModel) -> None:
         if target.config not in self._heads:
-            head = load(target, self.path)
+            head = self.head if isinstance(self.head, MtpHead) else load(target, self.head)
             self._heads[target.config] = with_int8_linears(head) if int8_pays(head) else head
         self._head = self._of(target)
 

@@ -15,12 +15,16 @@ from specdec.blocks.head import DFlashHead
 from specdec.data.conversations import context_of
 from specdec.eagle3.runner import Lent
 from specdec.generator import SpeculativeGenerator
+from specdec.mtp.trainee import MtpTrainee
 from specdec.proposers.block import BlockProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
-from specdec.proposers.head import HeadProposer
+from specdec.proposers.following import FollowingProposer
+from specdec.proposers.mtp import MtpProposer
 from specdec.runner import device_of
 from specdec.taps import Taps, decoder_layers
 from specdec.training.block_unroll import reading_weight, unroll_blocks
+from specdec.training.mtp_objective import unroll_mtp
+from specdec.training.teacher import TargetLogits
 from specdec.training.trainer import Head
 from specdec.training.unroll import unroll
 from specdec.tree import DynamicTree
@@ -79,7 +83,7 @@ def evaluate(
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
     prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]
-    chain = _proposer(head, branching=(1,) * draft_length)
+    chain = _proposer(head, target, branching=(1,) * draft_length)
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
     rounds = accepted = 0
     for prompt in prompts:
@@ -95,7 +99,7 @@ def evaluate(
             root += 1 + taken
     lengths_of_trees = []
     for sampling in (GREEDY, SAMPLED):
-        tree = _proposer(head, tree=TREE)
+        tree = _proposer(head, target, tree=TREE)
         spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
         for prompt in prompts:
             spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
@@ -110,7 +114,9 @@ def evaluate(
     )
 
 
-def _proposer(head: Head, **shape: Any) -> HeadProposer:
+def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FollowingProposer:
+    if isinstance(head, MtpTrainee):
+        return MtpProposer(head.beside(target), **shape)
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
 
 
@@ -134,7 +140,7 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     states, ids = listener.features(taken).to(head.dtype), text[None].to(head.device)
     wanted = (torch.arange(len(text), device=head.device) >= first)[None]
     right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
-    for step, logits in enumerate(_logits(head, Lent.by(target, head), ids, states, steps, wanted)):
+    for step, logits in enumerate(_logits(head, target, ids, states, steps, wanted)):
         rows = len(text) - 2 - step
         if rows < 1:
             break
@@ -144,12 +150,19 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     return (right.cumprod(-1).sum(-1) * wanted[0]).tolist()
 
 
-def _logits(head: Head, lent: Lent, ids: Tensor, states: Tensor, steps: int, wanted: Tensor) -> Iterator[Tensor]:
+def _logits(
+    head: Head, target: PreTrainedModel, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
+) -> Iterator[Tensor]:
     """(B, n, K) of each step of `unroll`."""
+    lent = Lent.by(target, head)
     if isinstance(head, DFlashHead):
         embed = partial(lent.embedded, head=head, normed=False)
         weight = reading_weight(head)
         for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
             yield nn.functional.linear(place.read, weight)
+    elif isinstance(head, MtpTrainee):
+        weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
+        for out in unroll_mtp(head, lent.embedded(ids, head), states, steps):
+            yield nn.functional.linear(out, weight)
     else:
         yield from map(head.logits, unroll(head, lent.embedded(ids, head), states, steps, wanted=wanted))

@@ -196,10 +196,7 @@ class Eagle3Objective(Objective):
         self.flex = flex
 
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        found = learn.new_zeros(self.steps, *learn.shape, dtype=torch.bool)
-        for step, first in enumerate(range(2, min(self.steps + 2, ids.shape[1]))):
-            found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
-        return found
+        return behind_every_token(self.steps, ids, learn, documents)
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         T = ids.shape[1]
@@ -212,6 +209,14 @@ class Eagle3Objective(Objective):
     def _weight(self) -> Tensor:
         assert self.head.lm_head is not None
         return self.head.lm_head.weight
+
+
+def behind_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+    """`Objective.drafts` of heads that draft behind every token."""
+    found = learn.new_zeros(steps, *learn.shape, dtype=torch.bool)
+    for step, first in enumerate(range(2, min(steps + 2, ids.shape[1]))):
+        found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
+    return found
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,10 @@ def plan(recipe: Recipe) -> Plan:
         ValueError: what `train` would refuse before it loads a target's weights.
     """
     folder, processes = checked(recipe)
+    if recipe.kind == "mtp":
+        raise ValueError(
+            "what MTP layers take is not planned for: they are layers of the target's, so of its own kinds"
+        )
     learnt, _ = corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum_of_entries(recipe))
     target = _on_meta(recipe.target, processes.device)
     return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()

@@ -27,9 +27,10 @@ class Recipe:
         target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
         start_from: a head to go on from, a folder or hub id. None: a fresh one.
         start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
-        kind: of head: EAGLE-3's, or DFlash's or DSpark's drafters of blocks.
+        kind: of head: EAGLE-3's, DFlash's or DSpark's drafters of blocks, or MTP layers.
         draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
-            8,192, or those it has. intermediate_size: of a fresh head's MLP; None: the target's.
+            8,192, or those it has. MTP layers draft all tokens, and learn from drafts of these; None: of all.
+            intermediate_size: of a fresh head's MLP; None: the target's.
         layers: of a fresh head; None: 1, of a drafter of blocks 2.
         attention_bias: a fresh EAGLE head's attention has biases if the target's has.
         steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.
@@ -85,7 +86,7 @@ class Recipe:
     @property
     def drafted(self) -> int:
         """Tokens that are drafted in training."""
-        return self.steps or (3 if self.kind == "eagle3" else 7)
+        return self.steps or (3 if self.kind in ("eagle3", "mtp") else 7)
 
     @property
     def loss_name(self) -> LossName:
@@ -117,6 +118,12 @@ class Recipe:
             )
         if self.rounded_states and not self.cache_states:
             raise ValueError("--rounded-states says how states are made that are kept: give --cache-states too")
+        if self.kind == "mtp" and (self.intermediate_size is not None or not self.attention_bias):
+            raise ValueError(
+                "MTP layers are as the target's own: leave out --intermediate-size and --no-attention-bias"
+            )
+        if self.flex and self.kind == "mtp":
+            raise ValueError("MTP layers attend as the target does: leave out --flex")
         if self.flex and self.kind != "eagle3":
             raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
         if self.start_from_target is not None and self.kind != "eagle3":

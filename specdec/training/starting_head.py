@@ -16,6 +16,8 @@ from specdec.data.texts import Text
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
+from specdec.mtp import load as load_mtp
+from specdec.mtp.trainee import MtpTrainee
 from specdec.proposers.block import BlockProposer
 from specdec.proposers.draft_model import load as load_model
 from specdec.proposers.eagle3 import Eagle3Proposer
@@ -23,6 +25,7 @@ from specdec.registry import WEIGHTS
 from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.initialisation import extend_vocabulary, initialize
+from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.trainer import Head
@@ -41,6 +44,8 @@ def given_head(recipe: Recipe) -> Head | None:
         raise ValueError("a head to go on from has layers of its own: leave out --layers")
     if not recipe.attention_bias:
         raise ValueError("a head to go on from keeps its attention: leave out --no-attention-bias")
+    if recipe.kind == "mtp":
+        return None  # they are read for their target
     if recipe.kind != "eagle3":
         return _given_drafter(recipe, recipe.start_from)
     head = load(recipe.start_from)
@@ -106,6 +111,11 @@ def starting_head(
 def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tensor) -> Head:
     """written, read: (V,) int64, counts of tokens, by the target and in all."""
     drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB, read), fresh_changes(recipe)
+    if recipe.kind == "mtp":
+        drafts = torch.arange(len(written)) if recipe.draft_vocab is None else drafts
+        if recipe.start_from is not None:
+            return MtpTrainee(load_mtp(target, recipe.start_from).layers, drafts)
+        return initialize_mtp(target, drafts, recipe.layers or 1)
     if recipe.kind != "eagle3":
         return initialize_block(target, drafts, _rarest(read), recipe.kind, recipe.drafted, **changes)
     return initialize(target, drafts, **changes)

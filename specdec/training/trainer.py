@@ -18,9 +18,13 @@ from specdec.blocks.layouts import save as save_block
 from specdec.choices import LossName, OptimizerName
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
+from specdec.mtp.checkpoint import write
+from specdec.mtp.loading import tensors_of
+from specdec.mtp.trainee import MtpTrainee
 from specdec.taps import FINAL, Taps, decoder_layers
 from specdec.training.block_objective import BlockObjective
 from specdec.training.dataset import PackedTexts, StateDataset, collate
+from specdec.training.mtp_objective import MtpObjective
 from specdec.training.objective import Eagle3Objective, Objective
 from specdec.training.optimizer import muon
 from specdec.training.states import states_of_packed
@@ -30,7 +34,7 @@ STATE_WEIGHT = 4.0
 LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by
 
 
-Head = Eagle3Head | DFlashHead
+Head = Eagle3Head | DFlashHead | MtpTrainee
 
 
 class HeadTrainer(Trainer):
@@ -38,7 +42,7 @@ class HeadTrainer(Trainer):
     then computed for every batch.
 
     Args:
-        head: of EAGLE-3, or a drafter of blocks that has an LM head of its own.
+        head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers.
         steps: drafted tokens to train. loss: of `objective.LOSSES`. optimizer: "muon", or the one that `args` names.
         state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
         flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
@@ -69,10 +73,13 @@ class HeadTrainer(Trainer):
         self._logits = TargetLogits.of(target)
         ids = head.draft_to_target
         assert ids is not None
-        needed: Any = (head, embedding_of(target, isinstance(head, Eagle3Head)), self._logits.restricted(ids))
+        embedding = embedding_of(target, normed=not isinstance(head, DFlashHead))
+        needed: Any = (head, embedding, self._logits.restricted(ids))
         self.objective: Objective
         if isinstance(head, DFlashHead):
             self.objective = BlockObjective(*needed, steps=steps, loss=loss, anchors=anchors)
+        elif isinstance(head, MtpTrainee):
+            self.objective = MtpObjective(*needed, steps=steps, loss=loss)
         else:
             self.objective = Eagle3Objective(*needed, steps=steps, loss=loss, flex=flex)
         # Flex attention is compiled for each length.
@@ -171,6 +178,8 @@ class HeadTrainer(Trainer):
         shutil.rmtree(written, ignore_errors=True)
         if isinstance(copy, DFlashHead):
             save_block(copy, written, getattr(self.target.config, "_name_or_path", ""))
+        elif isinstance(copy, MtpTrainee):
+            write([tensors_of(layer) for layer in copy.layers], written)
         else:
             save(copy, written)
         shutil.rmtree(old, ignore_errors=True)
@@ -187,6 +196,8 @@ def _simulated_length(accuracy: Tensor) -> float:
 
 def copy_of(head: Head, dtype: torch.dtype) -> Head:
     """The same head in another precision."""
+    if isinstance(head, MtpTrainee):
+        return head.copied(dtype)
     kind: Any = type(head)
     copy: Head = kind(head.config).to(head.device, dtype)
     copy.load_state_dict(head.state_dict())
