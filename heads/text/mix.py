@@ -3,8 +3,8 @@
     python mix.py TARGET OUT KIND=TOKENS... [--more ANSWERS.jsonl.gz] [--longest 768] [--held-out 10]
 
 Writes OUT/learn.jsonl and OUT/held.jsonl, for `specdec train`: what TARGET's shards hold of each kind, in an order that
-is drawn once for all. ANSWERS, as `specdec regenerate` or whoever wrote them, are the kind "answers". Texts of more than
---longest tokens are left out.
+is drawn once for all. ANSWERS, as `specdec regenerate` or others wrote them, are the kind "answers". Texts of more
+than --longest tokens are left out.
 """
 
 from __future__ import annotations
