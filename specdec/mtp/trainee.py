@@ -60,8 +60,8 @@ class MtpTrainee(nn.Module):
         """The same layers in another precision."""
         layers = []
         for layer in self.layers:
-            parts = (copy.deepcopy(part) for part in (layer.embed_norm, layer.state_norm, layer.fuse, layer.block))
-            layers.append(MtpLayer(*parts, states_first=layer.states_first))  # type: ignore[arg-type]
+            norms = copy.deepcopy(layer.embed_norm), copy.deepcopy(layer.state_norm)
+            layers.append(MtpLayer(*norms, copy.deepcopy(layer.fuse), copy.deepcopy(layer.block), layer.states_first))
         return MtpTrainee(layers, self.draft_to_target).to(dtype).eval()
 
     def beside(self, target: PreTrainedModel) -> MtpHead:

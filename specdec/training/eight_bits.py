@@ -68,7 +68,9 @@ def in_eight_bits(target: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     if target.device.type != "cpu":
         raise ValueError("states are computed in 8 bits on CPUs alone, others are faster as it is: leave it out")
     decoder = target.get_decoder()
-    rounded = {layer: ByteLinear.of(layer) for layer in decoder.modules() if type(layer) is nn.Linear}
+    rounded: dict[nn.Module, ByteLinear] = {
+        layer: ByteLinear.of(layer) for layer in decoder.modules() if type(layer) is nn.Linear
+    }
 
     def compare(layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         error = (rounded[layer](inputs[0]) - output).norm(dim=-1) / output.norm(dim=-1)

@@ -154,15 +154,17 @@ def _logits(
     head: Head, target: PreTrainedModel, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
 ) -> Iterator[Tensor]:
     """(B, n, K) of each step of `unroll`."""
+    if isinstance(head, MtpTrainee):
+        weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
+        embeds = target.get_input_embeddings()(ids).to(head.device, head.dtype)
+        for out in unroll_mtp(head, embeds, states, steps):
+            yield nn.functional.linear(out, weight)
+        return
     lent = Lent.by(target, head)
     if isinstance(head, DFlashHead):
         embed = partial(lent.embedded, head=head, normed=False)
         weight = reading_weight(head)
         for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
             yield nn.functional.linear(place.read, weight)
-    elif isinstance(head, MtpTrainee):
-        weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
-        for out in unroll_mtp(head, lent.embedded(ids, head), states, steps):
-            yield nn.functional.linear(out, weight)
     else:
         yield from map(head.logits, unroll(head, lent.embedded(ids, head), states, steps, wanted=wanted))

@@ -21,7 +21,7 @@ from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
 from specdec.training.block_unroll import unroll_rows
 from specdec.training.optimizer import matrices
-from specdec.training.trainer import Head
+from specdec.training.trainer import StandAlone
 from specdec.training.unroll import unroll
 
 META = torch.device("meta")
@@ -86,7 +86,7 @@ class Outline:
             self._unrolled(1)
         return counter.get_total_flops()
 
-    def _head(self) -> Head:
+    def _head(self) -> StandAlone:
         return DFlashHead(self.config) if isinstance(self.config, DFlashConfig) else Eagle3Head(self.config)
 
     def _unrolled(self, rows: int) -> Tensor:
@@ -117,5 +117,5 @@ def _of_blocks(head: DFlashHead, ids: Tensor, states: Tensor, steps: int, anchor
         yield place.read
 
 
-def _embedded(head: Head, tokens: Tensor) -> Tensor:
+def _embedded(head: StandAlone, tokens: Tensor) -> Tensor:
     return torch.empty(*tokens.shape, head.config.hidden_size)

@@ -28,13 +28,13 @@ from specdec.training.initialisation import extend_vocabulary, initialize
 from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.trainer import Head
+from specdec.training.trainer import Head, StandAlone
 from specdec.training.transfer import transfer_head
 
 TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
 
 
-def given_head(recipe: Recipe) -> Head | None:
+def given_head(recipe: Recipe) -> StandAlone | None:
     """The head to go on from, if there is one."""
     if recipe.start_from is None:
         return None
@@ -70,7 +70,7 @@ def _given_drafter(recipe: Recipe, path: str) -> DFlashHead:
 
 def starting_head(
     recipe: Recipe,
-    given: Head | None,
+    given: StandAlone | None,
     target: PreTrainedModel,
     texts: Sequence[Text],
     folder: RunFolder,

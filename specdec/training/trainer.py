@@ -34,7 +34,8 @@ STATE_WEIGHT = 4.0
 LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by
 
 
-Head = Eagle3Head | DFlashHead | MtpTrainee
+StandAlone = Eagle3Head | DFlashHead  # with a config of its own
+Head = StandAlone | MtpTrainee
 
 
 class HeadTrainer(Trainer):
