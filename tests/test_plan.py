@@ -32,6 +32,8 @@ TRAINED = {"draft_vocab": 30, "steps": 3, "length": 40, "epochs": 2, "batch_size
 
 ANCHORS = 10
 
+PLANNED = [kind for kind in get_args(HeadKind) if kind != "mtp"]  # that one is refused, see test_mtp_training
+
 
 @pytest.fixture
 def unread(monkeypatch):
@@ -65,7 +67,7 @@ def test_it_says_what_a_run_then_takes(files, tmp_path, kind):
         assert planned.disk[what] == pytest.approx(size, rel=0.15, abs=30_000), what  # names and shapes are in it, too
 
 
-@pytest.mark.parametrize("kind", get_args(HeadKind))
+@pytest.mark.parametrize("kind", PLANNED)
 def test_the_command_reads_no_weights_and_writes_nothing(files, tmp_path, unread, kind):
     said = run(files, tmp_path / "out", "--dry-run", "--kind", kind)
     assert said.exit_code == 0, said.output
@@ -109,7 +111,7 @@ def fresh(kind, target, steps):
     return head, BlockObjective(head, *target_logits_of(target, head), steps=steps, anchors=ANCHORS)
 
 
-@pytest.mark.parametrize("kind", get_args(HeadKind))
+@pytest.mark.parametrize("kind", PLANNED)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_what_the_head_keeps_and_computes_is_counted(kind, rows, tmp_path):
     """As in a real pass over rows in which every token is learnt."""
