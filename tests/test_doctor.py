@@ -32,20 +32,20 @@ from tests import eagle3, tiny
 
 def test_prompts_are_read_as_regenerate_reads_them(tmp_path):
     (tmp_path / "mine.txt").write_text("one\n\ntwo\n")
-    assert [messages[-1]["content"] for messages in questions(tmp_path / "mine.txt")] == ["one", "two"]
+    assert [asked.messages[-1]["content"] for asked in questions(tmp_path / "mine.txt")] == ["one", "two"]
     lines = [
         '{"prompt": "one"}',
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
     ]
     (tmp_path / "mine.jsonl").write_text("\n".join(lines))
-    assert [messages[-1]["content"] for messages in questions(tmp_path / "mine.jsonl")] == ["one", "a"]
+    assert [asked.messages[-1]["content"] for asked in questions(tmp_path / "mine.jsonl")] == ["one", "a"]
 
 
 def test_the_first_questions_are_kept_and_all_are_counted(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text("\n".join(f'{{"prompt": "{i}"}}' for i in range(5)))
     kept, count = first_questions(file, 2)
-    assert [messages[0]["content"] for messages in kept] == ["0", "1"]
+    assert [asked.messages[0]["content"] for asked in kept] == ["0", "1"]
     assert count == 5
     assert len(first_questions(file, 9)[0]) == 5
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"promt": "c"}')
