@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from specdec.data.texts import Text
 
-OPEN_ROWS = 64  # that a text may still go into: rows of 768 are 96% full then, 78% with one (texts of `heads/text`)
 PADDING = -1  # the document that tokens behind a row's end belong to
 
 
@@ -73,7 +72,7 @@ class StateDataset(Dataset):
         places = [
             _Place(shard, start, min(length, self.length)) for start, length in zip(starts, lengths, strict=False)
         ]
-        return [[places[i] for i in row] for row in packed([place.length for place in places], self.length, OPEN_ROWS)]
+        return [[places[i] for i in row] for row in packed([place.length for place in places], self.length)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,7 +98,7 @@ class PackedTexts(Dataset):
     def __init__(self, texts: Sequence[Text], length: int):
         self.length = length
         cut = [Text(text.ids[:length], text.learn[:length]) for text in texts]
-        self._rows = [[cut[i] for i in row] for row in packed([len(text.ids) for text in cut], length, OPEN_ROWS)]
+        self._rows = [[cut[i] for i in row] for row in packed([len(text.ids) for text in cut], length)]
 
     def __len__(self) -> int:
         return len(self._rows)
