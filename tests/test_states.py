@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from specdec.data.texts import Text
 from specdec.taps import Taps
 from specdec.training import states
-from specdec.training.dataset import PackedTexts, StateDataset, collate, packed
+from specdec.training.dataset import PackedTexts, StateDataset, collate
 from specdec.training.states import extract
 from tests import eagle3, tiny
 from tests.training import some_texts
@@ -145,12 +145,3 @@ def test_rows_are_packed_and_padded(tmp_path):
     assert (batch["documents"][1] == -1).sum() == batch["ids"].shape[1] - len(dataset[2]["ids"])
     assert not batch["learn"][1][batch["documents"][1] == -1].any()
     assert all(len(row["ids"]) <= 10 for row in StateDataset(tmp_path, 10))
-
-
-def test_texts_are_packed_into_the_first_row_with_room():
-    lengths = [5, 4, 3, 5, 1, 12, 2]
-    assert packed(lengths, 10) == [[0, 1], [2, 3, 4], [5], [6]]
-    assert packed(lengths, 10, open_groups=2) == [[0, 1, 4], [2, 3, 6], [5]]
-    assert packed(lengths, 10, open_groups=9) == [[0, 1, 4], [2, 3, 6], [5]]
-    assert packed([3] * 6, 6, open_groups=9) == [[0, 1], [2, 3], [4, 5]]
-    assert packed([], 10) == []

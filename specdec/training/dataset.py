@@ -22,20 +22,16 @@ from specdec.data.texts import Text
 PADDING = -1  # the document that tokens behind a row's end belong to
 
 
-def packed(lengths: Sequence[int], most: int, open_groups: int = 1) -> list[list[int]]:
-    """Indices in groups whose lengths add up to `most` at most; a longer one is alone. Each goes into the first with
-    room of the newest `open_groups`.
-    """
+def packed(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices in order, in groups whose lengths add up to `most` at most; a longer one is alone."""
     groups: list[list[int]] = []
-    room: list[int] = []
+    filled = 0
     for i, length in enumerate(lengths):
-        newest = range(max(0, len(groups) - open_groups), len(groups))
-        group = next((group for group in newest if room[group] >= length), len(groups))
-        if group == len(groups):
+        if filled + length > most or not groups:
             groups.append([])
-            room.append(most)
-        groups[group].append(i)
-        room[group] -= length
+            filled = 0
+        groups[-1].append(i)
+        filled += length
     return groups
 
 
