@@ -67,7 +67,7 @@ def _gemma4() -> PreTrainedConfig:
     seeing = Gemma4VisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8, patch_size=4
     )
-    seeing.num_key_value_heads, seeing.position_embedding_size = 2, 16
+    seeing.num_key_value_heads, seeing.position_embedding_size = 2, 64
     text = families.tiny_config("gemma4_text")
     text.use_bidirectional_attention = "vision"
     return hf.Gemma4Config(text_config=text, vision_config=seeing, audio_config=None)
