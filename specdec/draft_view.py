@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.products import QuickLinear, Way, product_in_blocks
+from specdec.products import QuickLinear, Way, is_plain, product_in_blocks
 from specdec.view import twin, view
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,7 +88,7 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
     }
 
     def swap(layer: nn.Module) -> nn.Module:
-        if type(layer) is not nn.Linear or layer.in_features % VECTOR:
+        if not is_plain(layer) or layer.in_features % VECTOR:
             return layer
         return (Int8Alone if alone and id(layer.weight) not in shared else Int8Linear).of(layer)
 
@@ -98,10 +98,10 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
 def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
     """A view of `model` whose LM head knows only the tokens `vocab` (K,) int64, in that order."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if not is_plain(head):
         raise ValueError(
             f"cannot trim the vocabulary of {type(model).__name__}: its LM head is a {type(head).__name__}, not a "
-            "linear layer. Use vocab=None."
+            "linear layer, or its weights are quantised. Use vocab=None."
         )
     trimmed = nn.Linear(head.in_features, len(vocab), bias=head.bias is not None, device="meta")
     index = vocab.to(head.weight.device)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from threading import local
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -119,8 +119,17 @@ class Trial:
 _trials: dict[tuple[object, ...], Trial] = {}  # what this process has found
 
 
+def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether it is torch's own linear layer, and its weights are numbers.
+
+    Where they are quantised, the layer is of a class of its own (bitsandbytes) or its weights are (torchao): these know
+    the operators that their library has given them.
+    """
+    return type(layer) is nn.Linear and type(layer.weight) in (nn.Parameter, Tensor)
+
+
 def _matters(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear:  # one of a class of its own (quantised, say) stays
+    if not is_plain(layer):
         return False
     weight = layer.weight
     return weight.device.type == "cpu" and weight.numel() >= SMALLEST and len(ways(weight.dtype)) > 1

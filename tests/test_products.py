@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from specdec import DraftModelProposer, Eagle3Proposer, SpeculativeGenerator, products
+from specdec.draft_view import with_int8_linears
 from specdec.products import QuickLinear, Trial, by_blocks, by_columns, by_onednn, by_rows, quick
 from specdec.view import twin
 from tests import eagle3, tiny
@@ -50,6 +51,18 @@ def test_a_layer_takes_any_shape_and_leaves_gradients_and_other_types_to_torch(e
             torch.testing.assert_close(layer(x), plain(x))
     layer(torch.randn(2, 8)).sum().backward()
     assert layer.weight.grad is not None
+
+
+class Packed(torch.Tensor):
+    """As torchao has weights: of a class of their own, in torch's own layers."""
+
+
+def test_quantised_weights_are_left_alone(eager):
+    layer = nn.Linear(64, 32)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+    assert quick(layer) is layer
+    assert with_int8_linears(layer) is layer
+    assert type(quick(nn.Linear(64, 32))) is QuickLinear
 
 
 class Clock:
