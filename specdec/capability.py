@@ -34,7 +34,6 @@ from specdec.tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-INDEXED = "indexed_attention"
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
 SMALL = 65_536  # numbers in a buffer that is state (RoPE's frequencies, which a pass may write) rather than weights
 M = TypeVar("M", bound=PreTrainedModel)
@@ -76,9 +75,6 @@ def probe(model: PreTrainedModel) -> Capability:
     """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts."""
     if not forward_parameters(model) & {"past_key_values", "cache_params"}:
         return Capability(None, "its forward pass takes no past_key_values")
-    kinds = set(layer_kinds(model.config.get_text_config(decoder=True)))
-    if {INDEXED, SLIDING} <= kinds:  # whose masks are of one kind more than a runner makes
-        return Capability(None, "its layers pick tokens by an indexer beside sliding windows")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
             return _tried(model, model)

@@ -26,6 +26,7 @@ from specdec.step import Step, spread
 from specdec.taps import Taps
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"  # of the tokens that an indexer picks, for which it wants a mask in every pass
 RECURRENT = ("linear_attention", "conv")  # layers that take a mask of padding alone, which they need not have here
 MIXED = {"hybrid": FULL, "hybrid_sliding": SLIDING}  # layers that have both, and how they attend
 MASKED = 2**25  # entries of a mask at most, in the passes over known tokens (sdpa may make it float32: 128 MiB)
@@ -205,7 +206,7 @@ class ModelRunner(CachedRows):
         own = self.masks == "own" or (kinds and kinds <= set(RECURRENT))
         if own or (unmasked and self.masks == "tensor"):
             return None
-        if unmasked:
+        if unmasked and INDEXED not in kinds:
             return dict.fromkeys([*kinds, *RECURRENT])
 
         def seen(span: Span) -> Tensor:

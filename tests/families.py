@@ -91,7 +91,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "dots3_note_text": {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16}
+    # Other weights: the first ones write the padding token, for which the indexer gives all tokens a score of zero.
+    "dots3_note_text": {"num_key_value_heads": 4, "shared_experts_intermediate_size": 16, "index_n_heads": 32}
     | {f"swa_{name}": value for name, value in SWA.items()},
     "gemma3n_text": SHARED_KV | {"intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.5] * 4},
     "gemma4_text": SHARED_KV,
@@ -314,7 +315,7 @@ def main(names: list[str]) -> None:
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(sys.stderr):  # models that print in their forward pass must not end up in the table
         rows = [try_family(name) for name in names or NAMES]
-        encoders = [try_encoder_decoder(name) for name in ENCODERS]
+        encoders = [] if names else [try_encoder_decoder(name) for name in ENCODERS]
     sys.stdout.write(table(rows, encoders))
 
 
