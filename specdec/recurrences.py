@@ -14,7 +14,8 @@ is beta_i (v_i - k_i^T exp(g_i) S_parent(i)): a triangular system over the same 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,18 +36,44 @@ class Sees:
 
 @dataclass(frozen=True)
 class Taken:
-    """Which of M nodes a state takes in, and which go on waiting.
+    """Which of M nodes a state takes in, and which go on waiting. What all layers ask of it is computed once.
 
     Attributes:
         nodes: (B, M) bool, a path, none for a row that stays as it is. path: (B, D) int64, the same in order, and
             behind its end any. last: (B,) int64, its last node, -1 for none. waiting: (B, R) int64, nodes that come
-            after it and are kept, in order; behind a row's own, any.
+            after it and are kept, in order; behind a row's own, any. idle: a row may stay as it is.
     """
 
     nodes: Tensor
     path: Tensor
     last: Tensor
     waiting: Tensor
+    idle: bool = True
+    _columns: dict[int, Tensor] = field(default_factory=dict)
+
+    def columns(self, width: int) -> Tensor:
+        """(B, width + R) int64, in a line of a window of so many inputs and of all nodes' inputs: where the window's
+        lie once the nodes are taken in, and those of nodes that wait."""
+        if width not in self._columns:
+            window = torch.arange(width, device=self.path.device).expand(len(self.path), -1)
+            kept = slid(torch.cat([window, width + self.path], 1)[:, None], self.nodes.sum(1), width)[:, 0]
+            self._columns[width] = torch.cat([kept, width + self.waiting], 1)
+        return self._columns[width]
+
+    @cached_property
+    def end(self) -> Tensor:
+        """(B, 1, 1, 1) int64, the last node that is taken in; where it is none, any."""
+        return self.last.clamp(min=0)[:, None, None, None]
+
+    @cached_property
+    def some(self) -> Tensor:
+        """(B, 1, 1, 1) bool, rows that take something in."""
+        return (self.last >= 0)[:, None, None, None]
+
+    @cached_property
+    def left(self) -> Tensor:
+        """(B, 1, M, 1) bool, nodes that are not taken in."""
+        return ~self.nodes[:, None, :, None]
 
 
 class Recurrence:
@@ -100,10 +127,13 @@ class Recurrence:
         assert self._keys is not None
         assert self._values is not None
         assert self._decay is not None
-        end = _at(self._decay, taken.last[:, None])  # (B, H, 1, G)
-        weight = (end - self._decay).masked_fill(~taken.nodes[:, None, :, None], -torch.inf).exp()
-        state = end.exp().mT * self._upright + (self._keys * weight).mT @ self._values
-        self.state = state.mT.contiguous() if self.turned else state
+        _, H, _, G = self._decay.shape
+        end = self._decay.gather(2, taken.end.expand(-1, H, -1, G))  # (B, H, 1, G)
+        if taken.idle:
+            end = end * taken.some
+        keys = self._keys * (end - self._decay).masked_fill_(taken.left, -torch.inf).exp_()
+        added = (self._values.mT @ keys) if self.turned else keys.mT @ self._values
+        self.state = (self.state * (end if self.turned else end.mT).exp()).add_(added)
         if taken.waiting.shape[1]:
             self._keys, self._values = (_picked(nodes, taken.waiting) for nodes in (self._keys, self._values))
             self._decay = _picked(self._decay, taken.waiting) - end
@@ -161,18 +191,19 @@ class Window:
         return Window(_zeros(self.state, batch_size))
 
     def drop(self) -> None:
-        self._inputs: Tensor | None = None  # (B, C, M)
+        self._line: Tensor | None = None  # (B, C, W + M)
 
     def extend(self, inputs: Tensor) -> Tensor:
         """(B, C, W + M + n): the window and all nodes, `inputs` (B, C, n) being the new ones', which wait from now."""
-        self._inputs = inputs if self._inputs is None else torch.cat([self._inputs, inputs], -1)
-        return torch.cat([self.state, self._inputs], -1)
+        self._line = torch.cat([self.state if self._line is None else self._line, inputs], -1)
+        return self._line
 
     def take(self, taken: Taken) -> None:
-        assert self._inputs is not None
-        line = torch.cat([self.state, _columns(self._inputs, taken.path)], -1)
-        self.state = slid(line, taken.nodes.sum(1), self.state.shape[-1])
-        self._inputs = _columns(self._inputs, taken.waiting) if taken.waiting.shape[1] else None
+        assert self._line is not None
+        width = self.state.shape[-1]
+        line = _columns(self._line, taken.columns(width))
+        self.state = line[..., :width]
+        self._line = line if taken.waiting.shape[1] else None
 
 
 def slid(line: Tensor, by: Tensor, width: int) -> Tensor:

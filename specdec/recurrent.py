@@ -110,8 +110,7 @@ class States:
 
     def commit(self, source: Tensor | None) -> None:
         """source: (B, D) int64, see `SpeculativeCache.commit`. How far it counts is told by the rows' lengths."""
-        if self._pending:
-            self._chosen = torch.arange(self._pending)[None] if source is None else source
+        self._chosen = source
 
     def settle(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
         """Take in what the rows of these lengths have committed, up to the floors; what they have not is forgotten."""
@@ -121,7 +120,9 @@ class States:
         floors = lengths if floors is None else floors
         taken = [min(n, max(0, floor - at)) for n, floor, at in zip(counts, floors, self._at, strict=True)]
         if any(counts):
-            self._take(self._line(), taken, counts)
+            step = self._taken(taken, max(n - k for n, k in zip(counts, taken, strict=True)))
+            for part in self.parts:
+                part.take(step)
         else:
             for part in self.parts:
                 part.drop()
@@ -129,30 +130,37 @@ class States:
         self._at = [at + k for at, k in zip(self._at, taken, strict=True)]
         self._pending, self._chosen = 0, None
 
-    def _line(self) -> Tensor:
-        """(B, D) int64: the waiting nodes on each row's committed path, in order; behind its end, any."""
-        device, held = self.parts[0].state.device, max(self._behind)
+    def _line(self, device: torch.device) -> Tensor | None:
+        """(B, D) int64: the waiting nodes on each row's committed path, in order; behind its end, any. None: as they
+        lie."""
+        held = max(self._behind)
+        if self._chosen is None and held == min(self._behind):
+            return None
         if self._chosen is None:
-            return torch.arange(held, device=device).expand(len(self._behind), -1)
-        chosen = (held + self._chosen.to(device)).expand(len(self._behind), -1)
+            chosen = torch.arange(self._pending, device=device)[None]
+        else:
+            chosen = self._chosen.to(device)
+        chosen = (held + chosen).expand(len(self._behind), -1)
         own = _column(self._behind, device)
         column = torch.arange(held + chosen.shape[1], device=device)
         behind = chosen.gather(1, (column - own).clamp(0, chosen.shape[1] - 1))
         return torch.where(column < own, column, behind)
 
-    def _take(self, line: Tensor, taken: Sequence[int], counts: Sequence[int]) -> None:
-        B, D = line.shape
-        device, count = line.device, max(self._behind) + self._pending
-        many = _column(taken, device)
-        column = torch.arange(D, device=device)
-        nodes = torch.zeros(B, count + 1, dtype=torch.bool, device=device)
-        nodes.scatter_(1, torch.where(column < many, line, count), True)  # the last column takes what is not taken
-        last = line.gather(1, (many - 1).clamp(min=0))[:, 0]
-        rest = max(n - k for n, k in zip(counts, taken, strict=True))
-        waiting = line.gather(1, (many + torch.arange(rest, device=device)).clamp(max=D - 1))
-        step = Taken(nodes[:, :count], line, torch.where(many[:, 0] > 0, last, -1), waiting)
-        for part in self.parts:
-            part.take(step)
+    def _taken(self, taken: Sequence[int], rest: int) -> Taken:
+        """As many of each row's waiting nodes, of which `rest` at most go on waiting then."""
+        device, count = self.parts[0].state.device, max(self._behind) + self._pending
+        line, many = self._line(device), _column(taken, device)
+        column = torch.arange(count, device=device)
+        if line is None:
+            line, last, nodes = column.expand(len(taken), -1), many[:, 0] - 1, column < many
+        else:
+            last = torch.where(many > 0, line.gather(1, (many - 1).clamp(min=0)), -1)[:, 0]
+            nodes = torch.zeros(len(taken), count + 1, dtype=torch.bool, device=device)
+            place = torch.arange(line.shape[1], device=device)
+            nodes.scatter_(1, torch.where(place < many, line, count), True)  # the last column takes what is not taken
+            nodes = nodes[:, :count]
+        waiting = line.gather(1, (many + column[:rest]).clamp(max=line.shape[1] - 1)) if rest else line[:, :0]
+        return Taken(nodes, line, last, waiting, idle=not all(taken))
 
     # What layers do, in a pass
 

@@ -101,10 +101,10 @@ def test_a_state_that_is_off_by_one_shows(name, fault, monkeypatch):
     if fault == "mask":
         taken = recurrent.Taken
 
-        def short(nodes, path, last, waiting):
+        def short(nodes, path, last, *rest, **more):
             nodes = nodes.clone()
             nodes[torch.arange(len(nodes)), last.clamp(min=0)] = False
-            return taken(nodes, path, last, waiting)
+            return taken(nodes, path, last, *rest, **more)
 
         monkeypatch.setattr(recurrent, "Taken", short)
     else:
