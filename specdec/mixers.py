@@ -68,17 +68,15 @@ def _stand_in(native: Any) -> Callable[..., Any] | None:
     if ours is None:
         return None
 
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    names = [parameter.name for parameter in parameters]
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         states = passing_states()
         if states is None:
             return native(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = {name: bound.arguments[name] for name in signature.parameters}
-        for name, parameter in signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                given |= given.pop(name)
-        return ours(states, native, given)
+        return ours(states, native, {**defaults, **dict(zip(names, args, strict=False)), **kwargs})
 
     return stand_in
 
@@ -103,10 +101,11 @@ def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any
     query, key, value, g, beta = (
         given[name].transpose(1, 2).float() for name in ("query", "key", "value", "g", "beta")
     )  # (B, H, T, ...)
-    groups = value.shape[1] // key.shape[1]
-    query, key = (x.repeat_interleave(groups, 1) for x in (query, key))
     if given["use_qk_l2norm_in_kernel"]:
         query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
+    groups = value.shape[1] // key.shape[1]
+    if groups > 1:
+        query, key = (x.repeat_interleave(groups, 1) for x in (query, key))
     memory = states.memory(lambda state: Recurrence(state, turned=False))
     decay = g[..., None] if g.dim() == 3 else g
     read = memory.read(step.sees, query * query.shape[-1] ** -0.5, key, value, decay, beta[..., None])

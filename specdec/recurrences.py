@@ -33,6 +33,17 @@ class Sees:
     nodes: Tensor
     last: Tensor | None
 
+    @cached_property
+    def new(self) -> Tensor:
+        """(B, 1, n, n) float32, what the new nodes see of one another."""
+        n = self.nodes.shape[1]
+        return self.nodes[:, None, :, -n:].float()
+
+    @cached_property
+    def hidden(self) -> Tensor:
+        """(B, 1, n, M + n, 1) bool, what they do not see."""
+        return ~self.nodes[:, None, ..., None]
+
 
 @dataclass(frozen=True)
 class Taken:
@@ -104,14 +115,15 @@ class Recurrence:
             query, key: (B, H, n, K) float32. value: (B, H, n, V), u above; with `beta` (B, H, n, 1) v above.
             log_decay: (B, H, n, G), g above.
         """
-        state = self._upright
-        M, new = sees.nodes.shape[-1] - key.shape[2], sees.nodes[:, :, -key.shape[2] :]
-        decay = new[:, None].to(log_decay.dtype) @ log_decay
+        if sees.nodes.shape[1:] == (1, 1):
+            return self._read_one(query, key, value, log_decay, beta)
+        state, M = self._upright, sees.nodes.shape[-1] - key.shape[2]
+        decay = sees.new @ log_decay
         if sees.last is not None:
             decay = decay + _at(self._decay, sees.last)
         keys, decays = _joined(self._keys, key), _joined(self._decay, decay)
-        between = (decay[:, :, :, None] - decays[:, :, None]).masked_fill(~sees.nodes[:, None, ..., None], -torch.inf)
-        between, since = between.exp(), decay.exp()  # (B, H, n, M + n, G), (B, H, n, G)
+        between = (decay[:, :, :, None] - decays[:, :, None]).masked_fill_(sees.hidden, -torch.inf)
+        between, since = between.exp_(), decay.exp()  # (B, H, n, M + n, G), (B, H, n, G)
         if beta is not None:
             overlap = beta * _products(key, keys, between)
             known = (key * since) @ state
@@ -122,18 +134,30 @@ class Recurrence:
         self._keys, self._values, self._decay = keys, _joined(self._values, value), decays
         return (query * since) @ state + _products(query, keys, between) @ self._values
 
+    def _read_one(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
+        """Of a node that sees nothing but the state: a row's next token, without a draft behind it."""
+        state, since = self._upright, decay.exp()
+        if beta is not None:
+            value = beta * (value - (key * since) @ state)
+        self._keys, self._values, self._decay = key, value, decay
+        return (query * since) @ state + (query * key).sum(-1, keepdim=True) * value
+
     def take(self, taken: Taken) -> None:
         """The state after the last node taken, row by row."""
         assert self._keys is not None
         assert self._values is not None
         assert self._decay is not None
-        _, H, _, G = self._decay.shape
-        end = self._decay.gather(2, taken.end.expand(-1, H, -1, G))  # (B, H, 1, G)
+        _, H, M, G = self._decay.shape
+        end = self._decay if M == 1 else self._decay.gather(2, taken.end.expand(-1, H, -1, G))  # (B, H, 1, G)
         if taken.idle:
             end = end * taken.some
-        keys = self._keys * (end - self._decay).masked_fill_(taken.left, -torch.inf).exp_()
-        added = (self._values.mT @ keys) if self.turned else keys.mT @ self._values
-        self.state = (self.state * (end if self.turned else end.mT).exp()).add_(added)
+        if M == 1:  # has not decayed since
+            keys = self._keys * taken.some if taken.idle else self._keys
+        else:
+            keys = self._keys * (end - self._decay).masked_fill_(taken.left, -torch.inf).exp_()
+        one, other = (self._values, keys) if self.turned else (keys, self._values)
+        self.state = (self.state.float() * (end if self.turned else end.mT).exp()).contiguous()
+        self.state.view(-1, *self.state.shape[2:]).baddbmm_(one.mT.flatten(0, 1), other.flatten(0, 1))
         if taken.waiting.shape[1]:
             self._keys, self._values = (_picked(nodes, taken.waiting) for nodes in (self._keys, self._values))
             self._decay = _picked(self._decay, taken.waiting) - end
