@@ -52,6 +52,7 @@ def config(**changes: object) -> Qwen3_5TextConfig:
         "linear_key_head_dim": 32,
         "linear_value_head_dim": 32,
         "max_position_embeddings": 4096,
+        "mtp_num_hidden_layers": 1,  # as Qwen3.5's configs say; economize asks them, specdec looks for the tensors
         "bos_token_id": None,
         "eos_token_id": END,
         "pad_token_id": END,
