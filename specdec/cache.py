@@ -201,7 +201,7 @@ class SpeculativeCache(Cache):
     def update_recurrent_state(
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> Tensor:
-        self.states.updated((layer_idx, state_idx))
+        self.states.updated((layer_idx, state_idx), recurrent_states.dim())
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:

@@ -90,7 +90,7 @@ def _convolution(states: States, native: Callable[..., Tensor], given: dict[str,
 
 def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
     """query, key (B, T, H, K), value (B, T, H, V), g (B, T, H) or (B, T, H, K), beta (B, T, H); state (B, H, K, V)."""
-    before, step = states.before(), states.step
+    before, step = states.before(4), states.step
     if not isinstance(step, Drafted):
         real = step.real(given["key"])
         if real is not None:
@@ -114,7 +114,7 @@ def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any
 
 def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
     """hidden_states (B, T, H, P), dt (B, T, H), A, D (H,), B, C (B, T, groups, N); state (B, H, P, N)."""
-    before, step = states.before(), states.step
+    before, step = states.before(4), states.step
     dt = given["dt"].float()
     if given["dt_bias"] is not None:
         dt = dt + given["dt_bias"].float()
@@ -142,7 +142,7 @@ def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -
 
 def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
     """hidden_states, dt, z (B, I, T), A (I, S), B, C (B, S, T), D (I,); state (B, I, S)."""
-    before, step = states.before(), states.step
+    before, step = states.before(3), states.step
     x, dt, A = given["hidden_states"].float(), given["dt"].float(), given["A"].float()
     if given["delta_bias"] is not None:
         dt = dt + given["delta_bias"].float()[:, None]

@@ -21,6 +21,7 @@ from specdec.recurrences import Recurrence, Scan, Sees, Taken, Window, paths, sl
 
 R = TypeVar("R", Recurrence, Scan)
 Place = tuple[int, int]  # a layer, and which of its states
+Part = tuple[int, int, int]  # and which part of that one: Zamba's layers read theirs in a call for each head
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,12 @@ class States:
     """The states of B rows: `place_known` or `place_draft` before each pass, `commit` after a draft, as the cache.
 
     Attributes:
-        windows, memories: by layer and which of its states. Empty for a model that has none.
+        windows, memories: by layer and which of its states, and parts of these. Empty for a model that has none.
     """
 
     def __init__(self, batch_size: int):
         self.windows: dict[Place, Window] = {}
-        self.memories: dict[Place, Recurrence | Scan] = {}
+        self.memories: dict[Part, Recurrence | Scan] = {}
         self._given: dict[Place, Tensor] = {}  # states whose kind is known once a layer reads them
         self._pass: Known | Drafted = Known([0] * batch_size)
         self._at = [0] * batch_size  # the position behind what the states have taken in
@@ -78,8 +79,9 @@ class States:
         self._pending = 0  # nodes behind them
         self._chosen: Tensor | None = None  # (B, D) int64, of these, which are committed
         self._window: Place = (0, 0)  # which a layer has asked for last
-        self._memory: Place = (0, 0)
-        self._read = False  # that one, by a function known to us
+        self._memory: Part = (0, 0, -1)
+        self._before: Tensor | None = None  # what that one begins with
+        self._dims: dict[Place, int] = {}  # of states as their layers have them: one more where they have parts
 
     @property
     def parts(self) -> list[Window | Recurrence | Scan]:
@@ -209,33 +211,41 @@ class States:
 
     def ask(self, place: Place) -> None:
         """A layer is about to read its recurrent state."""
-        self._memory, self._read = place, False
+        self._memory = (*place, -1)
 
-    def updated(self, place: Place) -> None:
+    def updated(self, place: Place, dims: int) -> None:
         """A layer says that it has read its recurrent state, and what it is now, which is known here already."""
-        if not self._read or place != self._memory:
+        if self._memory[:2] != place or self._memory[2] < 0:
             raise NotImplementedError(f"layer {place[0]} updates its recurrent state in a way of its own")
+        self._given.pop(place, None)
+        self._dims[place] = dims
 
     @property
     def step(self) -> Known | Drafted:
         """The present pass."""
         return self._pass
 
-    def before(self) -> Tensor | None:
-        """The state that the layer starts from, in the model's own shape; None for zeros."""
-        self._read = True
-        memory = self.memories.get(self._memory)
-        return self._given.get(self._memory) if memory is None else memory.state
+    def before(self, dims: int) -> Tensor | None:
+        """The state that the layer starts from, in the model's own shape, of `dims` dimensions; None for zeros. The
+        next part of it, where the layer has asked once and reads again."""
+        layer, which, part = self._memory
+        self._memory = layer, which, part + 1
+        memory, given = self.memories.get(self._memory), self._given.get((layer, which))
+        if memory is not None:
+            self._before = memory.state
+        else:
+            self._before = given if given is None or given.dim() == dims else given[:, part + 1]
+        return self._before
 
     def memory(self, kind: Callable[[Tensor], R]) -> R:
         """The layer's state, of this kind, which a draft's nodes can be read from."""
         if self._memory not in self.memories:
-            self.memories[self._memory] = kind(self._given.pop(self._memory))
+            assert self._before is not None
+            self.memories[self._memory] = kind(self._before)
         return self.memories[self._memory]  # type: ignore[return-value]
 
     def after(self, memory: Recurrence | Scan) -> None:
         """The layer's state is this one's from now on."""
-        self._given.pop(self._memory, None)
         self.memories[self._memory] = memory
 
     # Rows, and states from elsewhere
@@ -251,13 +261,17 @@ class States:
     @property
     def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:
         """Window and recurrent state by layer, as transformers has them; `settle` has been called."""
+        places = dict.fromkeys([*self.windows, *((layer, which) for layer, which, _ in self.memories)])
         return {
-            place: (
-                self.windows[place].state if place in self.windows else None,
-                self.memories[place].state if place in self.memories else None,
-            )
-            for place in {**self.windows, **self.memories}
+            place: (self.windows[place].state if place in self.windows else None, self._whole(place))
+            for place in places
         }
+
+    def _whole(self, place: Place) -> Tensor | None:
+        parts = [memory.state for part, memory in self.memories.items() if part[:2] == place]
+        if not parts:
+            return None
+        return torch.stack(parts, 1) if self._dims.get(place) == parts[0].dim() + 1 else parts[0]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Go on with these rows alone; `settle` has been called."""
@@ -273,10 +287,11 @@ class States:
             if place not in self.windows:
                 self.windows[place] = window.empty(len(self._at))
             self.windows[place].state[row] = window.state[0]
-        for place, memory in other.memories.items():
-            if place not in self.memories:
-                self.memories[place] = memory.empty(len(self._at))
-            self.memories[place].state[row] = memory.state[0]
+        self._dims |= other._dims
+        for part, memory in other.memories.items():
+            if part not in self.memories:
+                self.memories[part] = memory.empty(len(self._at))
+            self.memories[part].state[row] = memory.state[0]
 
     @property
     def nbytes(self) -> int:

@@ -5,7 +5,7 @@ import torch
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, recurrences, recurrent
 from specdec.capability import probe
-from tests import fuzz, tiny
+from tests import families, fuzz, tiny
 
 HYBRIDS = ("qwen3_5", "lfm2", "mamba2", "falcon_h1")
 
@@ -80,6 +80,18 @@ def test_a_second_turn_goes_on_from_the_states(name, lengths):
         )
         texts.append(second.tolist())
     assert texts[0] == texts[1]
+
+
+def test_a_state_in_parts_goes_into_a_cache_and_out_of_it():
+    """Zamba's layers scan in a call for each head."""
+    model, texts = families.tiny_model("zamba"), []
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4, on_unsupported="error")
+    for first, second in ((model, model), (model, spec), (spec, model), (spec, spec)):
+        out = first.generate(**tiny.prompts(9), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        text = torch.cat([out.sequences, tiny.prompts(5, seed=1)["input_ids"]], 1)
+        cache = out.past_key_values
+        texts.append(second.generate(text, past_key_values=cache, max_new_tokens=10, do_sample=False).tolist())
+    assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
 def test_padding_between_two_turns_is_left_to_plain_decoding():
