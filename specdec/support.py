@@ -96,7 +96,7 @@ def why_plain(
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
-        return "use_cache=False"
+        return "use_cache=False (some configs say so; a call may say use_cache=True)"
     if getattr(model, "_pp_stage", None) is not None:  # transformers' own (5.23)
         return "its layers lie in several processes, one after the other (pipeline parallelism)"
     if config.output_attentions:

@@ -70,6 +70,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": MAMBA | {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "xlstm": {"num_heads": 4, "chunk_size": 64},
+    "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
+    "mpt": {"use_cache": True},  # its configs say no, and a call with use_cache=True has one nevertheless
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid"] * 3},
     "longcat_flash": {"zero_expert_num": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -164,6 +166,42 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
     return config_class(**small | overrides)
 
 
+ALIBI = "its bias for distances (ALiBi) counts columns: of ragged rows and of trees these are not the positions"
+NO_CACHE = "it keeps no cache: every token reads the whole text again"
+OWN_FAILS = "plain generate() fails as well (transformers 5.23)"
+PICKED = "its layers keep n-grams of ids and positions for an indexer in the cache, each in a way of its own"
+LENGTHS_DECIDE = (
+    "RoPE changes its frequencies within the text: which of them the keys before have hangs on the order of passes, "
+    "and in plain decoding it is one token after the other"
+)
+# Why a family runs with less than trees and batches, as its file says; the probe sees only what comes of it.
+WHY = {
+    "bloom": ALIBI,
+    "mpt": ALIBI,
+    "inkling_text": "its bias for distances counts columns, as long as the text is",
+    "inkling2_text": "its bias for distances counts columns, as long as the text is",
+    "roformer": "it numbers positions by column, without being told any",
+    "blt": f"{OWN_FAILS}: its config does not say how many layers there are",
+    "cpmant": "it writes 32 tokens of its own before the text, and sees by lengths, not by masks",
+    "deepseek_v4": "its layers keep several tokens compressed into one key, from which a rejected one cannot be taken",
+    "minimax": "it takes no cache but its own class, and its linear attention is written out in the layer",
+    "moshi": "its cache forgets what is behind a window that its masks do not know: with and without it, plain passes "
+    "differ",
+    "openai-gpt": NO_CACHE,
+    "prophetnet": "with a cache it takes one token at a time",
+    "qwen4_exp": PICKED,
+    "qwen4_exp_text": PICKED,
+    "recurrent_gemma": "its layers keep their states in themselves, not in a cache: they cannot be put back",
+    "reformer": "its cache is one of buckets, into which it sorts the whole text",
+    "rwkv": "its state is an argument of its own, read one token at a time in the layer",
+    "xlm": f"{NO_CACHE}, with a mask token behind it",
+    "xlnet": f"{NO_CACHE}, with an empty token behind it that sees all and is seen by none",
+    "xlstm": f"{OWN_FAILS}; it takes no cache but its own class",
+    "zaya": "its layers mix neighbouring queries, keys and values in code of their own, from states that they cut "
+    "themselves",
+    **dict.fromkeys(VARIANTS, LENGTHS_DECIDE),
+}
+
 ENCODERS = [*encoded.FAMILIES, *encoded.LIKE_THEM]
 NAMES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
@@ -216,7 +254,8 @@ def try_family(name: str) -> Row:
             if reasons and capability.masks and len(lengths) == 1:
                 way = "plain decoding"
                 notes.append(reasons[0])
-    return Row(name, architecture, way, "; ".join(dict.fromkeys(results)), "; ".join(dict.fromkeys(notes)))
+    why = "; ".join(dict.fromkeys(notes))
+    return Row(name, architecture, way, "; ".join(dict.fromkeys(results)), WHY.get(name, why) if why else "")
 
 
 def _way(capability: Capability) -> str:
@@ -284,7 +323,8 @@ def table(rows: list[Row], encoders: list[Row]) -> str:
         f"Every causal-LM family of transformers {transformers.__version__}, and at the end RoPE whose frequencies "
         "change behind a limit, with texts before, across and behind it; tiny and random, in float32 on the CPU: "
         "T = 0, batch 1 and a left-padded batch of 2, n-gram drafts, random drafts and mostly right drafts (chains and "
-        "trees) of up to 4 tokens, against plain `generate()`. Made by `python -m tests.families > docs/families.md`.",
+        "trees) of up to 4 tokens, against plain `generate()`. Why a family runs with less is what its file says, else "
+        "what the probe saw. Made by `python -m tests.families > docs/families.md`.",
         "",
         "How they run: "
         + ", ".join(f"{way} {count}" for way, count in sorted(counts.items(), key=lambda c: -c[1]))
