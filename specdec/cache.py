@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -60,11 +62,14 @@ class SpeculativeCache(Cache):
         self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False, sized: bool = False
     ):
         super().__init__(layers=[])
+        self.layers = _Layers(self)
         self.lengths = [0] * batch_size
         self.floors: list[int] | None = None
         self.states = States(batch_size)
         self.end = 0
         self._start = 0  # of the tokens being written, where all rows agree
+        self._together = True  # they do
+        self._positions: Tensor | None = None  # (P, B, S), see `indexer_position_ids`
         self._spans = spans
         self._kinds = {span: Slots(None if keeps_all else span.window, sized) for span in spans}
 
@@ -79,7 +84,7 @@ class SpeculativeCache(Cache):
             pads: (B,) how many of them are padding, on the left, whose `order` is behind the row.
             draft: they may be rolled back.
         """
-        self._start = self.lengths[0] + pending
+        self._start, self._together = self.lengths[0] + pending, order is None
         self.end = max(self.lengths) + pending + count
         floors = self.lengths if self.floors is None else self.floors
         ahead = max(length - floor for length, floor in zip(self.lengths, floors, strict=True))
@@ -98,6 +103,18 @@ class SpeculativeCache(Cache):
         """Likewise what an indexer keeps of the tokens, by which it picks those that attention sees: (B, n, D) in, the
         layer's (B, S, D) out. It is in the keys' slots, so what it picks are slots, and masks hold for it too."""
         return self._kind_of(layer_idx).write_indexed(layer_idx, indexer_key_states[:, None])[:, 0]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """(P, B, S), the model's own positions of what lies in the slots before the present pass: an indexer may ask
+        the cache's layers for them, and gives them back with this pass's behind."""
+        if not self._together:
+            raise NotImplementedError("an indexer that keeps positions, for ragged rows")
+        return self._positions[..., : self._start] if self._start and self._positions is not None else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        self._positions = positions
 
     def written(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
         """By layer: its whole buffers of keys and values, and the slots (B, n) int64 of the pass that is placed."""
@@ -143,6 +160,11 @@ class SpeculativeCache(Cache):
         """Likewise (B, T, D) of what its indexer keeps; None where it has none."""
         return self._kind_of(layer_idx).take_indexed(layer_idx, positions)
 
+    def take_positions(self, count: int) -> Tensor | None:
+        """(P, B, count), see `indexer_position_ids`; they are gone here then: the first layer that asks has them."""
+        positions, self._positions = self._positions, None
+        return None if positions is None else positions[..., :count]
+
     def adopt(self, row: int, other: SpeculativeCache) -> None:
         """Put the one row of `other`, a cache of the same model, in the place of this one's `row`."""
         self.states.settle(self.lengths)
@@ -180,8 +202,8 @@ class SpeculativeCache(Cache):
     # What recurrent layers ask of a cache (5.17 to 5.23, cache_utils.py). They are told that there is no state yet, and
     # so always go the way of many tokens; what stands in for their functions (`mixers`) begins with the state.
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.states.ids((layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -229,6 +251,17 @@ class SpeculativeCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
+
+
+class _Layers(list[Any]):
+    """None; whoever asks for one by its number gets the cache, which knows what there is to be asked."""
+
+    def __init__(self, cache: SpeculativeCache):
+        super().__init__()
+        self._cache = ref(cache)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._cache()
 
 
 class Slots:

@@ -138,6 +138,8 @@ class Conversation:
                 keys, values = layer.keys, layer.values
                 layer.keys = layer.values = None
                 indexed = getattr(layer, "indexer_keys", None)
+                if getattr(layer, "indexer_position_ids", None) is not None:
+                    rows.cache.indexer_position_ids = layer.indexer_position_ids
                 rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]), indexed)
 
     def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int) -> None:
@@ -151,6 +153,7 @@ class Conversation:
             if indexed is not None:
                 layer.lazy_initialization_indexer(indexed)
                 layer.indexer_keys = indexed
+                layer.indexer_position_ids = rows.cache.take_positions(columns)
         if columns != self.cached:  # else the call failed, and the cache's states are as they were
             behind = columns - self.real.shape[1]  # rows may have run ahead of where the text ended
             rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])

@@ -217,6 +217,12 @@ class Window:
     def drop(self) -> None:
         self._line: Tensor | None = None  # (B, C, W + M)
 
+    @property
+    def latest(self) -> Tensor:
+        """(B, C, W): the last inputs, those of waiting nodes included, which form one path in order."""
+        line = self.state if self._line is None else self._line
+        return line[..., -self.state.shape[-1] :]
+
     def extend(self, inputs: Tensor) -> Tensor:
         """(B, C, W + M + n): the window and all nodes, `inputs` (B, C, n) being the new ones', which wait from now."""
         self._line = torch.cat([self.state if self._line is None else self._line, inputs], -1)

@@ -175,8 +175,19 @@ class States:
         finally:
             _passing.reset(token)
 
+    def ids(self, place: Place) -> Tensor | None:
+        """(B, W): the last tokens, if that is what a layer keeps as if it were going to convolve them (Qwen4)."""
+        window = self.windows.get(place)
+        if window is None or window.state.is_floating_point():
+            return None
+        if isinstance(self._pass, Drafted) and not self._pass.straight:
+            raise NotImplementedError(f"layer {place[0]} reads n-grams of tokens, which follow no tree")
+        return window.latest[:, 0]
+
     def convolve(self, place: Place, inputs: Tensor, width: int) -> Tensor:
-        """What a layer's convolution goes over, (B, C, T): `inputs` (B, C, n) behind what came before them."""
+        """What a layer's convolution goes over, (B, C, T): `inputs` (B, C, n), or ids (B, n), behind what came before
+        them."""
+        inputs = inputs[:, None] if inputs.dim() == 2 else inputs
         if place not in self.windows:
             self.windows[place] = Window(inputs.new_zeros(*inputs.shape[:2], width))
         self._window, window = place, self.windows[place]
@@ -254,7 +265,7 @@ class States:
         """Begin with a layer's states as transformers has them, of rows of these lengths."""
         self._at = list(lengths)
         if window is not None:
-            self.windows[place] = Window(window)
+            self.windows[place] = Window(window[:, None] if window.dim() == 2 else window)
         if memory is not None:
             self._given[place] = memory
 
@@ -262,10 +273,13 @@ class States:
     def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:
         """Window and recurrent state by layer, as transformers has them; `settle` has been called."""
         places = dict.fromkeys([*self.windows, *((layer, which) for layer, which, _ in self.memories)])
-        return {
-            place: (self.windows[place].state if place in self.windows else None, self._whole(place))
-            for place in places
-        }
+        return {place: (self._convolved(place), self._whole(place)) for place in places}
+
+    def _convolved(self, place: Place) -> Tensor | None:
+        if place not in self.windows:
+            return None
+        state = self.windows[place].state
+        return state if state.is_floating_point() else state[:, 0]
 
     def _whole(self, place: Place) -> Tensor | None:
         parts = [memory.state for part, memory in self.memories.items() if part[:2] == place]

@@ -82,12 +82,14 @@ def test_a_second_turn_goes_on_from_the_states(name, lengths):
     assert texts[0] == texts[1]
 
 
-def test_a_state_in_parts_goes_into_a_cache_and_out_of_it():
-    """Zamba's layers scan in a call for each head."""
-    model, texts = families.tiny_model("zamba"), []
+@pytest.mark.parametrize("name", ["zamba", "qwen4_exp_text"])
+@pytest.mark.parametrize("length", [2, 9])
+def test_states_of_other_kinds_go_into_a_cache_and_out_of_it(name, length):
+    """Zamba's layers scan in a call for each head; Qwen4's keep ids, and positions for an indexer."""
+    model, texts = families.tiny_model(name), []
     spec = SpeculativeGenerator(model, "ngram", draft_length=4, on_unsupported="error")
     for first, second in ((model, model), (model, spec), (spec, model), (spec, spec)):
-        out = first.generate(**tiny.prompts(9), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        out = first.generate(**tiny.prompts(length), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
         text = torch.cat([out.sequences, tiny.prompts(5, seed=1)["input_ids"]], 1)
         cache = out.past_key_values
         texts.append(second.generate(text, past_key_values=cache, max_new_tokens=10, do_sample=False).tolist())
