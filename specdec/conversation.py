@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, cache_utils
 from transformers.cache_utils import (
-    DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -26,10 +25,12 @@ from transformers.cache_utils import (
 
 from specdec.rows import CachedRows
 
+# Of which nothing is kept; 5.17 has none.
+EMPTY = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
 KINDS = (
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    DummyLayer,
+    *EMPTY,
     LinearAttentionLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
@@ -278,7 +279,7 @@ def _hold(layer: Any, which: int, window: Tensor | None, memory: Tensor | None) 
 
 def _fill(layer: Any, keys: Tensor | None, values: Tensor | None, columns: int) -> None:
     """Let a layer of a DynamicCache hold these keys and values and no others (5.17 to 5.23, cache_utils.py)."""
-    if isinstance(layer, DummyLayer):
+    if isinstance(layer, EMPTY):
         return
     if keys is not None:
         layer.lazy_initialization(keys, values)
