@@ -119,8 +119,8 @@ INTEGRATIONS = {  # the README's list, and the tests that each of them stands fo
     "streamers": ["test_text_streamer", "test_text_iterator_streamer", "test_async_text_iterator_streamer"],
     "PEFT": ["test_lora_target_and_its_base_as_draft"],
     "GGUF": ["test_gguf_target"],
-    "torchao": ["test_torchao_target"],
-    "bitsandbytes": ["test_bitsandbytes_target"],
+    "torchao": ["test_torchao_target", "test_mtp_layers_beside_a_quantised_target"],
+    "bitsandbytes": ["test_bitsandbytes_target", "test_mtp_layers_beside_a_quantised_target"],
     "lm-eval": ["test_lm_eval"],
     "TRL": ["test_grpo_rollouts"],
     "datasets": ["test_datasets_map"],
@@ -128,7 +128,7 @@ INTEGRATIONS = {  # the README's list, and the tests that each of them stands fo
     "xgrammar": ["test_grammar.py: by_xgrammar"],
     "outlines": ["test_grammar.py: by_outlines"],
     "openai": ["test_serving.py: test_answers_are_plain_decodings"],
-    "vision-language": ["test_multimodal.py: test_"],
+    "vision-language": ["test_multimodal.py: test_", "test_processors_of_pictures.py: test_"],
     "Whisper": ["test_encoder_decoder.py: test_long_sound_", "test_encoder_decoder.py: test_the_speech_pipeline"],
 }
 
