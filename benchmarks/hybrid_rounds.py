@@ -108,7 +108,9 @@ def main(
         torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     text = torch.load(target / TEXT)
-    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "min_new_tokens": max_new_tokens}
+    # Not by `min_new_tokens`: that is a processor, which drafts are put through as well.
+    model.generation_config.eos_token_id = model.config.eos_token_id = None
+    arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens}
     arguments |= {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     generator = torch.Generator().manual_seed(0)
     size = sum(weight.numel() for weight in model.parameters()) / 1e6
