@@ -11,6 +11,7 @@ with transformers 5.17, not with 5.23.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -24,6 +25,7 @@ from methods import PLAIN, Method, speculative
 from prompts import Job
 from summary import summarise
 from table import detail_table, percent, table, times
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from turns import take_turns
@@ -87,8 +89,18 @@ def economized(model: PreTrainedModel, target: Path, cycles: list[int]) -> list[
         lookup = economize.apply(model, LookupConfig(), decoding=config)
         mtp = economize.load(model, str(target), decoding=config)
         made = {f"economize lookup {cycle}": lookup, f"economize mtp {cycle}": mtp}
-        methods += [Method(name, each.eval().generate) for name, each in made.items()]
+        methods += [Method(name, unstreamed(each.eval().generate)) for name, each in made.items()]
     return methods
+
+
+def unstreamed(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """Without a streamer in a batch, where economize takes none: there is no time to its first token."""
+
+    def call(input_ids: Tensor, streamer: Any, **kwargs: Any) -> Any:
+        more = {"streamer": streamer} if len(input_ids) == 1 else {}
+        return generate(input_ids=input_ids, **kwargs, **more)
+
+    return call
 
 
 @app.command(help=__doc__)
