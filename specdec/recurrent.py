@@ -136,7 +136,7 @@ class States:
         """(B, D) int64: the waiting nodes on each row's committed path, in order; behind its end, any. None: as they
         lie."""
         held = max(self._behind)
-        if self._chosen is None and held == min(self._behind):
+        if self._chosen is None and (held == min(self._behind) or not self._pending):
             return None
         if self._chosen is None:
             chosen = torch.arange(self._pending, device=device)[None]

@@ -108,6 +108,20 @@ def test_padding_between_two_turns_is_left_to_plain_decoding():
     assert "states go on" in messages[0]
 
 
+def test_rows_that_wait_unlike_many_nodes_are_settled_without_a_draft():
+    """One row may be rolled back by three tokens, the other by one; then both may not."""
+    states = recurrent.States(2)
+    states.place_known([0, 0], 4, [0, 0])
+    states.convolve((0, 0), torch.arange(8.0).view(2, 1, 4), 4)
+    states.place_draft(torch.ones(3, 3, dtype=torch.bool).tril().expand(2, -1, -1), True, [4, 4], None)
+    states.convolve((0, 0), torch.arange(10.0, 16).view(2, 1, 3), 4)
+    states.commit(None)
+    states.settle([7, 5], [4, 4])
+    states.settle([7, 5])
+    (window,) = states.windows.values()
+    assert window.state[:, 0].tolist() == [[3, 10, 11, 12], [5, 6, 7, 13]]
+
+
 @pytest.mark.parametrize("fault", ["mask", "window"])
 @pytest.mark.parametrize("name", ["qwen3_5"])
 def test_a_state_that_is_off_by_one_shows(name, fault, monkeypatch):
