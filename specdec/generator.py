@@ -358,7 +358,6 @@ class SpeculativeGenerator:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
                 proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
                 verify = self._verification(processors, noise, config, input_ids.device)
-                replays = recorder is not None and isinstance(verify, AllChoices) and self._watched is None
                 loop = Loop(
                     target=target,
                     proposer=proposer if group is None else group.drafting(proposer),
@@ -372,7 +371,7 @@ class SpeculativeGenerator:
                     trees=self.capability.trees,
                     watched=self._watched,
                     recorder=recorder,
-                    recorded=RecordedPass(target, verify, recorder) if replays else None,
+                    recorded=RecordedPass.of(target, verify, recorder),
                 )
                 try:
                     loop.run(read, fresh)

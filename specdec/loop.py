@@ -105,7 +105,7 @@ class Loop:
     def _verified(self, draft: DraftTree, proposed: DraftTree) -> tuple[Tensor | None, Verified]:
         """The target's pass and what it decides; features (B, N, C) of the draft's nodes."""
         text = self.text
-        if self.recorded is not None and self.recorded.takes(draft, text):
+        if self.recorded is not None and self.watched is None and self.recorded.takes(draft, text):
             made = self.recorded.launched(draft, text)
             self.watch.mark("verify")
             return made.get("features"), self.recorded.settled(draft, made, text)

@@ -31,6 +31,11 @@ class RecordedPass:
     verify: AllChoices
     recorder: Recorder
 
+    @classmethod
+    def of(cls, target: ModelRunner, verify: object, recorder: Recorder | None) -> RecordedPass | None:
+        """None where the call has no recorder, or decides in another way."""
+        return cls(target, verify, recorder) if recorder is not None and isinstance(verify, AllChoices) else None
+
     def takes(self, draft: DraftTree, text: Transcript) -> bool:
         """Nothing but tensors has a say in the round."""
         known = draft.probs is None and (draft.chain or draft.levels is not None)

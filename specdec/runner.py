@@ -67,7 +67,7 @@ class ModelRunner(CachedRows):
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
         graphs: of the model, with the same taps: passes over drafts are theirs.
-        source: what it reads beside its text, if it does. sized: drafts are filled up to few sizes; with graphs they are.
+        source: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
     """
 
     def __init__(

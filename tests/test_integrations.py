@@ -25,7 +25,7 @@ from transformers import (
     pipeline,
 )
 
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, graphs
 from tests import tiny
 from tests.test_weights import tiny_qwen, write_gguf
 from tests.training import TEMPLATE
@@ -54,9 +54,9 @@ def model(llama):
 
 
 @contextmanager
-def speculating(model, proposer=None):
+def speculating(model, proposer=None, compile=False):
     """Within it the model's `generate()` is specdec's, which must have been asked, and have accepted drafts."""
-    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, on_unsupported="error")
+    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, on_unsupported="error", compile=compile)
     with spec.installed():
         yield spec
     report = spec.report
@@ -258,9 +258,18 @@ def test_grpo_rollouts(model, tokenizer, tmp_path):
         torch.testing.assert_close(other.state_dict()[name], weight)
 
 
+@pytest.fixture
+def captured(monkeypatch):
+    """Passes over drafts are captured as full graphs, without generated code."""
+    monkeypatch.setattr(graphs, "BACKEND", "eager")
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compile"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_torchao_target(models, tokenizer, bits):
+def test_torchao_target(models, tokenizer, bits, compile):
     """Weights alone; of 4 bits, in the one packing that torchao 0.18 multiplies on any CPU."""
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
@@ -269,12 +278,16 @@ def test_torchao_target(models, tokenizer, bits):
     inputs = encoded(tokenizer)
     expected = model.generate(**inputs, **ARGUMENTS).tolist()
     assert expected != models("llama").generate(**inputs, **ARGUMENTS).tolist()
-    with speculating(model):
-        assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    with speculating(model, compile=compile) as spec:
+        for _ in range(1 + 2 * compile):
+            assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    assert not compile or len(spec._drafting.graphs)
 
 
 @pytest.mark.slow
-def test_bitsandbytes_target(tokenizer, tmp_path):
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compile"])
+def test_bitsandbytes_target(tokenizer, tmp_path, compile):
     """4 bits on the CPU, as transformers loads it; its 8 bits round activations, too, and run as plain decoding.
 
     Rows of 64 numbers: on a CPU with AVX-512 BF16 bitsandbytes takes no shorter ones (0.50).
@@ -286,8 +299,10 @@ def test_bitsandbytes_target(tokenizer, tmp_path):
     )
     inputs = encoded(tokenizer)
     expected = model.generate(**inputs, **ARGUMENTS).tolist()
-    with speculating(model):
-        assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    with speculating(model, compile=compile) as spec:
+        for _ in range(1 + 2 * compile):
+            assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    assert not compile or len(spec._drafting.graphs)
 
 
 @pytest.mark.slow

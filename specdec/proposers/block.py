@@ -71,6 +71,10 @@ class BlockProposer(HeadProposer):
         logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)
 
+    @property
+    def _widest_pass(self) -> int:
+        return self.head.config.block_size
+
     def _book_recorded(self, context: Context, depth: int) -> None:
         super()._book_recorded(context, 1)
         for _ in range(depth - 1):

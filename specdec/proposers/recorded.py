@@ -36,6 +36,11 @@ class RecordedDrafts(AutoregressiveProposer):
     def rows(self) -> CachedRows:
         """The runner of what drafts."""
 
+    @property
+    def _widest_pass(self) -> int:
+        """Nodes that are written behind the text beside those of depths: a block's."""
+        return 0
+
     @abstractmethod
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
         """How many tokens of each row are to be read, and the target's states (B, W, C) with them, padded on the left.
@@ -91,7 +96,8 @@ class RecordedDrafts(AutoregressiveProposer):
     ) -> DraftTree:
         assert context.recorder is not None
         rows, width = self.rows, min(size for size in WIDTHS if size >= max(missing))
-        sizes = rows.reserve(width + (depth if chain else depth * self.tree.top_k))  # type: ignore[union-attr]
+        wide = 1 if chain or self.tree is None else self.tree.top_k
+        sizes = rows.reserve(width + max(depth * wide, self._widest_pass))
         lengths = rows.lengths
         pads = [width - count for count in missing]
         inputs = {
