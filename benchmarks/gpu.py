@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec import graphs as captured
 from specdec.eagle3 import Eagle3Head
 from specdec.proposers import Eagle3Proposer, Proposer
 
@@ -100,6 +102,28 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
     return part
 
 
+def graphs(setting: Setting) -> Iterator[Row]:
+    """Beside compiled `generate()`: rounds as kernels one by one, and as recordings of compiled passes."""
+    if setting.small:
+        captured.BACKEND = "eager"  # no code is generated
+    target = setting.model("llama-8b")
+    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+    head = counting.head_for(target)
+    yield measured(setting, target, "generate(), static", plain_ways(target)["generate(), static"], ids)
+    for compile in (False, True):
+        ways = {
+            "replay, 0.8": replayed(setting, target, ids, 0.8),
+            "EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
+            "EAGLE-3 tree": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
+        }
+        for name, spec in ways.items():
+            spec.compile = compile
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                row = measured(setting, target, f"specdec {name}{', graphs' * compile}", spec, ids)
+            yield row | {"warned": [str(warning.message) for warning in said if "specdec" in str(warning.message)]}
+
+
 def batches(setting: Setting) -> Iterator[Row]:
     target = setting.model("llama-8b")
     for rows in setting.batches():
@@ -157,6 +181,7 @@ def parity(setting: Setting) -> Iterator[Row]:
 PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # seconds it may take
     "bandwidth": (30, bandwidth),
     "llama-8b": (120, methods("llama-8b")),
+    "graphs": (150, graphs),
     "launches": (60, launches),
     "parity": (120, parity),
     "batches": (120, batches),

@@ -2,6 +2,7 @@
 
     python benchmarks/launches.py
     python benchmarks/launches.py --proposer "eagle3 tree" --where      # which lines
+    python benchmarks/launches.py --recorded --max-new-tokens 60        # rounds that are replayed
 
 Tiny models on a pretended device (`tests/pretend.py`): counts outside of models hold for any model but for what is done
 once per layer (writing and moving keys and values), those inside are of 4 layers.
@@ -35,13 +36,15 @@ app = typer.Typer(add_completion=False)
 def main(
     proposer: Annotated[str | None, typer.Option(help="One of them alone.")] = None,
     where: Annotated[bool, typer.Option(help="Print which lines wait and launch, outside of the models.")] = False,
-    static_shapes: Annotated[bool, typer.Option(help="Shapes as where the target's pass is a graph.")] = False,
+    recorded: Annotated[
+        bool, typer.Option(help="With graphs: of rounds that replay their draft and their pass.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=4)] = 24,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write too.")] = None,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if static_shapes:
+    if recorded:
         static.switch_on(pytest.MonkeyPatch())
     lines = []
     for name in launches.PROPOSERS if proposer is None else [proposer]:
@@ -51,6 +54,8 @@ def main(
                     spec = launches.generator(name, automatic)
                     given = {"do_sample": sampling, "max_new_tokens": max_new_tokens} | launches.prompts(batch_size)
                     books = launches.counted(spec, **given)
+                    if recorded:
+                        books = launches.replaying(books, name)
                     length = "automatic" if automatic else "set"
                     lines.append([name, length, f"{sampling:d}", f"{batch_size}", *counts(books)])
                     if where:

@@ -93,6 +93,16 @@ class SpeculativeCache(Cache):
         if not draft:
             self.states.place_known(pads, count, self.lengths)
 
+    def reserve(self, more: int) -> None:
+        """Make room for so many tokens more per row: until then buffers stay where they are."""
+        for kind in self._kinds.values():
+            kind.reserve(self.lengths, more)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Slots of the buffers, by kind of layers."""
+        return tuple(kind.count for kind in self._kinds.values())
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -134,12 +144,15 @@ class SpeculativeCache(Cache):
                 accepted tree path; a no-op where source[b, d] == d). None: they already lie in order.
         """
         if source is not None:
-            base = _column(self.lengths, source.device)
-            target = base + torch.arange(source.shape[1], device=source.device)
-            for kind in self._kinds.values():
-                kind.move(base + source, target)
+            self.move(_column(self.lengths, source.device), source)
         self.states.commit(source)
         self.lengths = [length + grown for length, grown in zip(self.lengths, growth, strict=True)]
+
+    def move(self, base: Tensor, source: Tensor) -> None:
+        """Fill place d behind the rows from offset source[:, d]; base: (B, 1) int64, their lengths."""
+        target = base + torch.arange(source.shape[1], device=source.device)
+        for kind in self._kinds.values():
+            kind.move(base + source, target)
 
     # Known keys and values, in and out
 
@@ -306,6 +319,14 @@ class Slots:
         if needed > self.count:
             self._resize(self._roomy(needed))
         self._end = self.count if self.sized and draft else min(end, self.count)
+
+    def reserve(self, lengths: Sequence[int], more: int) -> None:
+        self._lengths, self._pending = lengths, 0
+        needed = max(lengths) + more
+        if self.window is not None:
+            needed = min(needed, self.window - 1 + max(self._spare, more))
+        if needed > self.count:
+            self._resize(self._roomy(needed))
 
     def _roomy(self, needed: int) -> int:
         """How many slots to take where so many are needed."""

@@ -35,6 +35,8 @@ from specdec.noise import Noise, noise_of_call
 from specdec.pictures import look, shown
 from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
+from specdec.recorded_pass import RecordedPass
+from specdec.recording import Recorder
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
 from specdec.runner import ModelRunner, device_of
@@ -339,6 +341,7 @@ class SpeculativeGenerator:
         text = transcript(input_ids, stopping_criteria, config, streamer, talk)
         pictures = shown(model_kwargs)
         graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
+        recorder = Recorder() if graphs is not None and self._launches else None
         target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, source)
         target.places.pads = talk.pads
         processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
@@ -354,10 +357,11 @@ class SpeculativeGenerator:
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
                 proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
+                verify = self._verification(processors, noise, config, input_ids.device)
                 loop = Loop(
                     target=target,
                     proposer=proposer if group is None else group.drafting(proposer),
-                    verify=self._verification(processors, noise, config, input_ids.device),
+                    verify=verify,
                     processors=processors.without_unknown(),
                     noise=noise,
                     text=text,
@@ -366,6 +370,8 @@ class SpeculativeGenerator:
                     sampling=sampling,
                     trees=self.capability.trees,
                     watched=self._watched,
+                    recorder=recorder,
+                    recorded=RecordedPass.of(target, verify, recorder),
                 )
                 try:
                     loop.run(read, fresh)
@@ -378,9 +384,14 @@ class SpeculativeGenerator:
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
         return returned(text, talk, source) if config.return_dict_in_generate else text.sequences
 
+    @property
+    def _launches(self) -> bool:
+        """The model is where kernels are launched one by one, and can be all at once."""
+        return device_of(self.model).type == "cuda"
+
     def _graphs(self, drafting: Drafting) -> Graphs | None:
         """Of the target's passes, if they are to be captured and can be."""
-        if not self.compile or (self.compile == "auto" and device_of(self.model).type != "cuda"):
+        if not self.compile or (self.compile == "auto" and not self._launches):
             return None
         reason = cannot_capture(self.model) if self.capability.trees else "it makes masks of its own"
         if reason is not None:

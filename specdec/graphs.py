@@ -138,7 +138,7 @@ class Graphs:
         if graph is None:
             return own() if len(self) == MOST else self._captured(key, arguments, own())
         try:
-            return self._replayed(graph, arguments)
+            return graph(*arguments)
         except Exception as error:  # torch takes the model for another one: a hook came, or a setting changed
             self._refuse(_said(error))
             return own()
@@ -149,8 +149,8 @@ class Graphs:
         gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
         log.info("compiling %s for %d nodes", type(self.model).__name__, right[0].shape[1])
         try:
-            graph = _compiled(right[0].device)
-            ours = self._replayed(graph, arguments)[0].float()
+            graph = _compiled()
+            ours = graph(*arguments)[0].float()
         except Exception as error:  # what cannot be captured says so in many ways
             self._refuse(_said(error))
         else:
@@ -162,13 +162,6 @@ class Graphs:
                 self._refuse(f"its logits came out wrong by {apart:.2g} standard deviations")
         lose(perf_counter() - start)  # no pass costs this again
         return right
-
-    def _replayed(self, graph: Pass, arguments: tuple[Any, ...]) -> Passed:
-        if arguments[0].device.type == "cpu":
-            return graph(*arguments)
-        torch.compiler.cudagraph_mark_step_begin()
-        logits, features = graph(*arguments)  # in memory that the next pass writes to
-        return logits, None if features is None else features.clone()
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
@@ -184,11 +177,14 @@ def _pass(model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Ta
     return logits, taps.features(taken)
 
 
-def _compiled(device: torch.device) -> Pass:
-    """`_pass` with code of its own: torch counts graphs, and gives up on too many, by code."""
+def _compiled() -> Pass:
+    """`_pass` with code of its own: torch counts graphs, and gives up on too many, by code.
+
+    Not by "reduce-overhead", which takes no graph that writes to inputs whose memory may move, as a cache's does: how a
+    device launches it is `recording`'s affair.
+    """
     own = FunctionType(_pass.__code__.replace(), _pass.__globals__)
-    mode = "reduce-overhead" if device.type == "cuda" and BACKEND == "inductor" else None
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND, mode=mode)
+    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
 def _said(error: Exception) -> str:

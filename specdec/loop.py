@@ -16,6 +16,8 @@ from specdec.noise import Noise
 from specdec.outcome import Outcome
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context, Proposer
+from specdec.recorded_pass import RecordedPass
+from specdec.recording import Recorder
 from specdec.report import Stopwatch
 from specdec.rounds import Round, rounds
 from specdec.runner import ModelRunner, Output
@@ -35,7 +37,8 @@ class Loop:
         target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
         processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
         text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
-        sampling: T > 0. trees: the target can verify trees. watched: gets every round; None: nobody looks.
+        sampling: T > 0. trees: the target can verify trees. watched: gets every round; None: nobody looks. recorder:
+            where drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
     """
 
     target: ModelRunner
@@ -49,6 +52,8 @@ class Loop:
     sampling: bool
     trees: bool
     watched: list[Round] | None = None
+    recorder: Recorder | None = None
+    recorded: RecordedPass | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int]) -> None:
         """Decode until the text is done.
@@ -79,6 +84,32 @@ class Loop:
         self.watch.mark("draft")
         report.num_draft_passes += passes.count - count
 
+        active = text.active
+        features, verified = self._verified(draft, proposed)
+        took = self.watch.mark_end("accept")
+        verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
+        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
+        self.pacer.observe_drafting(took["draft"])
+        report.draft_pass_seconds += passes.seconds - seconds
+
+        in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
+        self.target.commit(kept, None if in_order else verdict.path)
+        self._fresh, self._features = kept, _along_path(features, verdict.path, kept)
+        self.proposer.observe(proposed, verdict, accepted)
+        self._settle()
+        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
+        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
+        self.target.truncate(ends, floors)
+        self._book(proposed, outcome, active, accepted, took, start)
+
+    def _verified(self, draft: DraftTree, proposed: DraftTree) -> tuple[Tensor | None, Verified]:
+        """The target's pass and what it decides; features (B, N, C) of the draft's nodes."""
+        text = self.text
+        if self.recorded is not None and self.watched is None and self.recorded.takes(draft, text):
+            made = self.recorded.launched(draft, text)
+            self.watch.mark("verify")
+            return made.get("features"), self.recorded.settled(draft, made, text)
+        active = text.active
         output = self.target.grow(
             draft.tokens,
             draft.depth,
@@ -87,26 +118,10 @@ class Loop:
             hidden_states=text.records.hidden_states is not None,
         )
         self.watch.mark("verify")
-
-        active = text.active
         verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
-        took = self.watch.mark_end("accept")
-        verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
-        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
-        self.pacer.observe_drafting(took["draft"])
-        report.draft_pass_seconds += passes.seconds - seconds
         if self.watched is not None:
             self._show(self.watched, proposed, output, verified, active)
-
-        in_order = all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
-        self.target.commit(kept, None if in_order else verdict.path)
-        self._fresh, self._features = kept, _along_path(output.features, verdict.path, kept)
-        self.proposer.observe(proposed, verdict, accepted)
-        self._settle()
-        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
-        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
-        self.target.truncate(ends, floors)
-        self._book(proposed, outcome, active, accepted, took, start)
+        return output.features, verified
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
@@ -146,6 +161,7 @@ class Loop:
             written=text.written,
             cache=self.target.cache,
             source=self.target.source,
+            recorder=self.recorder,
         )
 
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:

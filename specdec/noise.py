@@ -18,6 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from specdec.transfer import uploaded
+
 KEPT_BYTES = 256 * 2**20  # of columns kept as tensors; others are drawn anew from the state they were drawn at
 _active: list[tuple[str, int]] = []  # (device, thread) of the calls that sample now
 _lock = threading.Lock()
@@ -56,8 +58,14 @@ class Noise:
 
     def ahead(self, columns: Sequence[int], count: int) -> Tensor:
         """(B, count, V) float32, for each row its own column's and those of the columns behind it."""
-        drawn = [self.at([column + more for column in columns]) for more in range(count)]
-        return torch.stack(drawn, 1) if count > 1 else drawn[0][:, None]
+        asked = [[max(column + more, self.settled) for more in range(count)] for column in columns]
+        every = sorted({column for row in asked for column in row})
+        if asked.count(asked[0]) == len(asked) or len(every) > 2 * count:  # rows so far apart would take much memory
+            drawn = [self.at(at_depth) for at_depth in zip(*asked, strict=True)]
+            return torch.stack(drawn, 1) if count > 1 else drawn[0][:, None]
+        place = uploaded([[every.index(column) for column in row] for row in asked], self.device)  # (B, count)
+        rows = torch.arange(len(asked), device=self.device)[:, None]
+        return torch.stack([self.column(column) for column in every])[place, rows]
 
     def settle(self, columns: int) -> None:
         """The first `columns` are part of the text: nobody asks for them again."""

@@ -6,7 +6,7 @@ stand on it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,10 +77,12 @@ class CachedRows:
 
     Attributes:
         cache: the keys and values. pending: draft nodes written behind the rows and not committed. sized: passes over
-            drafts are of tensors whose sizes are few.
+            drafts are of tensors whose sizes are few. there: (B, 1) int64, the rows' lengths on the device, while a
+            pass is made that may be replayed for rows of other lengths; None: `lengths` say it.
     """
 
     sized = False
+    there: Tensor | None = None
 
     def __init__(self, spans: Sequence[Span] = (Span(),)) -> None:
         self.spans = spans
@@ -119,6 +121,14 @@ class CachedRows:
         self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
         return Sight(self.cache, base + place.clamp(min=0), base)
 
+    def place_behind(self, width: int, pads: Tensor) -> Sight:
+        """`place_known` behind the rows as they are `there`, which then are longer; pads: (B, 1) int64."""
+        assert self.there is not None
+        place = torch.arange(width, device=pads.device) - pads
+        base, self.there = self.there, self.there + width - pads
+        self.cache.place(base, 0, base + place.remainder(width), [0] * len(pads), width, draft=True)
+        return Sight(self.cache, base + place.clamp(min=0), base)
+
     def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> Sight:
         """Place n draft nodes behind the rows and behind the M nodes already pending.
 
@@ -128,11 +138,19 @@ class CachedRows:
         """
         n = ancestors.shape[1]
         together = self.aligned and not self.sized
-        base = uploaded(self.lengths[:1] if together else self.lengths, depth.device)[:, None]
+        if self.there is None:
+            base = uploaded(self.lengths[:1] if together else self.lengths, depth.device)[:, None]
+        else:
+            base = self.there
         order = None if together else base + self.pending + torch.arange(n, device=depth.device)
         self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
         self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
         return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
+
+    def reserve(self, more: int) -> Hashable:
+        """Make room for so many tokens more per row, that passes which are replayed need not; where they find it."""
+        self.cache.reserve(more)
+        return self.cache.sizes
 
     def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:
         """Keep the first `growth[b]` of the pending nodes, or of `path` (B, D) through them; forget the others."""

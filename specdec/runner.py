@@ -68,7 +68,7 @@ class ModelRunner(CachedRows):
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
         graphs: of the model, with the same taps: passes over drafts are theirs.
-        source: what it reads beside its text, if it does.
+        source: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
     """
 
     def __init__(
@@ -79,13 +79,14 @@ class ModelRunner(CachedRows):
         step: Step | None = None,
         graphs: Graphs | None = None,
         source: Source | None = None,
+        sized: bool = False,
     ):
         self.masks, self.places, self._takes_positions = masks or default_masks(model), Places(), takes_positions(model)
         whole = with_states(model)
         whole = whole if self.masks == "own" else with_positions(whole, self.places)
         self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
-        self.graphs, self.sized = graphs, graphs is not None
+        self.graphs, self.sized = graphs, sized or graphs is not None
         self.source = source
         self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
         super().__init__(spans(model, self.masks))
@@ -133,6 +134,13 @@ class ModelRunner(CachedRows):
         output = self._forward(given, sight, mask, embedded=embedded, keep=1, hidden=hidden_states)
         self.commit([given.shape[1] - pad for pad in pads])
         return output
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, pads: Tensor) -> Tensor:
+        """Append few known tokens (B, W) int64, row b left-padded by pads[b], behind the rows as they are `there`;
+        logits (B, 1, V) after them. pads: (B, 1) int64."""
+        sight = self.place_behind(tokens.shape[1], pads)
+        return self._forward(tokens, sight, self._mask_argument(sight, unmasked=False), keep=1, hidden=False).logits
 
     @torch.no_grad()
     def look(self, inputs: Mapping[str, Any]) -> Output:

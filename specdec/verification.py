@@ -33,11 +33,13 @@ class Verified:
     Attributes:
         verdict: the accepted path. outcome: the same on the host.
         kept: tokens that each row's text gained; a row keeps none behind its end token.
+        moved: in the target's cache the path lies in order by now.
     """
 
     verdict: Verdict
     outcome: Outcome
     kept: list[int]
+    moved: bool = False
 
 
 class Walk:
@@ -54,7 +56,7 @@ class Walk:
         step = _Step(self, draft, output, text)
         verdict = walk(draft, step.choose, step.alive, None if self.processors.known else step.write)
         tokens, kept = verdict.new_tokens(draft), step.written
-        outcome = _outcome(draft, verdict, tokens)
+        outcome = outcome_of(draft, verdict, tokens)
         accepted = [n - kept for n in outcome.accepted]
         text.record([path[kept:] for path in outcome.path], accepted, output, step.scores[kept:])
         rest = text.append([row[kept:] for row in outcome.tokens], accepted, None if kept else tokens)
@@ -134,12 +136,11 @@ class AllNodes:
         scores = self.processors(output.logits, lambda: _node_texts(text, draft))
         verdict = _accept_padding(draft, self.verdict(draft, scores, text), text)
         tokens = verdict.new_tokens(draft)
-        outcome = _outcome(draft, verdict, tokens)
+        outcome = outcome_of(draft, verdict, tokens)
         if text.records.wanted:
             rows = torch.arange(len(scores), device=scores.device)
             text.record(outcome.path, outcome.accepted, output, [scores[rows, node] for node in verdict.path.unbind(1)])
-        kept = text.append(outcome.tokens, outcome.accepted, tokens)
-        return Verified(replace(verdict, outcome=outcome), outcome, kept)
+        return written(verdict, outcome, tokens, text)
 
     def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
         return self.rule(draft, scores)
@@ -165,13 +166,28 @@ class AllChoices(AllNodes):
         return (self._walk if output.logits.numel() > self.MOST else super()).__call__(draft, output, text)
 
     def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
-        if self.noise is not None:
-            first = [end - text.start for end in text.ends]  # column that the root's token goes to
-            noise = self.noise.ahead(first, draft.height + 1).to(scores.device)  # (B, D, V)
+        return self.chosen(draft, scores, self.noise_for(draft, text))
+
+    def noise_for(self, draft: DraftTree, text: Transcript) -> Tensor | None:
+        """(B, D, V), of the columns that the draft's nodes decide, by depth; None at T = 0."""
+        if self.noise is None:
+            return None
+        return self.noise.ahead([end - text.start for end in text.ends], draft.height + 1)
+
+    def chosen(self, draft: DraftTree, scores: Tensor, noise: Tensor | None) -> Verdict:
+        """By processed scores (B, N, V)."""
+        if noise is not None:
+            noise = noise.to(scores.device)
             if not draft.chain:
                 noise = noise.gather(1, draft.depth[..., None].expand(-1, -1, noise.shape[-1]))
             scores = scores.softmax(-1) / noise
         return self.rule(draft, scores.max(-1).indices)
+
+
+def written(verdict: Verdict, outcome: Outcome, tokens: Tensor, text: Transcript, moved: bool = False) -> Verified:
+    """The text takes what a round came to; tokens: the verdict's `new_tokens`."""
+    kept = text.append(outcome.tokens, outcome.accepted, tokens)
+    return Verified(replace(verdict, outcome=outcome), outcome, kept, moved)
 
 
 def _depths(path: Tensor) -> list[int]:
@@ -179,7 +195,7 @@ def _depths(path: Tensor) -> list[int]:
     return (path[:, 1:] != path[:, :-1]).sum(1).tolist()
 
 
-def _outcome(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Outcome:
+def outcome_of(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Outcome:
     """Brings to the host what it wants to know of the round: the one time that it waits for the device.
 
     tokens: the verdict's `new_tokens`.

@@ -83,6 +83,22 @@ def counted(spec: SpeculativeGenerator, **kwargs: Any) -> list[pretend.Ledger]:
     return books
 
 
+def settled(books: list[pretend.Ledger]) -> list[pretend.Ledger]:
+    """Those in which nothing was captured or recorded, which is looked at."""
+    making = ("recording.py", "graphs.py")
+    return [book for book in books if not any(place.startswith(making) for _, _, place in book.waits)]
+
+
+def replaying(books: list[pretend.Ledger], name: str) -> list[pretend.Ledger]:
+    """Those in which all that can be was replayed: the target's pass, and a draft that is made by passes."""
+    parts = 1 if name == "ngram" else 2
+    return [book for book in settled(books) if replays(book) == parts]
+
+
+def replays(book: pretend.Ledger) -> int:
+    return sum(times for (what, _, _), times in book.launches.items() if what == "replay")
+
+
 def mean(books: list[pretend.Ledger], kind: str, *regions: str) -> float:
     return sum(book.count(kind, *regions) for book in books) / len(books)
 

@@ -77,6 +77,10 @@ def region(name: str) -> Iterator[None]:
 
 
 def _book(kind: str, what: str) -> None:
+    if _capturing() is not None:
+        if kind == "launches":
+            return
+        raise RuntimeError(f"operation not permitted while a graph is captured: {what}")
     for book in list(_ledgers):
         getattr(book, kind)[what, getattr(_here, "region", ""), _place()] += 1
 
@@ -140,7 +144,7 @@ _kernel._schema, _kernel.is_view = SimpleNamespace(name="scaled_dot_product_atte
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation on the device: booked, and computed on the CPU."""
+    """An operation on the device: booked, or taken into a graph, and computed on the CPU."""
     name = func._schema.name.removeprefix("aten::")
     ours: dict[int, Pretended] = {}
     theirs: list[torch.Tensor] = []
@@ -169,7 +173,10 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _check(name, args, kwargs, mixed=bool(ours) and any(tensor.dim() for tensor in theirs))
     if not func.is_view and name not in NO_KERNEL and name != "_local_scalar_dense":
         _book("launches", name)
-    return outside(func(*inner_args, **inner_kwargs))
+    result = func(*inner_args, **inner_kwargs)
+    if (graph := _capturing()) is not None:
+        graph.take(func, inner_args, inner_kwargs, result)
+    return outside(result)
 
 
 def _check(name: str, args: Any, kwargs: dict[str, Any], mixed: bool) -> None:
@@ -294,6 +301,60 @@ def _catch_up() -> None:
     _passed(list(_events))
 
 
+# Graphs
+
+
+class CUDAGraph:
+    """`torch.cuda.CUDAGraph`: operations over the memory that they were captured with, run again in one launch.
+
+    Until its first replay what a real one leaves behind is undefined: here it is rubbish.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Any, Any, Any, Any]] = []
+
+    def take(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self.steps.append((func, args, kwargs, result))
+
+    def spoil(self) -> None:
+        for _, args, kwargs, result in self.steps:
+            lent = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+            for made in _tensors(result):
+                if made.untyped_storage().data_ptr() not in lent and made.dtype != torch.bool:
+                    made.fill_(float("nan") if made.is_floating_point() else -RUBBISH >> 20)
+
+    def replay(self) -> None:
+        _book("launches", "replay")
+        for func, args, kwargs, result in self.steps:
+            if not func.is_view:
+                again = func(*args, **kwargs)
+                for made, value in zip(_tensors(result), _tensors(again), strict=True):
+                    if made is not value:
+                        made.copy_(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def _capturing() -> CUDAGraph | None:
+    return getattr(_here, "graph", None)
+
+
+@contextmanager
+def _capture(graph: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
+    _synchronize()
+    _here.graph = graph
+    try:
+        yield
+    finally:
+        _here.graph = None
+    graph.spoil()
+
+
 # Generators: the pretended device's numbers are the CPU's
 
 
@@ -332,6 +393,7 @@ def install() -> None:
     cuda.manual_seed_all = lambda seed: None  # `torch.manual_seed` sees to the CPU's
     cuda.synchronize = accelerator.synchronize = _synchronize
     cuda.Event = Event
+    cuda.CUDAGraph, cuda.graph = CUDAGraph, _capture
     cuda.current_device = lambda: 0
     cuda.get_device_name = lambda device=None: "pretended"
     cuda.get_device_capability = lambda device=None: (9, 0)

@@ -164,7 +164,7 @@ def test_texts_that_outgrow_their_size():
 
 @pytest.mark.parametrize("failure", ["raises", "is wrong"])
 def test_what_cannot_be_captured_runs_on_with_one_warning(failure, monkeypatch):
-    def compiled(device):
+    def compiled():
         def graph(*args):
             if failure == "raises":
                 raise RuntimeError("no graph of this")

@@ -27,7 +27,7 @@ from transformers import (
     pipeline,
 )
 
-from specdec import SpeculativeGenerator, products
+from specdec import SpeculativeGenerator, graphs, products
 from specdec.mtp import load as load_mtp
 from specdec.taps import decoder_layers
 from tests import mtp, tiny
@@ -58,9 +58,9 @@ def model(llama):
 
 
 @contextmanager
-def speculating(model, proposer=None):
+def speculating(model, proposer=None, compile=False):
     """Within it the model's `generate()` is specdec's, which must have been asked, and have accepted drafts."""
-    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, on_unsupported="error")
+    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, on_unsupported="error", compile=compile)
     with spec.installed():
         yield spec
     report = spec.report
@@ -262,9 +262,18 @@ def test_grpo_rollouts(model, tokenizer, tmp_path):
         torch.testing.assert_close(other.state_dict()[name], weight)
 
 
+@pytest.fixture
+def captured(monkeypatch):
+    """Passes over drafts are captured as full graphs, without generated code."""
+    monkeypatch.setattr(graphs, "BACKEND", "eager")
+    torch.compiler.reset()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compile"])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_torchao_target(models, tokenizer, bits, monkeypatch):
+def test_torchao_target(models, tokenizer, bits, compile, monkeypatch):
     """Weights alone; of 4 bits, in the one packing that torchao 0.18 multiplies on any CPU. Tiny layers count as large
     ones, for which other ways to multiply would be tried, were they plain."""
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
@@ -275,12 +284,16 @@ def test_torchao_target(models, tokenizer, bits, monkeypatch):
     inputs = encoded(tokenizer)
     expected = model.generate(**inputs, **ARGUMENTS).tolist()
     assert expected != models("llama").generate(**inputs, **ARGUMENTS).tolist()
-    with speculating(model):
-        assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    with speculating(model, compile=compile) as spec:
+        for _ in range(1 + 2 * compile):
+            assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    assert not compile or len(spec._drafting.graphs)
 
 
 @pytest.mark.slow
-def test_bitsandbytes_target(tokenizer, tmp_path):
+@pytest.mark.usefixtures("captured")
+@pytest.mark.parametrize("compile", [False, True], ids=["", "compile"])
+def test_bitsandbytes_target(tokenizer, tmp_path, compile):
     """4 bits on the CPU, as transformers loads it; its 8 bits round activations, too, and run as plain decoding.
 
     Rows of 64 numbers: on a CPU with AVX-512 BF16 bitsandbytes takes no shorter ones (0.50).
@@ -292,8 +305,10 @@ def test_bitsandbytes_target(tokenizer, tmp_path):
     )
     inputs = encoded(tokenizer)
     expected = model.generate(**inputs, **ARGUMENTS).tolist()
-    with speculating(model):
-        assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    with speculating(model, compile=compile) as spec:
+        for _ in range(1 + 2 * compile):
+            assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
+    assert not compile or len(spec._drafting.graphs)
 
 
 QUANTISED = {

@@ -150,6 +150,15 @@ def test_noise_is_what_multinomial_draws():
     assert [(probs / ahead[place]).argmax(-1).tolist() for place in (1, 3, 2, 4, 0)] == plain
 
 
+@pytest.mark.parametrize("columns", [[0, 0, 0], [2, 0, 1], [0, 40, 3]], ids=["together", "ragged", "far apart"])
+def test_columns_ahead_are_each_rows_own(columns):
+    with noise_of_call(3, 7, torch.device("cpu")) as noise:
+        ahead = noise.ahead(columns, 4)
+        for b, column in enumerate(columns):
+            for more in range(4):
+                assert torch.equal(ahead[b, more], noise.column(column + more)[b])
+
+
 def test_columns_that_are_not_kept_are_drawn_again(monkeypatch):
     monkeypatch.setattr("specdec.noise.KEPT_BYTES", 3 * 50 * 4 * 2)  # two columns
     torch.manual_seed(1)

@@ -23,9 +23,16 @@ class ParallelRunner(HeadRunner):
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
         """See `HeadRunner.extend`. What it drafts behind its first token is in `block` then."""
-        first = super().extend(tokens, states, pads)
+        return self._drafted(super().extend(tokens, states, pads))
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """See `HeadRunner.extend_behind`, and `extend`."""
+        return self._drafted(super().extend_behind(tokens, states, pads))
+
+    def _drafted(self, first: Tensor) -> Tensor:
         masks = self.head.config.block_size - 1
-        self.block = Block(torch.cat([first, self._masked(len(tokens), masks)], 1) if masks else first)
+        self.block = Block(torch.cat([first, self._masked(len(first), masks)], 1) if masks else first)
         return first
 
     def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:

@@ -31,8 +31,8 @@ class DFlashRunner(CachedRows):
 
     block: Block
 
-    def __init__(self, head: DFlashHead, lent: Lent, fast: DFlashHead | None = None):
-        c = head.config
+    def __init__(self, head: DFlashHead, lent: Lent, fast: DFlashHead | None = None, sized: bool = False):
+        c, self.sized = head.config, sized
         # What a window's layers keep: what the block's last token sees, and the block.
         super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
         self.head = head
@@ -60,6 +60,15 @@ class DFlashRunner(CachedRows):
             sight = self.place_known(width, part_pads, head.device)
             self._fast.remember(part, sight.positions, self.cache)
             self.commit([width - pad for pad in part_pads])
+        self.block = self._pass(tokens[:, -1:])
+        return self.behind(0, tokens[:, -1:], None)
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        self.pending = 0
+        sight = self.place_behind(tokens.shape[1], pads)
+        self._fast.remember(states.to(self.head.device, self.head.dtype), sight.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
         return self.behind(0, tokens[:, -1:], None)
 

@@ -68,9 +68,11 @@ class HeadRunner(CachedRows):
 
     Args:
         head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+        sized: its passes are of few sizes, so that they can be recorded.
     """
 
-    def __init__(self, head: Eagle3Head, lent: Lent, fast: Eagle3Head | None = None):
+    def __init__(self, head: Eagle3Head, lent: Lent, fast: Eagle3Head | None = None, sized: bool = False):
+        self.sized = sized
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
         self._fast = quick(head if fast is None else fast)
@@ -104,6 +106,14 @@ class HeadRunner(CachedRows):
         return self._logits(self._last)
 
     @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        self.drop_draft()
+        sight = self.place_behind(tokens.shape[1], pads)
+        self._last = self._pass(tokens, self._fused(states), sight, sees_all=False)[:, -1:]
+        return self._logits(self._last)
+
+    @torch.no_grad()
     def grow(self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor, chain: bool) -> Tensor:
         """Run the head over n drafted nodes behind the rows and the nodes already pending.
 
@@ -124,7 +134,7 @@ class HeadRunner(CachedRows):
         else:
             index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
             features = self._pending_features.gather(1, index)
-        sees_all = self.sees_all(n, chain)
+        sees_all = not self.sized and self.sees_all(n, chain)
         sight = self.place_draft(depth.to(device), ancestors.to(device))
         h = self._pass(tokens, features, sight, sees_all)
         self.pending += n

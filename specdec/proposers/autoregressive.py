@@ -148,7 +148,10 @@ class AutoregressiveProposer(Proposer):
         return self._draft(context, limit)
 
     def _draft(self, context: Context, limit: int) -> DraftTree:
-        logits = self._catch_up(context)
+        return self._grown(context, self._catch_up(context), limit)
+
+    def _grown(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
+        """The draft behind the roots, from the logits (B, 1, K) after them."""
         if context.chains_only or (self.branching is None and self.tree is None):
             return self._grow_chain(context, logits, limit)
         if self.branching is not None:
@@ -313,12 +316,7 @@ class AutoregressiveProposer(Proposer):
         room = [room if active else 0 for room, active in zip(context.room, context.active, strict=True)]
         roomy = min(room) >= limit
         best = candidates.ranked(tree.most_nodes - 1, None if roomy else uploaded(room, context.tokens.device))
-        size = best.nodes.shape[1]
-        if tree.size is None and pacer.length is None:
-            gains = self._gains(context, best)
-            size = pacer.best_length(gains, context.batch_size)
-            if size == 0 and gains:  # drafts that are not made cannot show their acceptance
-                pacer.observe_expectation(gains[0] / max(1, len(context.rows)))
+        size = self._size(context, tree, best.nodes.shape[1], best)
         if size == 0:
             return DraftTree.root_only(context.root)
         notes = {"chances": best.probabilities(), "steps": best.steps(size)}
@@ -338,11 +336,21 @@ class AutoregressiveProposer(Proposer):
             for mass, active, room in zip(reached, context.active, context.room, strict=True)
         ]
 
-    def _gains(self, context: Context, best: Ranking) -> list[float]:
+    def _size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
+        """How many of so many candidates are worth verifying; best: they, where they can be looked at."""
+        pacer = context.pacer
+        if tree.size is not None or pacer.length is not None:
+            return count
+        gains = self._gains(context, count, best)
+        size = pacer.best_length(gains, context.batch_size)
+        if size == 0 and gains:  # drafts that are not made cannot show their acceptance
+            pacer.observe_expectation(gains[0] / max(1, len(context.rows)))
+        return size
+
+    def _gains(self, context: Context, count: int, best: Ranking | None) -> list[float]:
         """Per rank among the candidates, how many of the rows' nodes are expected to be accepted."""
-        if context.looks_are_free:
+        if context.looks_are_free and best is not None:
             return self._expected(best.probabilities().tolist(), context.pacer)
-        count = best.nodes.shape[1]
         if self._tree_gains is None:  # as in a chain
             return [len(context.rows) * context.pacer.expected_rate ** (1 + rank) for rank in range(count)]
         return self._tree_gains[:count]

@@ -18,6 +18,7 @@ from specdec.cache import SpeculativeCache
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.pacing import Pacer
+from specdec.recording import Recorder
 from specdec.source import Source
 from specdec.taps import Taps
 from specdec.transfer import uploaded
@@ -51,6 +52,7 @@ class Context:
         noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
         cache: the target's, which holds each row but its root; None where it has none of ours.
         source: what an encoder read, of a target that has one.
+        recorder: where drafts may be recorded and replayed; None: they are not.
         written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
     """
 
@@ -72,6 +74,7 @@ class Context:
     written: Sequence[Sequence[int]] = ()
     cache: SpeculativeCache | None = None
     source: Source | None = None
+    recorder: Recorder | None = None
 
     def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.
@@ -113,6 +116,8 @@ class Context:
     @cached_property
     def root(self) -> Tensor:
         """(B,) int64, each row's last token: node 0 of its tree."""
+        if len(set(self.ends)) == 1:
+            return self.tokens[:, self.ends[0] - 1]
         return self.tokens.gather(1, self._ends - 1)[:, 0]
 
     def row(self, b: int) -> Tensor:
@@ -121,6 +126,8 @@ class Context:
 
     def last_tokens(self, width: int) -> Tensor:
         """(B, width) int64, what each row's text ends in; where a row is shorter, whatever stands in its padding."""
+        if len(set(self.ends)) == 1 and self.ends[0] >= width:
+            return self.tokens[:, self.ends[0] - width : self.ends[0]]
         place = torch.arange(-width, 0, device=self.tokens.device)
         return self.tokens.gather(1, (self._ends + place).clamp(min=0))
 

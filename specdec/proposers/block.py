@@ -49,12 +49,12 @@ class BlockProposer(HeadProposer):
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
 
-    def _runner(self, lent: Lent) -> DFlashRunner | ParallelRunner | MedusaRunner:
+    def _runner(self, lent: Lent, sized: bool) -> DFlashRunner | ParallelRunner | MedusaRunner:
         if isinstance(self.head, DFlashHead):
-            return DFlashRunner(self.head, lent, self._fast)
+            return DFlashRunner(self.head, lent, self._fast, sized)
         if isinstance(self.head, MedusaHeads):
             return MedusaRunner(self.head, self._fast)
-        return ParallelRunner(self.head, lent, self._fast)
+        return ParallelRunner(self.head, lent, self._fast, sized)
 
     def begin(self, context: Context) -> None:
         super().begin(context)
@@ -70,6 +70,15 @@ class BlockProposer(HeadProposer):
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)
+
+    @property
+    def _widest_pass(self) -> int:
+        return self.head.config.block_size
+
+    def _book_recorded(self, context: Context, depth: int) -> None:
+        super()._book_recorded(context, 1)
+        for _ in range(depth - 1):
+            context.pacer.observe_read_out(0.0)
 
     def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
         """No pass: the block's was the only one."""

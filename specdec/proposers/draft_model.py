@@ -23,8 +23,10 @@ from specdec.graphs import Graphs, cannot_capture
 from specdec.machine import DTYPES
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
-from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
+from specdec.proposers.autoregressive import Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
+from specdec.proposers.recorded import RecordedDrafts
+from specdec.rows import CachedRows
 from specdec.runner import ModelRunner, device_of
 from specdec.source import unfit
 from specdec.step import spread
@@ -35,7 +37,7 @@ from specdec.wrapped import bare
 log = logging.getLogger(__name__)
 
 
-class DraftModelProposer(AutoregressiveProposer):
+class DraftModelProposer(RecordedDrafts):
     """A smaller model drafts chains, or trees.
 
     Args:
@@ -113,10 +115,10 @@ class DraftModelProposer(AutoregressiveProposer):
     def drafting_model(self) -> nn.Module:
         return self._view
 
-    def new_runner(self) -> ModelRunner:
-        """Of the draft model as it drafts, with a cache of its own."""
+    def new_runner(self, sized: bool = False) -> ModelRunner:
+        """Of the draft model as it drafts, with a cache of its own; sized: its drafts may be recorded."""
         captured = self._graphs is not None and not self._graphs.refused
-        return ModelRunner(self._view, graphs=self._graphs if captured else None)
+        return ModelRunner(self._view, graphs=self._graphs if captured else None, sized=sized)
 
     def capture(self) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
@@ -125,8 +127,20 @@ class DraftModelProposer(AutoregressiveProposer):
     def propose(self, context: Context) -> DraftTree:
         return super().propose(self._within_positions(context))
 
+    @property
+    def rows(self) -> CachedRows:
+        return self.runner
+
+    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        missing = self._missing(context)
+        return (missing, None) if 0 < max(missing) <= most else None
+
+    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        return self.runner.extend_behind(self._readable(tokens), pads)
+
     def begin(self, context: Context) -> None:
-        self.runner = self.new_runner()
+        super().begin(context)
+        self.runner = self.new_runner(sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(self.model)
         self.runner.start(context.batch_size)
 

@@ -30,8 +30,8 @@ class Eagle3Proposer(HeadProposer):
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(top_k=top_k)
 
-    def _runner(self, lent: Lent) -> HeadRunner:
-        return HeadRunner(self.head, lent, self._fast)
+    def _runner(self, lent: Lent, sized: bool) -> HeadRunner:
+        return HeadRunner(self.head, lent, self._fast, sized)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)

@@ -64,6 +64,18 @@ class FollowingProposer(AutoregressiveProposer):
         width = max(sum(map(len, parts)) for parts in self._waiting)
         return width * context.batch_size if width > FEW_TOKENS else 0
 
+    def _brought(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        """What the last round brought, if that is all there is to read: see `RecordedDrafts._newest`."""
+        missing = [sum(map(len, parts)) for parts in self._waiting]
+        last = all(
+            len(parts) < 2 and count in (0, fresh)
+            for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
+        )
+        if not last or not 0 < max(missing) <= most:
+            return None
+        self._waiting = [[] for _ in missing]
+        return missing, context.features
+
     def _catch_up(self, context: Context) -> Tensor:
         start, B = clock(), context.batch_size
         assert context.features is not None

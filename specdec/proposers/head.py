@@ -26,6 +26,8 @@ from specdec.eagle3.runner import HeadRunner, Lent
 from specdec.proposers.autoregressive import Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.following import Follower, FollowingProposer
+from specdec.proposers.recorded import RecordedDrafts
+from specdec.rows import CachedRows
 from specdec.runner import device_of
 from specdec.step import spread
 from specdec.taps import Taps, decoder_layers
@@ -36,7 +38,7 @@ Runner = HeadRunner | DFlashRunner | ParallelRunner | MedusaRunner
 Same = TypeVar("Same", bound="HeadProposer")
 
 
-class HeadProposer(FollowingProposer):
+class HeadProposer(RecordedDrafts, FollowingProposer):
     """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
 
     On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
@@ -86,8 +88,8 @@ class HeadProposer(FollowingProposer):
         """The trees that are drafted where nobody asked for a shape."""
 
     @abstractmethod
-    def _runner(self, lent: Lent) -> Runner:
-        """What runs the head in a call."""
+    def _runner(self, lent: Lent, sized: bool) -> Runner:
+        """What runs the head in a call; sized: its drafts may be recorded."""
 
     # The rest of a proposer
 
@@ -141,13 +143,27 @@ class HeadProposer(FollowingProposer):
     def begin(self, context: Context) -> None:
         assert context.target is not None
         self._ids = None
-        self.runner = self._runner(self._lent.get(context.target) or Lent.by(context.target, self.head))
+        lent = self._lent.get(context.target) or Lent.by(context.target, self.head)
+        self.runner = self._runner(lent, sized=context.recorder is not None)
         self.runner.start(context.batch_size)
         super().begin(context)
 
     @property
     def follower(self) -> Follower:
         return self.runner
+
+    @property
+    def rows(self) -> CachedRows:
+        assert isinstance(self.runner, CachedRows)
+        return self.runner
+
+    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        return self._brought(context, most) if isinstance(self.runner, CachedRows) else None  # Medusa's heads keep none
+
+    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        assert states is not None
+        assert not isinstance(self.runner, MedusaRunner)
+        return self.runner.extend_behind(tokens, states, pads).to(tokens.device)
 
     def known_tokens(self) -> Tensor | None:
         return self.head.draft_to_target

@@ -101,6 +101,9 @@ class TranslatedDraftProposer(DraftModelProposer):
     def _missing(self, context: Context) -> list[int]:
         return [len(unread) if active else 0 for unread, active in zip(self._unread, context.active, strict=True)]
 
+    def _newest(self, context: Context, most: int) -> None:
+        """What it reads is no part of the text."""
+
     def _catch_up(self, context: Context) -> Tensor:
         start, missing = clock(), self._missing(context)
         width = max(missing)

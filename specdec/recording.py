@@ -1,0 +1,99 @@
+"""`Recorder`: what one call asks of a device again and again, recorded once and replayed as one launch (CUDA graphs).
+
+Owns the memory that recordings read from, and when to record. Knows nothing of drafts or models: a function of tensors
+is recorded, which may also write to buffers that stay where they are. Of Python's state nothing is asked in a replay.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+WARM = 2  # runs of a function before it is recorded: what is compiled in it is compiled by then
+MOST = 24  # recordings of a call, each with memory of its own
+WRONG = 1e-2  # by so much, relatively, what a replay gives may differ from what the run before it gave
+
+Named = dict[str, Tensor]
+Function = Callable[..., Named]
+
+
+class Recorder:
+    """Of one call.
+
+    Attributes:
+        refused: why nothing is recorded any more; empty while it is.
+    """
+
+    def __init__(self) -> None:
+        self.refused = ""
+        self._runs: dict[Hashable, int] = {}
+        self._recordings: dict[Hashable, Recording] = {}
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def __call__(self, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+        """What the function gives for the inputs; valid until the same key comes again.
+
+        Args:
+            key: what the function does but for its inputs and their sizes: everything in it that is Python's.
+            function: of the inputs by name. It may be run twice in a row, the second time over what the first wrote.
+        """
+        if self.refused:
+            return function(**inputs)
+        key = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
+        if key in self._recordings:
+            return self._recordings[key].replay(inputs)
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        if runs <= WARM or len(self) == MOST:
+            return function(**inputs)
+        return self._recorded(key, function, inputs)
+
+    def _recorded(self, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+        right = {name: given.clone() for name, given in function(**inputs).items()}
+        try:
+            recording = Recording(function, inputs)
+            ours = recording.replay(inputs)
+        except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
+            self._refuse(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}")
+            return right
+        differ = [name for name, given in right.items() if not _same(ours[name], given)]
+        if differ:
+            self._refuse(f"a replay gave other {', '.join(differ)}")
+        else:
+            self._recordings[key] = recording
+            log.info("recorded %s", key)
+        return right
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        self._recordings = {}
+        warnings.warn(f"specdec: drafts and verdicts run without graphs: {reason}", stacklevel=2)
+
+
+class Recording:
+    """One function's kernels over memory of their own, in which they find their inputs and leave what they give."""
+
+    def __init__(self, function: Function, inputs: Mapping[str, Tensor]):
+        self._inputs = {name: given.clone() for name, given in inputs.items()}
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = function(**self._inputs)
+
+    def replay(self, inputs: Mapping[str, Tensor]) -> Named:
+        for name, given in inputs.items():
+            self._inputs[name].copy_(given)
+        self._graph.replay()
+        return self._outputs
+
+
+def _same(ours: Tensor, right: Tensor) -> bool:
+    if not right.is_floating_point():
+        return bool(torch.equal(ours, right))
+    return bool(torch.allclose(ours.float(), right.float(), rtol=WRONG, atol=WRONG, equal_nan=True))

@@ -1,0 +1,181 @@
+"""On a pretended CUDA device: what is recorded once is replayed as one launch, without a line of Python.
+
+python -m pytest --device pretend tests/test_recording.py
+"""
+
+import warnings
+
+import pytest
+import torch
+
+from specdec import SpeculativeGenerator, graphs
+from specdec import generator as generator_module
+from specdec.proposers.recorded import RecordedDrafts
+from specdec.recorded_pass import RecordedPass
+from specdec.recording import MOST, WARM, Recorder
+from tests import launches, pretend, tiny
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu" or torch.cuda.is_available(), reason="pytest --device pretend")
+
+NEW = 40
+ROUND = 40  # launches outside of graphs, at most, that a round of one row may ask for
+PER_ROW = 6  # and for each further row
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Those of all calls; no code is generated, passes are recorded as they are."""
+    made: list[Recorder] = []
+
+    class Kept(Recorder):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(generator_module, "Recorder", Kept)
+    monkeypatch.setattr(graphs, "_compiled", lambda: graphs._pass)
+    return made
+
+
+def replaying(name: str, automatic: bool) -> SpeculativeGenerator:
+    spec = launches.generator(name, automatic)
+    spec.compile = True
+    return spec
+
+
+def text(generate, sampling, **kwargs):
+    torch.manual_seed(0)
+    return generate(**kwargs, do_sample=sampling, max_new_tokens=NEW).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "automatic", "batch_size", "sampling"),
+    [
+        *((name, False, 1, False) for name in launches.PROPOSERS),
+        *((name, True, 3, True) for name in launches.PROPOSERS),
+        ("eagle3 tree", True, 1, True),
+        ("eagle3 tree", False, 3, False),
+    ],
+)
+def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic, batch_size, sampling, recorders):
+    spec, given = replaying(name, automatic), launches.prompts(batch_size)
+    plain = text(spec.model.generate, sampling, **given)
+    with tiny.specdec_warnings() as warned:
+        assert text(spec.generate, sampling, **given) == plain
+        books = launches.counted(spec, do_sample=sampling, max_new_tokens=NEW, **given)
+    assert not warned
+    recorder = recorders[-1]
+    assert len(recorder) >= 1
+    assert all(book.count("waits") == 1 for book in launches.settled(books))
+    replayed = launches.replaying(books, name)
+    assert len(replayed) >= (1 if name == "hybrid" else 2)
+    for book in replayed:
+        assert book.count("launches") <= ROUND + PER_ROW * (batch_size - 1), book.launches
+        assert book.count("launches", launches.DRAFT, launches.TARGET) == 0
+
+
+def test_buffers_stay_where_they_are(recorders, monkeypatch):
+    spec, given = replaying("eagle3 tree", automatic=False), launches.prompts(1)
+    launched, replayed, homes, drafting = RecordedPass.launched, RecordedDrafts._replayed, [], []
+
+    def watched(self, draft, text):
+        made = launched(self, draft, text)
+        homes.append(
+            [buffer.carried.data_ptr() for runner in (self.target, drafting[-1]) for buffer in buffers(runner)]
+        )
+        return made
+
+    def seen(self, *args, **kwargs):
+        drafting.append(self.rows)
+        return replayed(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecordedPass, "launched", watched)
+    monkeypatch.setattr(RecordedDrafts, "_replayed", seen)
+    text(spec.generate, False, **given)
+    assert len(homes) > WARM + 2
+    assert all(home == homes[-1] for home in homes[WARM:])
+
+
+def buffers(runner):
+    return [b for kind in runner.cache._kinds.values() for held in kind.all_buffers for b in held]
+
+
+def test_a_length_that_is_recorded_as_a_number_is_seen(recorders, monkeypatch):
+    """It is right in the round that is recorded, and in no other: the text of the tests above would be wrong."""
+    spec, given = replaying("ngram", automatic=False), launches.prompts(1)
+    plain, made = text(spec.model.generate, False, **given), RecordedPass._made
+
+    def with_a_number(self, chain, levels, tokens, parents, lengths, **more):
+        fixed = torch.zeros_like(lengths) + self.target.lengths[0]
+        return made(self, chain, levels, tokens, parents, fixed, **more)
+
+    monkeypatch.setattr(RecordedPass, "_made", with_a_number)
+    assert text(spec.generate, False, **given) != plain
+    assert len(recorders[-1]) >= 1
+
+
+# The recorder itself
+
+
+def on_device(*numbers: float) -> torch.Tensor:
+    pretend.install()
+    return torch.tensor(numbers).to("cuda")
+
+
+def runs(recorder, function, times=WARM + 3):
+    return [recorder("key", function, {"x": on_device(float(n), 1.0)})["y"].tolist() for n in range(times)]
+
+
+def test_a_function_is_run_until_it_is_recorded_and_then_no_more():
+    recorder, calls = Recorder(), []
+
+    def doubled(x):
+        calls.append(1)
+        return {"y": (x * 2).cumsum(0)}
+
+    assert runs(recorder, doubled) == [[2.0 * n, 2.0 * n + 2] for n in range(WARM + 3)]
+    assert len(calls) == WARM + 2  # once more to record it
+    assert len(recorder) == 1
+
+
+def test_buffers_are_written_in_replays():
+    recorder, buffer = Recorder(), on_device(0.0, 0.0, 0.0)
+
+    def stored(x):
+        buffer.narrow(0, 1, 2).copy_(x)
+        return {"y": buffer + 1}
+
+    assert runs(recorder, stored)[-1] == [1.0, WARM + 3.0, 2.0]
+    assert buffer.tolist() == [0.0, WARM + 2.0, 1.0]
+
+
+@pytest.mark.parametrize("fault", ["waits", "uploads", "remembers"])
+def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
+    recorder, seen = Recorder(), []
+
+    def odd(x):
+        seen.append(1)
+        if fault == "waits":
+            return {"y": x + float(x.sum())}
+        if fault == "uploads":
+            return {"y": x + torch.tensor([1.0, 2.0]).to("cuda")}
+        return {"y": x + len(seen)}
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        given = runs(recorder, odd)
+    assert len(warned) == 1
+    said = str(warned[0].message)
+    assert ("a replay gave other y" if fault == "remembers" else "not permitted") in said
+    assert recorder.refused
+    assert len(recorder) == 0
+    if fault == "waits":
+        assert given == [[2.0 * n + 1, n + 2.0] for n in range(WARM + 3)]
+
+
+def test_no_more_are_recorded_than_there_is_memory_for():
+    recorder = Recorder()
+    for key in range(MOST + 2):
+        for _ in range(WARM + 1):
+            recorder(key, lambda x: {"y": x + 1}, {"x": on_device(1.0)})
+    assert len(recorder) == MOST
