@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 WARM = 2  # runs of a function before it is recorded: what is compiled in it is compiled by then
-MOST = 24  # recordings of a call, each with memory of its own
+MOST = 24  # recordings of a call
 WRONG = 1e-2  # by so much, relatively, what a replay gives may differ from what the run before it gave
 
 Named = dict[str, Tensor]
@@ -34,6 +35,7 @@ class Recorder:
         self.refused = ""
         self._runs: dict[Hashable, int] = {}
         self._recordings: dict[Hashable, Recording] = {}
+        self._pool: Any = None  # memory for what is made on the way: of all recordings, as no two run at once
 
     def __len__(self) -> int:
         return len(self._recordings)
@@ -58,7 +60,8 @@ class Recorder:
     def _recorded(self, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
         right = {name: given.clone() for name, given in function(**inputs).items()}
         try:
-            recording = Recording(function, inputs)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            recording = Recording(function, inputs, self._pool)
             ours = recording.replay(inputs)
         except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
             self._refuse(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}")
@@ -78,12 +81,12 @@ class Recorder:
 
 
 class Recording:
-    """One function's kernels over memory of their own, in which they find their inputs and leave what they give."""
+    """One function's kernels, and the memory in which they find their inputs and leave what they give."""
 
-    def __init__(self, function: Function, inputs: Mapping[str, Tensor]):
+    def __init__(self, function: Function, inputs: Mapping[str, Tensor], pool: Any):
         self._inputs = {name: given.clone() for name, given in inputs.items()}
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self._outputs = function(**self._inputs)
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:

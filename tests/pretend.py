@@ -345,7 +345,7 @@ def _capturing() -> CUDAGraph | None:
 
 
 @contextmanager
-def _capture(graph: CUDAGraph, capture_error_mode: str = "global") -> Iterator[None]:
+def _capture(graph: CUDAGraph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
     _synchronize()
     _here.graph = graph
     try:
@@ -393,7 +393,7 @@ def install() -> None:
     cuda.manual_seed_all = lambda seed: None  # `torch.manual_seed` sees to the CPU's
     cuda.synchronize = accelerator.synchronize = _synchronize
     cuda.Event = Event
-    cuda.CUDAGraph, cuda.graph = CUDAGraph, _capture
+    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, _capture, object
     cuda.current_device = lambda: 0
     cuda.get_device_name = lambda device=None: "pretended"
     cuda.get_device_capability = lambda device=None: (9, 0)

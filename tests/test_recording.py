@@ -173,7 +173,7 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
         assert given == [[2.0 * n + 1, n + 2.0] for n in range(WARM + 3)]
 
 
-def test_no_more_are_recorded_than_there_is_memory_for():
+def test_no_more_than_so_many_are_recorded():
     recorder = Recorder()
     for key in range(MOST + 2):
         for _ in range(WARM + 1):
