@@ -1,6 +1,7 @@
 """Proposers on the target that hybrid_target.py made: plain decoding, n-grams, its MTP layer, chains and trees.
 
     python benchmarks/hybrid_rounds.py TARGET --batch-size 1 --batch-size 4
+    python benchmarks/hybrid_rounds.py TARGET --head HEAD       # with an EAGLE-3 head, trained by `specdec train`
 
 How fast each is, whether the texts are plain decoding's, and which part of the call's time it takes to bring recurrent
 states to where a draft was accepted. Prompts are pieces of the text that the target learnt from. With `--cycles 2,3,5`
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 from turns import take_turns
 
-from specdec import DynamicTree, HybridProposer, MtpProposer, NgramProposer, Proposer
+from specdec import DynamicTree, Eagle3Proposer, HybridProposer, MtpProposer, NgramProposer, Proposer
 from specdec.recurrent import States
 
 app = typer.Typer(add_completion=False)
@@ -76,6 +77,18 @@ def proposers(batch_size: int) -> dict[str, tuple[Proposer, int | None]]:
     return known
 
 
+def of_head(head: str, batch_size: int) -> dict[str, tuple[Proposer, int | None]]:
+    """Likewise of an EAGLE-3 head that `specdec train` made for the target."""
+    if not head:
+        return {}
+    chain = Eagle3Proposer(head).shaped()
+    known: dict[str, tuple[Proposer, int | None]] = {f"eagle3, K = {k}": (chain, k) for k in (1, 2, 3)}
+    known |= {"eagle3": (chain, None), "ngram+eagle3": (HybridProposer(chain), None)}
+    if batch_size == 1:
+        known["eagle3, tree of 8"] = chain.shaped(tree=DynamicTree(depth=4, top_k=3, size=8)), 4
+    return known
+
+
 def economized(model: PreTrainedModel, target: Path, cycles: list[int]) -> list[Method]:
     """economize with its own lookup, and with the target's MTP layer."""
     if not cycles:
@@ -113,6 +126,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
+    head: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head for the target; empty: none.")] = "",
     cycles: Annotated[str, typer.Option(help="economize's cycle lengths; empty: without it.")] = "",
 ) -> None:
     logging.set_verbosity_error()
@@ -141,7 +155,7 @@ def main(
             Job(str(i), "text", tuple(text[begin : begin + prompt_tokens] for begin in row))
             for i, row in enumerate(begins)
         ]
-        made = [speculative(name, model, *how) for name, how in proposers(rows).items()]
+        made = [speculative(name, model, *how) for name, how in (proposers(rows) | of_head(head, rows)).items()]
         made += economized(model, target, [int(cycle) for cycle in cycles.split(",") if cycle])
         methods = [settling.of(method) for method in (Method(PLAIN, model.generate), *made)]
         records = take_turns(methods, model, jobs, arguments, repeats)
