@@ -36,8 +36,8 @@ def train(
     anchors: int = typer.Option(64, min=1, help="Blocks to learn from in each row of texts."),
     loss: LossName | None = typer.Option(
         None,
-        help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with; "tv": total '
-        'variation, the default for "dspark".',
+        help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with; "ce+lk": half of '
+        'each; "tv": total variation, the default for "dspark".',
     ),
     optimizer: OptimizerName | None = typer.Option(
         None, help='"muon" for matrices (an EAGLE-3 head\'s default), or "adamw" for all weights.'

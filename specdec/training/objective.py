@@ -44,6 +44,13 @@ def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor,
     return -some.log(), q.mul_(below.sum(-1, keepdim=True)).sub_(below).div_(some[:, None]), accepted
 
 
+def half_of_each(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of both losses above; as `cross_entropy`."""
+    likelihood, by_likelihood, accepted = likelihood_of_acceptance(p, logits)
+    entropy, by_entropy, _ = cross_entropy(p, logits)
+    return (likelihood + entropy) / 2, by_likelihood.add_(by_entropy).mul_(0.5), accepted
+
+
 def total_variation(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """0.9 sum|p - q| over all tokens, and 0.1 of the cross-entropy, which moves q where they hardly meet: DSpark's; as
     `cross_entropy`.
@@ -55,7 +62,12 @@ def total_variation(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return 1.8 * (1 - accepted) + 0.1 * entropy, to_logits.mul_(0.1).add_(to_distance, alpha=0.9), accepted
 
 
-LOSSES: dict[LossName, Any] = {"ce": cross_entropy, "lk": likelihood_of_acceptance, "tv": total_variation}
+LOSSES: dict[LossName, Any] = {
+    "ce": cross_entropy,
+    "lk": likelihood_of_acceptance,
+    "ce+lk": half_of_each,
+    "tv": total_variation,
+}
 
 
 @dataclass(frozen=True)
