@@ -74,8 +74,8 @@ class SpeculativeGenerator:
             `Lenient(gap, budget)`, also at T = 0: drafts that are hardly worse than the target's choice are accepted.
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
         compile: capture the target's passes over drafts, and a draft model's, as graphs of few sizes (`torch.compile`;
-            a size takes seconds to minutes at its second use). "auto": on GPUs. A model that cannot be captured runs
-            as ever, with one warning.
+            a size takes seconds to minutes at its second use). On CUDA whole drafts and rounds are then replayed as one
+            launch each (CUDA graphs). "auto": on GPUs. A model that cannot be captured runs as ever, with one warning.
 
     Attributes:
         report: counts over all calls. last_report: those of the call that finished last.
