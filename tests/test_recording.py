@@ -3,12 +3,13 @@
 python -m pytest --device pretend tests/test_recording.py
 """
 
+import copy
 import warnings
 
 import pytest
 import torch
 
-from specdec import SpeculativeGenerator, graphs
+from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator, graphs
 from specdec import generator as generator_module
 from specdec.proposers.recorded import RecordedDrafts
 from specdec.recorded_pass import RecordedPass
@@ -72,6 +73,24 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
     for book in replayed:
         assert book.count("launches") <= ROUND + PER_ROW * (batch_size - 1), book.launches
         assert book.count("launches", launches.DRAFT, launches.TARGET) == 0
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree": DynamicTree(depth=3, top_k=2)}], ids=["chain", "tree"])
+def test_rows_whose_positions_have_run_out(shape, recorders):
+    """Of a model with a table of positions: one row ends at its last one, while the others are drafted for."""
+    pretend.install()
+    target = copy.deepcopy(tiny.on_host("gpt2", n_positions=60))
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(0)
+    for weight in draft.parameters():  # right in some places only, so that rows write at paces of their own
+        weight.data += 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
+    target, draft = target.to("cuda"), draft.to("cuda")
+    given = {name: tensor.to("cuda") for name, tensor in tiny.prompts(20, 20, 20).items()}
+    ends = {"do_sample": False, "max_length": 60}
+    spec = SpeculativeGenerator(target, DraftModelProposer(draft, **shape), draft_length=3, compile=True)
+    ours, plain = (generate(**given, **ends).tolist() for generate in (spec.generate, target.generate))
+    assert ours == plain
+    assert len(recorders[-1]) == 2
 
 
 def test_buffers_stay_where_they_are(recorders, monkeypatch):

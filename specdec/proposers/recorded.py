@@ -98,11 +98,13 @@ class RecordedDrafts(AutoregressiveProposer):
         rows, width = self.rows, min(size for size in WIDTHS if size >= max(missing))
         wide = 1 if chain or self.tree is None else self.tree.top_k
         sizes = rows.reserve(width + max(depth * wide, self._widest_pass))
-        lengths = rows.lengths
+        lengths, drafting = rows.lengths, set(context.rows)
+        # A row that is done may have no positions left: what is run for it, and for nothing, is run at the first ones.
+        begins = [length if b in drafting else 0 for b, length in enumerate(lengths)]
         pads = [width - count for count in missing]
         inputs = {
             "tokens": context.last_tokens(width),
-            "numbers": uploaded([lengths, pads], context.tokens.device),
+            "numbers": uploaded([begins, pads], context.tokens.device),
         }
         if states is not None:
             more = width - states.shape[1]
@@ -114,7 +116,11 @@ class RecordedDrafts(AutoregressiveProposer):
         made = context.recorder(key, partial(self._made, context, depth, chain, key), inputs)
         rows.cache.lengths = [length + count for length, count in zip(lengths, missing, strict=True)]
         rows.pending = self._pending[key]
-        return _as_draft(made, chain, depth)
+        draft = _as_draft(made, chain, depth)
+        if len(drafting) == len(lengths):
+            return draft
+        done = uploaded([b not in drafting for b in range(len(lengths))], draft.parents.device).bool()
+        return replace(draft, parents=draft.parents.masked_fill(done[:, None], -1))
 
     def _made(
         self,
