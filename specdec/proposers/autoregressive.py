@@ -152,12 +152,15 @@ class AutoregressiveProposer(Proposer):
 
     def _grown(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         """The draft behind the roots, from the logits (B, 1, K) after them."""
-        if context.chains_only or (self.branching is None and self.tree is None):
+        if self._in_chains(context):
             return self._grow_chain(context, logits, limit)
         if self.branching is not None:
             return self._grow_fixed(context, logits, min(limit, len(self.branching)), self.branching)
         assert self.tree is not None
         return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
+
+    def _in_chains(self, context: Context) -> bool:
+        return context.chains_only or (self.branching is None and self.tree is None)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         """Book which nodes of a dynamic tree were accepted, and how deep it went; of a chain what was not looked at."""

@@ -58,7 +58,7 @@ class RecordedDrafts(AutoregressiveProposer):
         self._pending: dict[object, int] = {}  # nodes that what drafts was run over, by draft: replays do not count
 
     def _draft(self, context: Context, limit: int) -> DraftTree:
-        chain = context.chains_only or (self.branching is None and self.tree is None)
+        chain = self._in_chains(context)
         depth = self._depth(context, limit, chain)
         newest = self._newest(context, WIDTHS[-1]) if depth else None
         if newest is None:
