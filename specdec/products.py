@@ -16,6 +16,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from specdec.view import twin, view
 
@@ -122,10 +123,10 @@ _trials: dict[tuple[object, ...], Trial] = {}  # what this process has found
 def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
     """Whether it is torch's own linear layer, and its weights are numbers.
 
-    Where they are quantised, the layer is of a class of its own (bitsandbytes) or its weights are (torchao): these know
-    the operators that their library has given them.
+    Where they are quantised, the layer is of a class of its own (bitsandbytes) or its weights are made of several
+    tensors (torchao), which know the operators that their library has given them.
     """
-    return type(layer) is nn.Linear and type(layer.weight) in (nn.Parameter, Tensor)
+    return type(layer) is nn.Linear and not is_traceable_wrapper_subclass(layer.weight)
 
 
 def _matters(layer: nn.Module) -> bool:

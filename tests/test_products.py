@@ -54,7 +54,14 @@ def test_a_layer_takes_any_shape_and_leaves_gradients_and_other_types_to_torch(e
 
 
 class Packed(torch.Tensor):
-    """As torchao has weights: of a class of their own, in torch's own layers."""
+    """As torchao has weights: of a class of their own that says which tensors it is made of, in torch's own layers."""
+
+    def __tensor_flatten__(self):
+        return ["packed", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        raise NotImplementedError("nothing here is compiled")
 
 
 def test_quantised_weights_are_left_alone(eager):
