@@ -85,7 +85,7 @@ class Loop:
         report.num_draft_passes += passes.count - count
 
         active = text.active
-        features, verified = self._verified(draft, proposed)
+        features, verified = self._verified(draft, proposed, context)
         took = self.watch.mark_end("accept")
         verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
         accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
@@ -94,7 +94,7 @@ class Loop:
 
         in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
         self.target.commit(kept, None if in_order else verdict.path)
-        self._fresh, self._features = kept, _along_path(features, verdict.path, kept)
+        self._fresh, self._features = kept, features if verified.moved else _along_path(features, verdict.path, kept)
         self.proposer.observe(proposed, verdict, accepted)
         self._settle()
         ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
@@ -102,13 +102,18 @@ class Loop:
         self.target.truncate(ends, floors)
         self._book(proposed, outcome, active, accepted, took, start)
 
-    def _verified(self, draft: DraftTree, proposed: DraftTree) -> tuple[Tensor | None, Verified]:
-        """The target's pass and what it decides; features (B, N, C) of the draft's nodes."""
+    def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
+        """The target's pass and what it decides; features (B, N, C) of the draft's nodes, or of a recorded pass (B, W,
+        C) as the next context has them."""
         text = self.text
         if self.recorded is not None and self.watched is None and self.recorded.takes(draft, text):
-            made = self.recorded.launched(draft, text)
+            launched = self.recorded.launched(draft, text)
             self.watch.mark("verify")
-            return made.get("features"), self.recorded.settled(draft, made, text)
+            arrived, states = launched.sent(draft, text), launched.gained.states
+            self.watch.mark_next()
+            self.proposer.draft_ahead(context, launched.gained)
+            verified = arrived()  # here the device is waited for
+            return None if states is None else states[:, -max(verified.kept) :], verified
         active = text.active
         output = self.target.grow(
             draft.tokens,

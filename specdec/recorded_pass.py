@@ -5,18 +5,39 @@ Owns which rounds can be recorded. What is done in them is the target's runner's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from specdec.gained import Gained
 from specdec.graphs import nodes_of_size
 from specdec.recording import Named, Recorder
 from specdec.runner import ModelRunner
 from specdec.transcript import Transcript
 from specdec.transfer import uploaded
 from specdec.tree import DraftTree, Verdict
-from specdec.verification import AllChoices, Verified, outcome_of, written
+from specdec.verification import AllChoices, Verified, outcome_sent, written
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A round that a device was asked for.
+
+    Attributes:
+        verdict, gained: as the device has them. new: (B, D), see `Verdict.new_tokens`.
+    """
+
+    verdict: Verdict
+    gained: Gained
+    new: Tensor
+
+    def sent(self, draft: DraftTree, text: Transcript) -> Callable[[], Verified]:
+        """On its way to the host; what is returned waits for it, and writes it into the text."""
+        outcome = outcome_sent(draft, self.verdict, self.new)
+        return lambda: written(self.verdict, outcome(), self.new, text, moved=True)
 
 
 @dataclass
@@ -43,9 +64,7 @@ class RecordedPass:
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
         return known and alone and not self.recorder.refused and scores <= AllChoices.MOST
 
-    def launched(self, draft: DraftTree, text: Transcript) -> Named:
-        """The round as the device has it: "features" (B, N, C) of the nodes, if any are tapped, and what is for
-        `settled`."""
+    def launched(self, draft: DraftTree, text: Transcript) -> Launched:
         full, target = _filled_up(draft), self.target
         sizes = target.reserve(full.size)
         inputs = {
@@ -59,12 +78,9 @@ class RecordedPass:
         key = (id(self), full.chain, full.levels, sizes)
         made = self.recorder(key, partial(self._made, full.chain, full.levels), inputs)
         target.pending = full.size
-        return made
-
-    def settled(self, draft: DraftTree, made: Named, text: Transcript) -> Verified:
-        """The same on the host, and in the text."""
         verdict = Verdict(made["path"], made["accepted"], made["next_token"])
-        return written(verdict, outcome_of(draft, verdict, made["new"]), made["new"], text, moved=True)
+        gained = Gained(made["tokens"], made["pads"], made.get("states"))
+        return Launched(verdict, gained, made["new"])
 
     def _made(
         self,
@@ -87,7 +103,21 @@ class RecordedPass:
             target.cache.move(lengths, verdict.path)
         made = {"path": verdict.path, "accepted": verdict.accepted, "next_token": verdict.next_token}
         made["new"] = verdict.new_tokens(draft)
-        return made if output.features is None else made | {"features": output.features}
+        return made | _gained(verdict, made["new"], output.features)
+
+
+def _gained(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named:
+    """What `Gained` is made of. new: (B, D). features: (B, N, C) of the draft's nodes."""
+    most = new.shape[1]
+    pads = most - 1 - verdict.accepted
+    place = (torch.arange(most, device=new.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
+    states = None
+    if features is not None:
+        nodes = verdict.path.gather(1, place).to(features.device)
+        states = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+    gained = Gained(new.gather(1, place), pads, states).padded(nodes_of_size(most))
+    made = {"tokens": gained.tokens, "pads": gained.pads}
+    return made if gained.states is None else made | {"states": gained.states}
 
 
 def _filled_up(draft: DraftTree) -> DraftTree:

@@ -303,6 +303,7 @@ class Stopwatch:
         self._clock = clock()
         self._took: dict[str, float] = {}  # since the last `mark_end`, by phase
         self._events: list[tuple[str, Any]] = [] if self._device is None else [("", self._event())]
+        self._next: list[tuple[str, Any]] = []  # with which the next round begins
 
     def mark(self, phase: str) -> None:
         """This phase is over; on a device that works on its own, all of it is asked for."""
@@ -310,6 +311,12 @@ class Stopwatch:
             self._book(phase)
         else:
             self._events.append((phase, self._event()))
+            self._next = []
+
+    def mark_next(self) -> None:
+        """What a device is asked for from here on, before the end of this round, is the next one's."""
+        if self._device is not None:
+            self._next = [("", self._event())]
 
     def mark_end(self, phase: str) -> dict[str, float]:
         """This phase is over, and the device has got to the last mark: it was waited for.
@@ -320,7 +327,7 @@ class Stopwatch:
         for (_, before), (earlier, event) in zip(self._events, self._events[1:], strict=False):
             self._book(earlier, before.elapsed_time(event) / 1e3)
         if self._device is not None:
-            self._events = [("", self._event())]
+            self._events = self._next or [("", self._event())]
         self._book(phase)
         took, self._took = self._took, {}
         return took

@@ -5,7 +5,7 @@ Owns pinned memory and events. Knows nothing of what the numbers mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,25 +22,39 @@ def uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return made.pin_memory().to(device, non_blocking=True) if device.type == PINNED else made.to(device)
 
 
-def brought(parts: Mapping[Name, Tensor]) -> dict[Name, list[Any]]:
-    """Tensors of B rows, (B,) or (B, n), int64 or float32, as lists: from a device in one copy, waited for once."""
+def sent(parts: Mapping[Name, Tensor]) -> Callable[[], dict[Name, list[Any]]]:
+    """Tensors of B rows, (B,) or (B, n), int64 or float32, on their way to the host: from a device in one copy.
+
+    Returns:
+        waits for them, and gives them as lists. What the device is asked for meanwhile comes behind the copy.
+    """
     device = next(iter(parts.values())).device
     if device.type == "cpu":
-        return {name: part.tolist() for name, part in parts.items()}
+        here = {name: part.tolist() for name, part in parts.items()}
+        return lambda: here
     columns = [_as_integers(part) for part in parts.values()]
-    arrived = _arrived(torch.cat(columns, 1)).split([column.shape[1] for column in columns], 1)
-    return {name: _as_list(part, column) for (name, part), column in zip(parts.items(), arrived, strict=True)}
+    sizes, arrived = [column.shape[1] for column in columns], _sent(torch.cat(columns, 1))
+
+    def lists() -> dict[Name, list[Any]]:
+        named = zip(parts.items(), arrived().split(sizes, 1), strict=True)
+        return {name: _as_list(part, column) for (name, part), column in named}
+
+    return lists
 
 
-def _arrived(packed: Tensor) -> Tensor:
+def _sent(packed: Tensor) -> Callable[[], Tensor]:
     if packed.device.type != PINNED:
-        return packed.to(HOST)
+        return lambda: packed.to(HOST)
     here = torch.empty(packed.shape, dtype=packed.dtype, device=HOST).pin_memory()
     here.copy_(packed, non_blocking=True)
     event = torch.get_device_module(packed.device).Event()
     event.record()
-    event.synchronize()
-    return here
+
+    def arrived() -> Tensor:
+        event.synchronize()
+        return here
+
+    return arrived
 
 
 def _as_integers(part: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from specdec.outcome import Outcome
-from specdec.transfer import uploaded
 
 
 @dataclass(frozen=True)
@@ -179,14 +178,14 @@ class Candidates:
     Attributes:
         tokens: (B, P) int64. parents: (B, P) int64, indices into these nodes, -1 for children of the root.
         scores: (B, P) float32, the draft's log-probability of the path down to each node.
-        depths: of the P nodes. level: index of the last level's first node.
+        levels: how many of the P nodes lie at each depth. level: index of the last level's first node.
         expanded_nodes: (B, M) int64, those whose children are known. newest: of these, the last level's parents.
     """
 
     tokens: Tensor
     parents: Tensor
     scores: Tensor
-    depths: list[int]
+    levels: list[int]
     level: int
     expanded_nodes: Tensor
     newest: int = 0
@@ -196,7 +195,7 @@ class Candidates:
         """The root's children: tokens and log_probs (B, 1, k)."""
         tokens, scores = tokens[:, 0], log_probs[:, 0].float()
         nobody = torch.full_like(tokens, -1)
-        return cls(tokens, nobody, scores, [1] * tokens.shape[1], 0, tokens[:, :0])
+        return cls(tokens, nobody, scores, [tokens.shape[1]], 0, tokens[:, :0])
 
     def level_mass(self) -> Tensor:
         """(B,) the draft's probability that the text goes on through the last level."""
@@ -227,7 +226,7 @@ class Candidates:
             tokens=torch.cat([self.tokens, tokens.flatten(1)], 1),
             parents=torch.cat([self.parents, per_child(nodes)], 1),
             scores=torch.cat([self.scores, scores], 1),
-            depths=self.depths + [self.depths[-1] + 1] * (n * k),
+            levels=[*self.levels, n * k],
             level=self.tokens.shape[1],
             expanded_nodes=torch.cat([self.expanded_nodes, nodes], 1),
             newest=n,
@@ -240,7 +239,7 @@ class Candidates:
         """
         scores = self.scores
         if room is not None:
-            depths = uploaded(self.depths, room.device)
+            depths = torch.cat([room.new_full((count,), depth) for depth, count in enumerate(self.levels, 1)])
             scores = scores.masked_fill(depths > room[:, None], float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True)
         count = min(most, scores.shape[1])

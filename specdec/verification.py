@@ -20,7 +20,7 @@ from specdec.noise import Noise
 from specdec.outcome import Outcome
 from specdec.runner import Output
 from specdec.transcript import Transcript
-from specdec.transfer import brought, uploaded
+from specdec.transfer import sent, uploaded
 from specdec.tree import DraftTree, Verdict
 
 Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N, V)) -> verdict
@@ -56,7 +56,7 @@ class Walk:
         step = _Step(self, draft, output, text)
         verdict = walk(draft, step.choose, step.alive, None if self.processors.known else step.write)
         tokens, kept = verdict.new_tokens(draft), step.written
-        outcome = outcome_of(draft, verdict, tokens)
+        outcome = outcome_sent(draft, verdict, tokens)()
         accepted = [n - kept for n in outcome.accepted]
         text.record([path[kept:] for path in outcome.path], accepted, output, step.scores[kept:])
         rest = text.append([row[kept:] for row in outcome.tokens], accepted, None if kept else tokens)
@@ -136,7 +136,7 @@ class AllNodes:
         scores = self.processors(output.logits, lambda: _node_texts(text, draft))
         verdict = _accept_padding(draft, self.verdict(draft, scores, text), text)
         tokens = verdict.new_tokens(draft)
-        outcome = outcome_of(draft, verdict, tokens)
+        outcome = outcome_sent(draft, verdict, tokens)()
         if text.records.wanted:
             rows = torch.arange(len(scores), device=scores.device)
             text.record(outcome.path, outcome.accepted, output, [scores[rows, node] for node in verdict.path.unbind(1)])
@@ -195,24 +195,29 @@ def _depths(path: Tensor) -> list[int]:
     return (path[:, 1:] != path[:, :-1]).sum(1).tolist()
 
 
-def outcome_of(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Outcome:
-    """Brings to the host what it wants to know of the round: the one time that it waits for the device.
+def outcome_sent(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Callable[[], Outcome]:
+    """Sends to the host what it wants to know of the round; what is returned waits for it: the one time in a round.
 
     tokens: the verdict's `new_tokens`.
     """
     parts = {"accepted": verdict.accepted, "tokens": tokens, "path": verdict.path, "parents": draft.parents}
     if draft.keys is not None:
         parts["keys"] = draft.keys
-    came = brought(parts | {f"note {name}": note for name, note in draft.notes.items()})
-    accepted = came["accepted"]
-    return Outcome(
-        accepted=accepted,
-        tokens=[row[: 1 + count] for row, count in zip(came["tokens"], accepted, strict=True)],
-        path=came["path"],
-        parents=came["parents"],
-        keys=came.get("keys"),
-        notes={name: came[f"note {name}"] for name in draft.notes},
-    )
+    arriving = sent(parts | {f"note {name}": note for name, note in draft.notes.items()})
+
+    def outcome() -> Outcome:
+        came = arriving()
+        accepted = came["accepted"]
+        return Outcome(
+            accepted=accepted,
+            tokens=[row[: 1 + count] for row, count in zip(came["tokens"], accepted, strict=True)],
+            path=came["path"],
+            parents=came["parents"],
+            keys=came.get("keys"),
+            notes={name: came[f"note {name}"] for name in draft.notes},
+        )
+
+    return outcome
 
 
 def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Verdict:

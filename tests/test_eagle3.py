@@ -81,7 +81,7 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, mo
     check(extend(ends, [length - h for length, h in zip(lengths, half, strict=True)]), ends, [()] * B)
 
     drafted = torch.randint(1, tiny.VOCAB, (B, 5), generator=generator)
-    stepped = Stepped.none(tokens[:, 0], [9] * B, 9).and_then(drafted[:, :2], None)
+    stepped = Stepped.none(tokens[:, 0], None).and_then(drafted[:, :2], None)
     logits = runner.grow(drafted[:, :2], None, stepped.depth, stepped.seen, False)
     for n in range(2):
         check(logits[:, n], ends, drafted[:, n : n + 1].tolist())
@@ -94,7 +94,7 @@ def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, mo
     runner.drop_draft()
     ends = [end + 2 for end in ends]
     check(extend(ends, [2] * B), ends, [()] * B)
-    stepped = Stepped.none(tokens[:, 0], [9] * B, 9)
+    stepped = Stepped.none(tokens[:, 0], None)
     for depth in range(3):
         parents = None if depth == 0 else torch.full((B, 1), depth - 1)
         stepped = stepped.and_then(drafted[:, depth : depth + 1], parents)

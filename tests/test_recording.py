@@ -11,6 +11,7 @@ import torch
 
 from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator, graphs
 from specdec import generator as generator_module
+from specdec.loop import Loop
 from specdec.proposers.recorded import RecordedDrafts
 from specdec.recorded_pass import RecordedPass
 from specdec.recording import MOST, WARM, Recorder
@@ -91,6 +92,34 @@ def test_rows_whose_positions_have_run_out(shape, recorders):
     ours, plain = (generate(**given, **ends).tolist() for generate in (spec.generate, target.generate))
     assert ours == plain
     assert len(recorders[-1]) == 2
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree"])
+def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
+    """What a head drafts while the host waits for the round is what it would draft when all is known."""
+    behind, checked, drafts = RecordedDrafts._inputs, Loop._checked, []
+
+    def seen(self, draft, root):
+        draft = checked(self, draft, root)
+        rows = [b for b, active in enumerate(self.text.active) if active]
+        nodes = [zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True) for b in rows]
+        drafts.append([[node for node in row if node[1] >= 0] for row in nodes])
+        return draft
+
+    monkeypatch.setattr(Loop, "_checked", seen)
+    told: list[int] = []
+    monkeypatch.setattr(RecordedDrafts, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))
+    spec, given = replaying(name, automatic=False), launches.prompts(batch_size)
+    ours = text(spec.generate, sampling, **given)
+    ahead, drafts[:] = list(drafts), []
+    assert not [round for round in told if round > 1]  # the first round's is behind the prompt
+    monkeypatch.setattr(RecordedDrafts, "draft_ahead", lambda *args: None)
+    monkeypatch.setattr(type(spec.proposer), "draft_ahead", lambda *args: None)
+    assert text(spec.generate, sampling, **given) == ours
+    assert len(told) > 5
+    assert ahead == drafts
 
 
 def test_buffers_stay_where_they_are(recorders, monkeypatch):

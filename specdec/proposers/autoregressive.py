@@ -52,11 +52,10 @@ class Stepped:
     levels: int = 0
 
     @classmethod
-    def none(cls, root: Tensor, room: Sequence[int], limit: int) -> Stepped:
-        """Behind the roots (B,), with room for so many more tokens per row, of which `limit` are drafted at most."""
+    def none(cls, root: Tensor, room: Tensor | None) -> Stepped:
+        """Behind the roots (B,), with room for so many more tokens (B,); None: for whatever is drafted."""
         nothing = root[:, None][:, :0]
-        short = min(room) < limit
-        deepest = uploaded([[max(0, tokens - 1)] for tokens in room], root.device) if short else None
+        deepest = None if room is None else (room - 1).clamp(min=0)[:, None]
         return cls(nothing, nothing, nothing[..., None].bool(), deepest)
 
     def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
@@ -212,7 +211,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
         draw = self._draws(context)
-        stepped = Stepped.none(context.root, context.room, limit)
+        stepped = Stepped.none(context.root, context.short_room(limit))
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         keys: list[Tensor] = []
@@ -241,13 +240,10 @@ class AutoregressiveProposer(Proposer):
         if not drafts:
             return DraftTree.root_only(context.root)
         self._stepped = stepped.levels
-        lengths = [
-            min(len(drafts), room) if alive else 0 for room, alive in zip(context.room, context.active, strict=True)
-        ]
         return DraftTree.from_chain(
             context.root,
             torch.stack(drafts, 1),
-            None if min(lengths) == len(drafts) else uploaded(lengths, context.tokens.device),
+            context.short_room(len(drafts)),
             probs=torch.stack(probs, 1) if probs else None,
             keys=torch.stack(keys[: len(drafts)], 1) if keys else None,
         )
@@ -265,7 +261,7 @@ class AutoregressiveProposer(Proposer):
         B, device = context.batch_size, context.tokens.device
         draw = self._draws(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context.root, context.room, limit)
+        stepped = Stepped.none(context.root, context.short_room(limit))
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
 
@@ -303,7 +299,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
         pacer = context.pacer
-        stepped = Stepped.none(context.root, context.room, limit)
+        stepped = Stepped.none(context.root, context.short_room(limit))
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
@@ -316,9 +312,7 @@ class AutoregressiveProposer(Proposer):
             read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
             children = self._step_and(read, context, stepped, frontier.shape[1], above)
             candidates = candidates.expanded(frontier, *children)
-        room = [room if active else 0 for room, active in zip(context.room, context.active, strict=True)]
-        roomy = min(room) >= limit
-        best = candidates.ranked(tree.most_nodes - 1, None if roomy else uploaded(room, context.tokens.device))
+        best = candidates.ranked(tree.most_nodes - 1, context.short_room(limit))
         size = self._size(context, tree, best.nodes.shape[1], best)
         if size == 0:
             return DraftTree.root_only(context.root)
@@ -479,8 +473,7 @@ def _fitted(
 ) -> DraftTree:
     """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
     B = len(tokens)
-    room = [r if a else 0 for r, a in zip(context.room, context.active, strict=True)]
-    fits = [[level <= most for level in depth] for most in room]
+    fits = [[level <= most for level in depth] for most in context.drafting_room]
     shape, fitting = uploaded([[list(parents)] * B, fits], tokens.device)
     above, below = uploaded(_relatives(parents), tokens.device).bool()  # (N, N) each
     possible = fitting.bool() & (tokens >= 0)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.cache import SpeculativeCache
+from specdec.gained import Gained
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.pacing import Pacer
@@ -54,6 +55,8 @@ class Context:
         source: what an encoder read, of a target that has one.
         recorder: where drafts may be recorded and replayed; None: they are not.
         written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
+        room_there: (B,) int64, `room` on the device, 0 for rows that are finished, while a draft is made that may be
+            replayed for rows with other room; None: `room` says it.
     """
 
     tokens: Tensor
@@ -75,6 +78,7 @@ class Context:
     cache: SpeculativeCache | None = None
     source: Source | None = None
     recorder: Recorder | None = None
+    room_there: Tensor | None = None
 
     def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.
@@ -119,6 +123,18 @@ class Context:
         if len(set(self.ends)) == 1:
             return self.tokens[:, self.ends[0] - 1]
         return self.tokens.gather(1, self._ends - 1)[:, 0]
+
+    @property
+    def drafting_room(self) -> list[int]:
+        """`room`, 0 for rows that are finished."""
+        return [room if active else 0 for room, active in zip(self.room, self.active, strict=True)]
+
+    def short_room(self, depth: int) -> Tensor | None:
+        """(B,) int64, `drafting_room`; None: all rows have room for drafts of so many tokens."""
+        if self.room_there is not None:
+            return self.room_there
+        room = self.drafting_room
+        return None if min(room) >= depth else uploaded(room, self.tokens.device)
 
     def row(self, b: int) -> Tensor:
         """(T_b,) int64, the whole text of row b, prompt included, without padding."""
@@ -194,6 +210,12 @@ class Proposer(ABC):
         """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later.
 
         The text will be in the next context; `fresh` and `features` are of this round alone. `observe` is not called.
+        """
+
+    def draft_ahead(self, context: Context, gained: Gained) -> None:
+        """A device verifies this round's draft: if the next one needs but tensors, it may be asked for already.
+
+        The next `propose` gives it out. context: of this round.
         """
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from specdec.blocks.parallel import ParallelRunner
 from specdec.blocks.runner import DFlashRunner
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import Lent
+from specdec.pacing import Pacer
 from specdec.proposers.autoregressive import Stepped, bin_of
 from specdec.proposers.base import Context
 from specdec.proposers.head import HeadProposer
@@ -74,6 +75,9 @@ class BlockProposer(HeadProposer):
     @property
     def _widest_pass(self) -> int:
         return self.head.config.block_size
+
+    def _deepest(self, pacer: Pacer) -> int:
+        return min(super()._deepest(pacer), self.drafted)
 
     def _book_recorded(self, context: Context, depth: int) -> None:
         super()._book_recorded(context, 1)

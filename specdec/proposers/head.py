@@ -23,6 +23,7 @@ from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
+from specdec.gained import Gained
 from specdec.proposers.autoregressive import Stepped, top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.following import Follower, FollowingProposer
@@ -156,6 +157,10 @@ class HeadProposer(RecordedDrafts, FollowingProposer):
     def rows(self) -> CachedRows:
         assert isinstance(self.runner, CachedRows)
         return self.runner
+
+    def draft_ahead(self, context: Context, gained: Gained) -> None:
+        if isinstance(self.runner, CachedRows) and not any(self._waiting):
+            self._draft_ahead(context, gained)
 
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
         return self._brought(context, most) if isinstance(self.runner, CachedRows) else None  # Medusa's heads keep none

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from specdec.gained import Gained
 from specdec.noise import Noise
 from specdec.pacing import Pacer
 from specdec.proposers.autoregressive import AutoregressiveProposer
@@ -23,6 +25,19 @@ from specdec.tree import DraftTree
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # that are recorded, where nobody set one
 WIDTHS = (8, 16)  # tokens of the text that are read at once: what a round brings, padded on the left
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A draft that the device was asked for.
+
+    Attributes:
+        made: of it, by name. depth: how deep it goes. key: of what was run, see `RecordedDrafts._pending`.
+    """
+
+    made: Mapping[str, Tensor]
+    depth: int
+    key: object
 
 
 class RecordedDrafts(AutoregressiveProposer):
@@ -41,6 +56,10 @@ class RecordedDrafts(AutoregressiveProposer):
         """Nodes that are written behind the text beside those of depths: a block's."""
         return 0
 
+    def _deepest(self, pacer: Pacer) -> int:
+        """How deep a draft may go."""
+        return pacer.limit
+
     @abstractmethod
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
         """How many tokens of each row are to be read, and the target's states (B, W, C) with them, padded on the left.
@@ -56,71 +75,116 @@ class RecordedDrafts(AutoregressiveProposer):
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._pending: dict[object, int] = {}  # nodes that what drafts was run over, by draft: replays do not count
+        self._ahead: Launched | None = None
+        self._width = WIDTHS[0]  # tokens that are read at once: it grows, so that few are recorded
+
+    def propose(self, context: Context) -> DraftTree:
+        try:
+            return super().propose(context)
+        finally:
+            self._ahead = None
 
     def _draft(self, context: Context, limit: int) -> DraftTree:
-        chain = self._in_chains(context)
-        depth = self._depth(context, limit, chain)
+        chain, ahead = self._in_chains(context), self._ahead
+        depth = self._depth(context, chain) if ahead is None else ahead.depth
         newest = self._newest(context, WIDTHS[-1]) if depth else None
         if newest is None:
             return super()._draft(context, limit)
-        draft = self._replayed(context, depth, chain, *newest)
-        self._book_recorded(context, depth)
-        if chain:
-            self._stepped = depth - 1
-            return draft
-        assert self.tree is not None
-        return _first(draft, self._size(context, self.tree, draft.size - 1), context)
+        missing, states = newest
+        launched = ahead or self._replayed(context, depth, chain, self._inputs(context, depth, missing, states))
+        return self._taken(context, launched, chain, missing)
+
+    def _draft_ahead(self, context: Context, gained: Gained) -> None:
+        """See `Proposer.draft_ahead`: for what keeps nothing of its drafts."""
+        chain = self._in_chains(context)
+        depth = self._depth(context, chain) if gained.tokens.shape[1] <= WIDTHS[-1] else 0
+        if depth:
+            self._ahead = self._replayed(context, depth, chain, self._inputs_ahead(context, depth, gained))
 
     def _book_recorded(self, context: Context, depth: int) -> None:
         for _ in range(depth):
             context.pacer.launched_draft_pass()
 
-    def _depth(self, context: Context, limit: int, chain: bool) -> int:
+    def _depth(self, context: Context, chain: bool) -> int:
         """Of a draft that can be recorded, by what past rounds say; 0: it cannot."""
         recorder, pacer = context.recorder, context.pacer
         if recorder is None or recorder.refused or self._draws(context) or not context.processors.read_scores_alone:
             return 0
+        limit = self._deepest(pacer)
         if not chain:
             if self.tree is None:
                 return 0
             limit = min(limit, self.tree.depth)
         depth, rate = 0 if chain else 1, pacer.expected_rate
-        while depth < limit and pacer.worth(_reaching(context, depth, rate), depth, draft_steps=min(1, depth)):
+        while depth < limit:
+            reaching = [rate ** (depth + 1) if active else 0.0 for active in context.active]
+            if not pacer.worth(reaching, depth, draft_steps=min(1, depth)):
+                break
             depth += 1
-        if pacer.length is None:
-            depth = max(size for size in (0, *DEPTHS) if size <= depth)
-        return depth if all(context.room[b] >= depth for b in context.rows) else 0
+        return depth if pacer.length is not None else max(size for size in (0, *DEPTHS) if size <= depth)
 
-    def _replayed(
-        self, context: Context, depth: int, chain: bool, missing: Sequence[int], states: Tensor | None
-    ) -> DraftTree:
-        assert context.recorder is not None
-        rows, width = self.rows, min(size for size in WIDTHS if size >= max(missing))
-        wide = 1 if chain or self.tree is None else self.tree.top_k
-        sizes = rows.reserve(width + max(depth * wide, self._widest_pass))
-        lengths, drafting = rows.lengths, set(context.rows)
-        # A row that is done may have no positions left: what is run for it, and for nothing, is run at the first ones.
-        begins = [length if b in drafting else 0 for b, length in enumerate(lengths)]
+    def _inputs(self, context: Context, depth: int, missing: Sequence[int], states: Tensor | None) -> dict[str, Tensor]:
+        """What `_made` is of, as far as it is data."""
+        width = self._wide_enough(max(missing))
         pads = [width - count for count in missing]
-        inputs = {
-            "tokens": context.last_tokens(width),
-            "numbers": uploaded([begins, pads], context.tokens.device),
-        }
+        room = [room + count for room, count in zip(context.drafting_room, missing, strict=True)]
+        begins, room_there, pads_there = uploaded([self._begins(context), room, pads], context.tokens.device)
+        inputs = {"tokens": context.last_tokens(width), "begins": begins, "room": room_there, "pads": pads_there}
         if states is not None:
             more = width - states.shape[1]
             inputs["states"] = nn.functional.pad(states, (0, 0, more, 0)) if more >= 0 else states[:, -width:]
         if context.noise is not None:
             first = [end - context.start for end in context.ends]
             inputs["noise"] = context.noise.ahead(first, depth)
-        key = (id(rows), chain, depth, sizes)
-        made = context.recorder(key, partial(self._made, context, depth, chain, key), inputs)
-        rows.cache.lengths = [length + count for length, count in zip(lengths, missing, strict=True)]
-        rows.pending = self._pending[key]
-        draft = _as_draft(made, chain, depth)
-        if len(drafting) == len(lengths):
+        return inputs
+
+    def _inputs_ahead(self, context: Context, depth: int, gained: Gained) -> dict[str, Tensor]:
+        """The same behind what the rows gain in this round."""
+        most = self._wide_enough(gained.tokens.shape[1])
+        gained = gained.padded(most)
+        begins, room = uploaded([self._begins(context), context.drafting_room], gained.pads.device)
+        inputs = {"tokens": gained.tokens, "begins": begins, "room": room, "pads": gained.pads}
+        if gained.states is not None:
+            inputs["states"] = gained.states
+        if context.noise is not None:
+            first = [end - context.start + 1 for end in context.ends]
+            noise = context.noise.ahead(first, most - 1 + depth)
+            place = torch.arange(depth, device=noise.device) + (most - 1 - gained.pads)[:, None]
+            inputs["noise"] = noise.gather(1, place[..., None].expand(-1, -1, noise.shape[-1]))
+        return inputs
+
+    def _wide_enough(self, most: int) -> int:
+        self._width = min(size for size in WIDTHS if size >= max(most, self._width))
+        return self._width
+
+    def _begins(self, context: Context) -> list[int]:
+        """The rows' lengths. A row that is done may have no positions left: what is run for it, and for nothing, is run
+        at the first ones."""
+        drafting = set(context.rows)
+        return [length if b in drafting else 0 for b, length in enumerate(self.rows.lengths)]
+
+    def _replayed(self, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]) -> Launched:
+        assert context.recorder is not None
+        wide = 1 if chain or self.tree is None else self.tree.top_k
+        sizes = self.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, self._widest_pass))
+        key = (id(self.rows), chain, depth, sizes)
+        return Launched(context.recorder(key, partial(self._made, context, depth, chain, key), inputs), depth, key)
+
+    def _taken(self, context: Context, launched: Launched, chain: bool, missing: Sequence[int]) -> DraftTree:
+        """For this round; missing: how many tokens of each row were read for it."""
+        rows, drafting = self.rows, set(context.rows)
+        rows.cache.lengths = [length + count for length, count in zip(rows.lengths, missing, strict=True)]
+        rows.pending = self._pending[launched.key]
+        self._book_recorded(context, launched.depth)
+        draft = _as_draft(launched.made, chain, launched.depth)
+        if len(drafting) < len(rows.lengths):
+            done = uploaded([b not in drafting for b in range(len(rows.lengths))], draft.parents.device).bool()
+            draft = replace(draft, parents=draft.parents.masked_fill(done[:, None], -1))
+        if chain:
+            self._stepped = launched.depth - 1
             return draft
-        done = uploaded([b not in drafting for b in range(len(lengths))], draft.parents.device).bool()
-        return replace(draft, parents=draft.parents.masked_fill(done[:, None], -1))
+        assert self.tree is not None
+        return _first(draft, self._size(context, self.tree, draft.size - 1), context)
 
     def _made(
         self,
@@ -129,11 +193,13 @@ class RecordedDrafts(AutoregressiveProposer):
         chain: bool,
         key: object,
         tokens: Tensor,
-        numbers: Tensor,
+        begins: Tensor,
+        room: Tensor,
+        pads: Tensor,
         states: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What is recorded. numbers: (2, B) int64, the rows' lengths before the tokens (B, W), and their padding."""
+        """What is recorded. begins, room: (B,) int64, length and room before the tokens (B, W). pads: (B,), theirs."""
         (B, W), rows = tokens.shape, self.rows
         still = replace(
             context,
@@ -142,14 +208,15 @@ class RecordedDrafts(AutoregressiveProposer):
             ends=[W] * B,
             active=[True] * B,
             room=[depth] * B,
+            room_there=(room - W + pads).clamp(min=0),
             pacer=Decided(depth, chain),
             features=None,
             noise=None if noise is None else GivenNoise(noise),
             start=W,
         )
-        rows.there, rows.pending = numbers[0, :, None], 0
+        rows.there, rows.pending = begins[:, None], 0
         try:
-            logits = self._read_behind(tokens, states, numbers[1, :, None])
+            logits = self._read_behind(tokens, states, pads[:, None])
             draft = self._grown(still, logits, depth)
         finally:
             rows.there = None
@@ -176,12 +243,6 @@ class GivenNoise(Noise):
 
     def at(self, columns: Sequence[int]) -> Tensor:
         return self.drawn[:, columns[0]]
-
-
-def _reaching(context: Context, depth: int, rate: float) -> list[float]:
-    """Per row, the chance that a draft's token behind `depth` others is accepted; 0 for rows that draft no further."""
-    drafting = [room if active else 0 for room, active in zip(context.room, context.active, strict=True)]
-    return [rate ** (depth + 1) if room > depth else 0.0 for room in drafting]
 
 
 def _as_tensors(draft: DraftTree) -> dict[str, Tensor]:
