@@ -120,6 +120,7 @@ class Graphs:
     def __init__(self, model: PreTrainedModel, taps: Taps | None = None):
         self.model, self.taps, self.refused = model, taps, ""
         self._graphs: dict[Key, Pass | None] = {}  # None: of a size that was met once
+        self._told = False  # that it takes a while
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._graphs.values())
@@ -147,7 +148,11 @@ class Graphs:
         """right: what the model's own pass gave. Writing the same keys and values once more changes nothing."""
         start = perf_counter()
         gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
-        log.info("compiling %s for %d nodes", type(self.model).__name__, right[0].shape[1])
+        name = type(self.model).__name__
+        if not self._told:
+            log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
+        self._told = True
+        log.info("compiling %s for %d nodes", name, right[0].shape[1])
         try:
             graph = _compiled()
             ours = graph(*arguments)[0].float()

@@ -55,7 +55,7 @@ def text(generate, prompts, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=slow) for name in FAMILIES[1:])])
-def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name):
+def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name, caplog):
     """Ragged rows, chains and trees of 2 to 6 nodes: sizes 2, 4 and 8."""
     target, prompts = tiny.model(name), tiny.prompts(9, 1, 5)
     plain = text(target.generate, prompts)
@@ -67,6 +67,9 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name):
     captured = spec._drafting.graphs
     assert not captured.refused
     assert len(captured) == len(captured._graphs) == 3
+    assert [record.message for record in caplog.records if "a minute" in record.message] == [
+        f"compiling passes of {type(target).__name__}, a minute or so each: torch keeps their code for later processes"
+    ]
 
 
 @slow
