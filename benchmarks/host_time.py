@@ -1,0 +1,131 @@
+"""What the host does in a round while a GPU would wait for it: from the verdict's arrival to the next launch. No GPU.
+
+    python benchmarks/host_time.py
+
+On the CPU, with tiny models, whose recorded functions give what they gave before: what is left of a round is the host's
+part, the small tensors that it prepares among it. A head's draft is launched before the verdict has arrived: there the
+device drafts meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+import typer
+from table import table
+
+os.environ["SPECDEC_KEEP_COSTS"] = "0"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from specdec import (
+    DraftModelProposer,
+    DynamicTree,
+    Eagle3Proposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    generator,
+    graphs,
+    recorded_pass,
+    recording,
+    verification,
+)
+from tests import eagle3, tiny
+
+NEW, LENGTH = 400, 5
+
+app = typer.Typer(add_completion=False)
+arrivals: list[tuple[str, float]] = []
+
+
+class Remembering(recording.Recorder):
+    """A replay costs nothing, and gives what the function once gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gave: dict[Hashable, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
+
+    def __call__(self, key: Hashable, function: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> Any:
+        key = (key, *((name, given.shape) for name, given in inputs.items()))
+        if key in self._gave:
+            memory, gives = self._gave[key]
+            for name, given in inputs.items():
+                memory[name].copy_(given)
+            arrivals.append(("launch", perf_counter()))
+            return gives
+        made = function(**inputs)
+        runs = self._runs[key] = self._runs.get(key, 0) + 1
+        if runs > recording.WARM:
+            self._gave[key] = tuple({name: given.clone() for name, given in part.items()} for part in (inputs, made))
+        return made
+
+
+@app.command(help=__doc__)
+def main() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    switch_on(pytest.MonkeyPatch())
+    rows = [
+        [name, f"{batch_size}", f"{sampling:d}", f"{1e3 * host_seconds(spec, batch_size, sampling):.2f}"]
+        for name, spec in generators().items()
+        for batch_size in (1, 8)
+        for sampling in (False, True)
+    ]
+    print(table(["proposer", "batch", "T", "ms"], rows))
+
+
+def switch_on(patch: pytest.MonkeyPatch) -> None:
+    """On the CPU what is done on GPUs: recordings, all choices at once; and a note of when a verdict arrives."""
+    patch.setattr(generator, "Recorder", Remembering)
+    patch.setattr(generator.SpeculativeGenerator, "_launches", True)
+    patch.setattr(generator, "Walk", verification.AllChoices)
+    patch.setattr(graphs, "_compiled", lambda: graphs._pass)
+    sent = recorded_pass.outcome_sent
+
+    def noted(*args: Any) -> Callable[[], Any]:
+        arriving = sent(*args)
+
+        def arrived() -> Any:
+            arrivals.append(("arrival", perf_counter()))
+            return arriving()
+
+        return arrived
+
+    patch.setattr(recorded_pass, "outcome_sent", noted)
+
+
+def generators() -> dict[str, SpeculativeGenerator]:
+    target, tree = tiny.model("llama", max_position_embeddings=2 * NEW), DynamicTree(depth=8, top_k=8, size=60)
+    proposers = {
+        "ngram": NgramProposer(),
+        "draft chain": DraftModelProposer(target),
+        "eagle3 chain": Eagle3Proposer(eagle3.head()).shaped(),
+        "eagle3 tree": Eagle3Proposer(eagle3.head(), tree=tree),
+    }
+    return {
+        name: SpeculativeGenerator(target, proposer, compile=True, draft_length=8 if "tree" in name else LENGTH)
+        for name, proposer in proposers.items()
+    }
+
+
+def host_seconds(spec: SpeculativeGenerator, batch_size: int, sampling: bool) -> float:
+    """Median over the rounds of a call whose draft and pass are replayed."""
+    given = {"do_sample": sampling, "max_new_tokens": NEW} | tiny.prompts(*(9 + 2 * (b % 4) for b in range(batch_size)))
+    spec.generate(**given)
+    arrivals.clear()
+    spec.generate(**given)
+    pairs = pairwise(arrivals)
+    return statistics.median(after - at for (what, at), (then, after) in pairs if (what, then) == ("arrival", "launch"))
+
+
+if __name__ == "__main__":
+    app()
