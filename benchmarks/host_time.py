@@ -37,6 +37,7 @@ from specdec import (
     graphs,
     recorded_pass,
     recording,
+    rules,
     verification,
 )
 from tests import eagle3, tiny
@@ -87,7 +88,7 @@ def switch_on(patch: pytest.MonkeyPatch) -> None:
     """On the CPU what is done on GPUs: recordings, all choices at once; and a note of when a verdict arrives."""
     patch.setattr(generator, "Recorder", Remembering)
     patch.setattr(generator.SpeculativeGenerator, "_launches", True)
-    patch.setattr(generator, "Walk", verification.AllChoices)
+    patch.setattr(rules, "Walk", verification.AllChoices)
     patch.setattr(graphs, "_compiled", lambda: graphs._pass)
     sent = recorded_pass.outcome_sent
 

@@ -19,7 +19,6 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput
 
-from specdec import acceptance
 from specdec.call import prefill, returned, transcript
 from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
@@ -28,10 +27,10 @@ from specdec.drafting import Drafting
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
-from specdec.lenient import Lenient, LenientWalk
+from specdec.lenient import Lenient
 from specdec.logits import NodeProcessors
-from specdec.loop import Loop, Verification
-from specdec.noise import Noise, noise_of_call
+from specdec.loop import Loop
+from specdec.noise import noise_of_call
 from specdec.pictures import look, shown
 from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
@@ -39,12 +38,11 @@ from specdec.recorded_pass import RecordedPass
 from specdec.recording import Recorder
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
+from specdec.rules import verification, walks
 from specdec.runner import ModelRunner, device_of
 from specdec.source import Source, source_of
 from specdec.step import Step, in_step
 from specdec.support import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
-from specdec.tree import DraftTree, Verdict
-from specdec.verification import AllChoices, AllNodes, Rule, Walk
 from specdec.wrapped import bare, entrance
 
 
@@ -283,7 +281,7 @@ class SpeculativeGenerator:
             logits_processor,
             generation_config,
             text_kwargs,
-            walks=self._walks(generation_config),
+            walks=walks(self.rule, bool(generation_config.do_sample)),
         )
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"
@@ -352,12 +350,12 @@ class SpeculativeGenerator:
             talk, looked = look(target, input_ids, talk, model_kwargs)
         with talk.in_rows(target) as columns:
             read = looked or prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
-            coupled = sampling and self._walks(config)
+            coupled = sampling and walks(self.rule, sampling)
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
                 proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
-                verify = self._verification(processors, noise, config, input_ids.device)
+                verify = verification(self.rule, processors, noise, sampling, input_ids.device)
                 loop = Loop(
                     target=target,
                     proposer=proposer if group is None else group.drafting(proposer),
@@ -399,34 +397,6 @@ class SpeculativeGenerator:
             return None
         graphs = drafting.capture()
         return None if graphs.refused else graphs
-
-    def _walks(self, config: GenerationConfig) -> bool:
-        """The call follows the target's own choices, instead of a rule over all nodes."""
-        return not config.do_sample or self.rule == COUPLED or isinstance(self.rule, Lenient)
-
-    def _verification(
-        self, processors: NodeProcessors, noise: Noise | None, config: GenerationConfig, device: torch.device
-    ) -> Verification:
-        if not self._walks(config):
-            return AllNodes(processors, self._drawn_rule())
-        if isinstance(self.rule, Lenient):
-            return LenientWalk(processors, noise, self.rule)
-        at_once = device.type != "cpu" and processors.read_scores_alone
-        return AllChoices(processors, noise) if at_once else Walk(processors, noise)
-
-    def _drawn_rule(self) -> Rule:
-        """The chosen verification rule at T > 0: processed scores (B, N, V) in, verdict out."""
-        drawn_chain = {"block": acceptance.block_verification, "token": acceptance.speculative_sampling}
-
-        def rule(draft: DraftTree, scores: Tensor) -> Verdict:
-            probs = scores.softmax(-1)  # (B, N, V)
-            if self.rule == "typical":
-                return acceptance.typical(draft, probs)
-            if draft.probs is None:
-                return acceptance.point_mass(draft, probs)
-            return (drawn_chain[str(self.rule)] if draft.chain else acceptance.recursive_rejection)(draft, probs)
-
-        return rule
 
     def _drafting_of_call(
         self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any] = (None, None)

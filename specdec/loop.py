@@ -5,7 +5,7 @@ Owns the order of things in a round. Knows nothing of how any of them is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +24,7 @@ from specdec.runner import ModelRunner, Output
 from specdec.transcript import Transcript
 from specdec.transfer import uploaded
 from specdec.tree import DraftTree
-from specdec.verification import Verified
-
-Verification = Callable[[DraftTree, Output, Transcript], Verified]  # writes what is accepted into the text
+from specdec.verification import Verification, Verified
 
 
 @dataclass

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.cache import Span
 from specdec.rows import Sight
+from specdec.slots import Span
 from specdec.source import takes_positions
 from specdec.view import twin, view
 

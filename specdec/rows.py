@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.cache import Span, SpeculativeCache
+from specdec.cache import SpeculativeCache
+from specdec.slots import Span
 from specdec.transfer import uploaded
 
 

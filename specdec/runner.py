@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.cache import Span
 from specdec.graphs import Graphs, filled_up
 from specdec.mixers import with_states
 from specdec.positions import Places, with_positions
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.slots import Span
 from specdec.source import Source, decoders_name, forward_parameters, takes_positions
 from specdec.step import Step, spread
 from specdec.taps import Taps

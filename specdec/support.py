@@ -12,12 +12,12 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from specdec import conversation, pictures
-from specdec.cache import Span
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
 from specdec.positions import counts_positions, padding_counted_by
 from specdec.runner import known_at_once, spans
+from specdec.slots import Span
 
 # Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
 # a way we cannot know to be right for trees: plain decoding.

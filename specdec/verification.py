@@ -42,6 +42,9 @@ class Verified:
     moved: bool = False
 
 
+Verification = Callable[[DraftTree, Output, Transcript], Verified]  # writes what is accepted into the text
+
+
 class Walk:
     """Follow the target's own choices, asked for at reached nodes alone.
 

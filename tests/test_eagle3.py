@@ -12,7 +12,7 @@ from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
 from specdec.learnt import Acceptance
 from specdec.pacing import Pacer
-from specdec.proposers.autoregressive import Stepped
+from specdec.proposers.stepped import Stepped
 from specdec.taps import FINAL, Taps
 from specdec.training.evaluation import accepted_lengths, evaluate
 from specdec.training.unroll import unroll

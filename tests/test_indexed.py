@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, SpeculativeGenerator
-from specdec.cache import Slots
 from specdec.capability import probe
+from specdec.slots import Slots
 from tests import families, tiny
 
 

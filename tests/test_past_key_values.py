@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
-from specdec.cache import Slots
+from specdec.slots import Slots
 from tests import eagle3, tiny
 
 MODELS = ["llama", "qwen3", "gemma3", "mistral", "gpt2"]

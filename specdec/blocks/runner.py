@@ -13,10 +13,10 @@ from torch import Tensor
 
 from specdec.blocks.block import Block
 from specdec.blocks.head import DFlashHead
-from specdec.cache import Span
 from specdec.eagle3.runner import AT_ONCE, Lent, beside
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.slots import Span
 
 
 class DFlashRunner(CachedRows):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.cache import Span
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.state_head import StateHead
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
+from specdec.slots import Span
 from specdec.step import spread
 from specdec.view import whole
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import takewhile, zip_longest
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.acceptance import sample
 from specdec.outcome import Outcome
 from specdec.pacing import Pacer
 from specdec.products import clock
 from specdec.proposers.base import Context, Proposer
+from specdec.proposers.fixed_tree import draw_without_replacement, fitted, top
+from specdec.proposers.stepped import Stepped
 from specdec.transfer import uploaded
 from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
@@ -28,58 +30,6 @@ Read = TypeVar("Read")
 Same = TypeVar("Same", bound="AutoregressiveProposer")
 CONFIDENCES = 20  # bins of a probability of the draft's
 RECENT = 0.3  # weight of the last tree's gains among those before
-
-
-@dataclass(frozen=True)
-class Stepped:
-    """The nodes that the draft model was run over in this round, M per row, level by level; the root is not among them.
-
-    Attributes:
-        tokens: (B, M) int64. depth: (B, M) int64, 0 for children of the root; no more than a row has room for, as
-            positions may run out.
-        seen: (B, n, M) bool, which of them each of the last level's n sees, itself included.
-        deepest: (B, 1) int64, each row's largest depth; None: there is room for whatever is drafted.
-        dead: (B, n) bool, of the last level, nodes that the call's processors ruled out: never reached, whatever comes
-            of them; None: none of them is known to be.
-        levels: how many there are.
-    """
-
-    tokens: Tensor
-    depth: Tensor
-    seen: Tensor
-    deepest: Tensor | None
-    dead: Tensor | None = None
-    levels: int = 0
-
-    @classmethod
-    def none(cls, root: Tensor, room: Tensor | None) -> Stepped:
-        """Behind the roots (B,), with room for so many more tokens (B,); None: for whatever is drafted."""
-        nothing = root[:, None][:, :0]
-        deepest = None if room is None else (room - 1).clamp(min=0)[:, None]
-        return cls(nothing, nothing, nothing[..., None].bool(), deepest)
-
-    def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
-        """With n more nodes, a level of their own.
-
-        Args:
-            tokens: (B, n) int64. parents: (B, n) indices into these nodes, of the last level; None: each is the child
-                of the only node there, or of the root.
-            dead: (B, n) bool.
-        """
-        B, n = tokens.shape
-        M, last = self.tokens.shape[1], self.seen.shape[1]
-        depth = torch.full_like(tokens, self.levels)
-        if self.deepest is not None:
-            depth = torch.minimum(depth, self.deepest)
-        seen = torch.eye(n, dtype=torch.bool, device=tokens.device).expand(B, n, n)
-        if M:
-            if parents is None:
-                above = self.seen.expand(B, n, M)
-            else:
-                above = self.seen.gather(1, (parents - (M - last))[..., None].expand(B, n, M))
-            seen = torch.cat([above, seen], 2)
-        tokens, depth = torch.cat([self.tokens, tokens], 1), torch.cat([self.depth, depth], 1)
-        return Stepped(tokens, depth, seen, self.deepest, dead, self.levels + 1)
 
 
 class AutoregressiveProposer(Proposer):
@@ -268,7 +218,7 @@ class AutoregressiveProposer(Proposer):
         def read(logits: Tensor) -> tuple[Tensor, Tensor]:
             probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
             width = branching[depth[-1]]
-            return probs, _draw_without_replacement(probs, width) if draw else _top(probs, width)
+            return probs, draw_without_replacement(probs, width) if draw else top(probs, width)
 
         probs, children = read(logits)
         for d, width in enumerate(branching[:limit], start=1):
@@ -294,7 +244,7 @@ class AutoregressiveProposer(Proposer):
             leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
             q = torch.cat([*q_rows, leaves], 1)
         self._stepped = stepped.tokens.shape[1]
-        return _fitted(context, tokens, parents, depth, q)
+        return fitted(context, tokens, parents, depth, q)
 
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
@@ -448,46 +398,3 @@ def _onward(context: Context, chances: Sequence[float], keys: Tensor, drafted: i
         chance * rate if room > drafted else 0.0
         for chance, rate, room in zip(chances, rates, context.room, strict=True)
     ]
-
-
-def _top(probs: Tensor, width: int) -> Tensor:
-    """(..., width) most probable tokens of (..., V) probs; -1 where fewer have a probability."""
-    top = probs.topk(min(width, probs.shape[-1]), -1)
-    chosen = torch.where(top.values > 0, top.indices, -1)
-    return nn.functional.pad(chosen, (0, width - chosen.shape[-1]), value=-1)
-
-
-def _draw_without_replacement(probs: Tensor, width: int) -> Tensor:
-    """(..., width) tokens of (..., V) probs, in the order successive draws without replacement give them.
-
-    Gumbel top-k (Kool et al. 1903.06059). Where fewer than `width` tokens have a probability, -1 fills up.
-    """
-    noise = torch.empty_like(probs).exponential_()
-    top = (probs / noise).topk(min(width, probs.shape[-1]), -1)
-    drawn = torch.where(top.values > 0, top.indices, -1)
-    return nn.functional.pad(drawn, (0, width - drawn.shape[-1]), value=-1)
-
-
-def _fitted(
-    context: Context, tokens: Tensor, parents: Sequence[int], depth: Sequence[int], q: Tensor | None
-) -> DraftTree:
-    """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
-    B = len(tokens)
-    fits = [[level <= most for level in depth] for most in context.drafting_room]
-    shape, fitting = uploaded([[list(parents)] * B, fits], tokens.device)
-    above, below = uploaded(_relatives(parents), tokens.device).bool()  # (N, N) each
-    possible = fitting.bool() & (tokens >= 0)
-    keep = (possible[:, None] | ~above).all(-1)  # a node goes with its parent
-    if q is not None:  # where children were cut off nothing was drawn
-        q = q * (keep[:, None] & below).any(-1)[..., None]
-    return DraftTree(tokens.clamp(min=0), shape.masked_fill(~keep, -1), q, levels=max(depth))
-
-
-def _relatives(parents: Sequence[int]) -> list[list[list[int]]]:
-    """For each node, which nodes are itself or above it; for each node, which are its children."""
-    above = [[0] * len(parents) for _ in parents]
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            above[node] = list(above[parent])
-        above[node][node] = 1
-    return [above, [[int(parent == node) for parent in parents] for node in range(len(parents))]]

@@ -23,9 +23,9 @@ from specdec.graphs import Graphs, cannot_capture
 from specdec.machine import DTYPES
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
-from specdec.proposers.autoregressive import Stepped
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.recorded import RecordedDrafts
+from specdec.proposers.stepped import Stepped
 from specdec.rows import CachedRows
 from specdec.runner import ModelRunner, device_of
 from specdec.source import unfit

@@ -9,8 +9,8 @@ from torch import Tensor
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
-from specdec.proposers.autoregressive import Stepped
 from specdec.proposers.head import HeadProposer
+from specdec.proposers.stepped import Stepped
 from specdec.tree import DynamicTree
 
 

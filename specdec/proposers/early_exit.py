@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from specdec.capability import capability
 from specdec.mixers import has_states
 from specdec.products import clock
-from specdec.proposers.autoregressive import AutoregressiveProposer, Stepped
+from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.proposers.base import Context
+from specdec.proposers.stepped import Stepped
 from specdec.runner import ModelRunner
 from specdec.step import spread
 from specdec.taps import decoder_layers

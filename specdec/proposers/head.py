@@ -24,10 +24,11 @@ from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
 from specdec.gained import Gained
-from specdec.proposers.autoregressive import Stepped, top_children
+from specdec.proposers.autoregressive import top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.following import Follower, FollowingProposer
 from specdec.proposers.recorded import RecordedDrafts
+from specdec.proposers.stepped import Stepped
 from specdec.rows import CachedRows
 from specdec.runner import device_of
 from specdec.step import spread

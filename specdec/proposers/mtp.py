@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.mtp import MtpHead, load
 from specdec.mtp.runner import MtpRunner
-from specdec.proposers.autoregressive import Stepped
 from specdec.proposers.base import Context
 from specdec.proposers.following import Follower, FollowingProposer
+from specdec.proposers.stepped import Stepped
 from specdec.taps import FINAL, Taps
 from specdec.tree import DynamicTree
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from specdec.cache import Span
 from specdec.mtp.trainee import MtpTrainee
 from specdec.runner import default_masks, masks_as_taken
+from specdec.slots import Span
 from specdec.training.objective import Drafted, Objective, behind_every_token
 from specdec.training.unroll import positions_in
 
