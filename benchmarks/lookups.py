@@ -2,22 +2,24 @@
 
     python benchmarks/lookups.py --target PATH
 
-The calls of repeated.py are answered once. Then n-grams and the memory of earlier calls draft for these very texts,
-with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most" is what a lookup would
-bring that always knew the right one of all the places where the text's last token stood before.
+The calls of repeated.py are answered once, or --texts gives answers. Then n-grams and the memory of earlier calls draft
+for these very texts, with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most"
+is what a lookup would bring that always knew the right one of all the places where the text's last token stood before.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, pairwise
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from repeated import JOBS
 from table import table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
@@ -43,21 +45,44 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="Of each job at most.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
     dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    texts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompt, response and source, of this model: these instead of jobs.")
+    ] = None,
     costs: Annotated[str, typer.Option(help="tokens:seconds of a pass, the smallest first.")] = COSTS,
 ) -> None:
     logging.set_verbosity_error()
-    spec = SpeculativeGenerator(AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval(), "suffix")
     tokenizer = AutoTokenizer.from_pretrained(target)
-    rows: list[list[str]] = []
-    for name in job or JOBS:
-        answered: list[Call] = []
-        for text in islice(JOBS[name](), calls):
-            inputs = Prompt(name, text).encode(tokenizer)
-            output = spec.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[0].tolist()
-            size = inputs["input_ids"].shape[1]
-            answered.append((output[:size], output[size:]))
-        rows += counted(name, answered, curve(costs))
+    if texts is not None:
+        known = written(texts, tokenizer, calls, max_new_tokens)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        known = {name: answered(model, tokenizer, name, calls, max_new_tokens) for name in job or JOBS}
+    rows = [row for name, them in known.items() for row in counted(name, them, curve(costs))]
     print(table(["job", "method", "calls", "tokens per pass", "at most", "nodes", "speed-up"], rows))
+
+
+def answered(model: PreTrainedModel, tokenizer: Any, job: str, calls: int, new: int) -> list[Call]:
+    """The job's calls with the model's answers."""
+    spec, out = SpeculativeGenerator(model, "suffix"), []
+    for text in islice(JOBS[job](), calls):
+        inputs = Prompt(job, text).encode(tokenizer)
+        output = spec.generate(**inputs, max_new_tokens=new, do_sample=False)[0].tolist()
+        size = inputs["input_ids"].shape[1]
+        out.append((output[:size], output[size:]))
+    return out
+
+
+def written(path: Path, tokenizer: Any, calls: int, new: int) -> dict[str, list[Call]]:
+    """By source, the first so many calls of a file whose answers were not drawn."""
+    out: dict[str, list[Call]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        known = out.setdefault(entry.get("source", path.stem), [])
+        answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"][:new]
+        if len(known) < calls and len(answer) > 1 and not float(entry.get("temperature", 0)):
+            prompt = Prompt("", entry["prompt"]).encode(tokenizer)["input_ids"][0].tolist()
+            known.append((prompt, answer))
+    return {source: known for source, known in out.items() if known}
 
 
 def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) -> Iterator[list[str]]:
@@ -97,12 +122,17 @@ def at_most(calls: Sequence[Call]) -> float:
     for prompt, answer in calls:
         text, end = prompt + answer, len(prompt) + 1
         while end < len(text):
-            known = [*before, text[:end]]
-            places = [(other, i + 1) for other in known for i, token in enumerate(other) if token == text[end - 1]]
-            gained = 1 + max((_common(other[at:], text[end:-1]) for other, at in places), default=0)
+            here, following = text[end - 1 : end + 1], text[end:-1]
+            found = (other[at:] for other in [*before, text[:end]] for at in _places(other, here))
+            gained = 1 + max((_common(continuation, following) for continuation in found), default=0)
             tokens, rounds, end = tokens + gained, rounds + 1, end + gained
         before.append(text)
     return tokens / max(1, rounds)
+
+
+def _places(text: list[int], pair: list[int]) -> list[int]:
+    """Where the second of two tokens stands behind the first."""
+    return [i + 1 for i, token in enumerate(text[:-1]) if token == pair[0] and text[i + 1] == pair[1]]
 
 
 def curve(costs: str) -> Callable[[int], float]:

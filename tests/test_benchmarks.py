@@ -490,6 +490,24 @@ class TestLookups:
         rows = [line.split("|")[2].strip() for line in result.output.splitlines() if line.startswith("| words")]
         assert rows == ["ngram", "suffix"]
 
+    def test_texts_that_are_there(self, files, tmp_path):
+        entries = [
+            {"source": "code", "prompt": "ab", "response": "ab ab ab"},
+            {"source": "code", "prompt": "ab", "response": "x y", "temperature": "0.7"},
+            {"source": "math", "prompt": "x", "response": "x y x y"},
+        ]
+        (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, entries)))
+        command = f"--target {files}/target --texts {tmp_path}/texts.jsonl"
+        result = CliRunner().invoke(lookups.app, command.split())
+        assert result.exit_code == 0, result.output
+        rows = [line.split("|")[1:4] for line in result.output.splitlines()[2:]]
+        assert [[cell.strip() for cell in row] for row in rows] == [
+            ["code", "ngram", "1"],
+            ["code", "suffix", "1"],
+            ["math", "ngram", "1"],
+            ["math", "suffix", "1"],
+        ]
+
 
 def test_long_prompts_measure_in_a_process_of_their_own(files):
     command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
