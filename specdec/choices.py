@@ -24,12 +24,14 @@ Tracker = Literal["none", "tensorboard", "wandb"]
 
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
-PROPOSERS = re.compile(r"ngram|suffix|auto|(ngram\+)?(eagle3|dflash|mtp|(draft|eagle3|mtp|dflash|medusa):.+|exit:\d+)")
-NEED_A_PATH = dict.fromkeys(("draft", "medusa"), "PATH_OR_ID") | {"exit": "LAYERS"}
+PROPOSERS = re.compile(
+    r"ngram|suffix|auto|(ngram\+)?(eagle3|dflash|mtp|(draft|eagle3|mtp|dflash|medusa|hydra):.+|exit:\d+)"
+)
+NEED_A_PATH = dict.fromkeys(("draft", "medusa", "hydra"), "PATH_OR_ID") | {"exit": "LAYERS"}
 PROPOSERS_IN_WORDS = (
     '"ngram", "suffix", "draft:PATH_OR_ID", "eagle3" or "dflash" (a known head), "eagle3:PATH_OR_ID", '
-    '"dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "mtp" (the model\'s own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", '
-    'one of these but the first two behind "ngram+", or "auto"'
+    '"dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "hydra:PATH_OR_ID", "mtp" (the model\'s own MTP layers), '
+    '"mtp:PATH_OR_ID", "exit:LAYERS", one of these but the first two behind "ngram+", or "auto"'
 )
 
 

@@ -60,10 +60,10 @@ class SpeculativeGenerator:
         model: the target, a causal LM or an encoder-decoder from transformers, also with PEFT's adapters or in
             `torch.compile`.
         proposer: what drafts: a `Proposer`, a draft model, "ngram", "suffix", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID",
-            "dflash:PATH_OR_ID", "eagle3" or "dflash" (what `registry` knows for this model), "medusa:PATH_OR_ID", "mtp"
-            (its own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", one of these but the first two behind "ngram+" (see
-            `HybridProposer`), or "auto" ("ngram+" and the head, of EAGLE-3 or of blocks, that `registry` knows, else
-            "ngram+mtp" where its checkpoint holds MTP layers, else "ngram").
+            "dflash:PATH_OR_ID", "eagle3" or "dflash" (what `registry` knows for this model), "medusa:PATH_OR_ID",
+            "hydra:PATH_OR_ID", "mtp" (its own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", one of these but the first
+            two behind "ngram+" (see `HybridProposer`), or "auto" ("ngram+" and the head, of EAGLE-3 or of blocks, that
+            `registry` knows, else "ngram+mtp" where its checkpoint holds MTP layers, else "ngram").
         draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
         rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
             text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.

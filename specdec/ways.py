@@ -18,6 +18,7 @@ from specdec.proposers import (
     DraftModelProposer,
     Eagle3Proposer,
     HybridProposer,
+    HydraProposer,
     MtpProposer,
     NgramProposer,
     Proposer,
@@ -34,6 +35,7 @@ MODEL_OF: dict[type, str] = {
     Eagle3Proposer: "HEAD",
     MtpProposer: "",
     BlockProposer: "HEAD",
+    HydraProposer: "HEAD",
 }  # as the code calls it
 
 
@@ -120,5 +122,6 @@ def _name(proposer: Proposer) -> str:
         MtpProposer: "the MTP layers",
         DraftModelProposer: "the draft model",
     }
-    names |= {BlockProposer: "the drafter", NgramProposer: "n-grams", SuffixProposer: "suffixes"}
+    names |= {HydraProposer: "the heads", BlockProposer: "the drafter"}
+    names |= {NgramProposer: "n-grams", SuffixProposer: "suffixes"}
     return names.get(type(proposer), type(proposer).__name__)

@@ -5,7 +5,10 @@ import functools
 import torch
 
 from specdec.blocks import DFlashConfig, DFlashHead
+from specdec.blocks.hydra import HydraConfig, HydraHeads
+from specdec.blocks.medusa import MedusaConfig, MedusaHeads
 from specdec.eagle3 import Eagle3Head
+from specdec.eagle3.config import LayerConfig
 from tests import eagle3, tiny
 
 SHAPE = {
@@ -64,6 +67,40 @@ def parallel(seed: int = 0, **changes) -> Eagle3Head:
     with torch.no_grad():
         made.mask_hidden.normal_(generator=torch.Generator(tiny.DEVICE).manual_seed(seed))
     return made
+
+
+def medusa(heads: int = 3, hidden: int = 32, vocab: int = tiny.VOCAB) -> MedusaHeads:
+    """Random heads of Medusa's."""
+    return spread(MedusaHeads(MedusaConfig(hidden, vocab, heads, 1)))
+
+
+def hydra(
+    prefix: bool = True, heads: int = 3, layers: int = 2, hidden: int = 32, vocab: int = tiny.VOCAB
+) -> HydraHeads:
+    """Random heads of Hydra's; with a layer over the states, of grouped queries, or without."""
+    layer = LayerConfig(
+        hidden_size=hidden,
+        vocab_size=vocab,
+        draft_vocab_size=vocab,
+        intermediate_size=48,
+        num_attention_heads=hidden // 8,
+        num_key_value_heads=hidden // 16,
+        head_dim=8,
+        target_hidden_size=hidden,
+    )
+    return spread(HydraHeads(HydraConfig(hidden, vocab, heads, layers, layer if prefix else None)))
+
+
+def spread(made):
+    """The heads, with weights under which tokens differ."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5, generator=generator)
+            else:
+                weight.uniform_(0.5, 1.5, generator=generator)
+    return made.eval().requires_grad_(False).to(tiny.DEVICE)
 
 
 class Kept:

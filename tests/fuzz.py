@@ -21,15 +21,18 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import LogitsProcessor, StoppingCriteria
 
 from specdec import (
+    BlockProposer,
     DraftModelProposer,
     DynamicTree,
     Eagle3Proposer,
+    EarlyExitProposer,
     HybridProposer,
+    HydraProposer,
     NgramProposer,
     SpeculativeGenerator,
     SuffixProposer,
 )
-from tests import eagle3, tiny
+from tests import blocks, eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")
 PROPOSERS = (
@@ -49,6 +52,7 @@ PROPOSERS = (
     "garbage",
     "answer",
 )
+LATER = ("drafter", "drafter chain", "P-EAGLE", "medusa", "hydra", "hydra tree", "suffix beside a head", "early exit")
 
 
 class Recorder:
@@ -122,6 +126,8 @@ def case(seed: int, models: tuple[str, ...] = MODELS) -> tuple[dict[str, Any], d
         "lengths": lengths,
         "hook": r.random() < 0.2,
     }
+    if more.random() < 0.3:
+        setup["proposer"] = more.choice(LATER if models == MODELS else LATER[:-1])  # no early exit beside states
     kwargs: dict[str, Any] = {"max_new_tokens": r.choice((1, 2, 9, 16, 24)), "do_sample": False}
     if r.random() < 0.1:
         kwargs["max_length"] = width + kwargs.pop("max_new_tokens")
@@ -203,6 +209,14 @@ def proposer(name: str, model: str, answer: torch.Tensor, draft_length: int | No
         "eagle3": lambda: Eagle3Proposer(eagle3.head("3.1")),
         "eagle3 tree": lambda: Eagle3Proposer(eagle3.head(), branching=(3, 2, 1)),
         "hybrid": lambda: HybridProposer(Eagle3Proposer(eagle3.head())),
+        "drafter": lambda: BlockProposer(blocks.head("DSpark")),
+        "drafter chain": lambda: BlockProposer(blocks.head("own vocabulary"), branching=(1, 1, 1)),
+        "P-EAGLE": lambda: BlockProposer(blocks.parallel()),
+        "medusa": lambda: BlockProposer(blocks.medusa()),
+        "hydra": lambda: HydraProposer(blocks.hydra()),
+        "hydra tree": lambda: HydraProposer(blocks.hydra(prefix=False), branching=(3, 2, 1)),
+        "early exit": lambda: EarlyExitProposer(1),
+        "suffix beside a head": lambda: HybridProposer(Eagle3Proposer(eagle3.head()), SuffixProposer()),
         "trimmed": lambda: DraftModelProposer(target, vocab=20),
         "garbage": lambda: tiny.Garbage(size=draft_length or 5),
         "answer": lambda: tiny.Garbage(size=7, answer=answer),

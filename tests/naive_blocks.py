@@ -1,6 +1,7 @@
 """Block-parallel drafters a second time: one row, no cache, no masks, loops. Imports nothing from specdec."""
 
 import math
+from types import SimpleNamespace
 
 import torch
 
@@ -122,3 +123,28 @@ class NaiveParallel(NaiveHead):
         features = [self.fuse(state.double()) for state in states]
         features += [self.fuse(self.w["mask_hidden"][0, 0])] * masks
         return self.logits(self.run(features, [*tokens, *[self.c.mask_token_id] * masks])[-1])
+
+
+class NaiveHydra(NaiveHead):
+    """Hydra's heads. c: their config."""
+
+    def __init__(self, weights, c, target_embedding):
+        renamed = {name.replace("prefix.layer.", "layers.0."): tensor for name, tensor in weights.items()}
+        shape = None if c.prefix is None else SimpleNamespace(**vars(c.prefix), sliding_window=None)
+        super().__init__(renamed, shape, target_embedding)
+        self.layers = c.num_layers
+
+    def draft(self, states, tokens, path=()):
+        """Logits (V,) behind the drafted tokens `path`, which follow the last of `tokens`."""
+        state = states[-1].double()
+        if self.c is not None:
+            rows = [row.double() for row in states]
+            out = self.layer(0, rows, [self.rms(row, "layers.0.input_layernorm") for row in rows])
+            state = self.rms(out[-1], "prefix.norm")
+        x = torch.cat([state, *(self.embedding[token] for token in [tokens[-1], *path])])
+        head = f"heads.{len(path)}."
+        for number in range(self.layers):
+            block = f"{head}blocks.{number}."
+            kept = x if number else self.linear(x, block + "res_connection")
+            x = kept + torch.nn.functional.silu(self.linear(x, block + "linear"))
+        return self.linear(x, head + "lm_head")

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are sc
 import chart
 import compare
 import long_prompts
+import lookups
 import losses
 import overhead
 import repeated
@@ -460,6 +461,54 @@ def test_calls_that_repeat_each_other(files, tokenizer, monkeypatch):
 
 
 @pytest.mark.slow
+class TestLookups:
+    """Four calls: a text, the same again, one that ends differently, and one of its own."""
+
+    CALLS = (([1, 2], [3, 4, 5, 6]), ([9, 2], [3, 4, 5, 6]), ([8, 2], [3, 4, 7, 7]), ([1], [11, 12, 13, 14]))
+
+    def test_what_a_lookup_could_bring_at_most(self):
+        """Behind the first token: 3 passes; 1; 2, where the first finds the 4; 3."""
+        assert lookups.at_most(self.CALLS[:1]) == 3 / 3
+        assert lookups.at_most(self.CALLS[:2]) == 6 / 4
+        assert lookups.at_most(self.CALLS) == 12 / 9
+
+    def test_the_memory_finds_what_n_grams_cannot(self):
+        calls = [([30 + i, 2], [3, *range(4, 28)]) for i in range(6)]
+        (ngram, suffix) = lookups.counted("job", calls, lookups.curve("1:1 32:1.5"))
+        assert ngram[:4] == ["job", "ngram", "6", "1.00"]
+        assert 2 < float(suffix[3]) <= float(suffix[4])
+
+    def test_costs_between_those_given(self):
+        seconds = lookups.curve("1:1 3:2 4:2.5")
+        assert [seconds(n) for n in (1, 2, 3, 4, 8)] == [1, 1.5, 2, 2.5, 5]
+
+    def test_it_runs(self, files, monkeypatch):
+        monkeypatch.setitem(lookups.JOBS, "words", lambda: iter(["ab " * 9, "ab " * 9]))
+        command = f"--target {files}/target --dtype float32 --job words --max-new-tokens 8"
+        result = CliRunner().invoke(lookups.app, command.split())
+        assert result.exit_code == 0, result.output
+        rows = [line.split("|")[2].strip() for line in result.output.splitlines() if line.startswith("| words")]
+        assert rows == ["ngram", "suffix"]
+
+    def test_texts_that_are_there(self, files, tmp_path):
+        entries = [
+            {"source": "code", "prompt": "ab", "response": "ab ab ab"},
+            {"source": "code", "prompt": "ab", "response": "x y", "temperature": "0.7"},
+            {"source": "math", "prompt": "x", "response": "x y x y"},
+        ]
+        (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, entries)))
+        command = f"--target {files}/target --texts {tmp_path}/texts.jsonl"
+        result = CliRunner().invoke(lookups.app, command.split())
+        assert result.exit_code == 0, result.output
+        rows = [line.split("|")[1:4] for line in result.output.splitlines()[2:]]
+        assert [[cell.strip() for cell in row] for row in rows] == [
+            ["code", "ngram", "1"],
+            ["code", "suffix", "1"],
+            ["math", "ngram", "1"],
+            ["math", "suffix", "1"],
+        ]
+
+
 def test_long_prompts_measure_in_a_process_of_their_own(files):
     command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
     result = CliRunner().invoke(long_prompts.app, command.split())

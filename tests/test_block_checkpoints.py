@@ -387,6 +387,14 @@ def test_a_tensor_that_no_medusa_head_has(tmp_path):
         load(tmp_path)
 
 
+def test_damaged_medusa_heads(tmp_path):
+    weights = medusa_weights()
+    weights["1.0.linear.bias"][3] = float("nan")
+    written(tmp_path, weights, MEDUSA)
+    with pytest.raises(ValueError, match=r"1.0.linear.bias holds NaN"):
+        load(tmp_path)
+
+
 def test_medusas_heads_are_inspected(tmp_path):
     written(tmp_path, medusa_weights(), MEDUSA)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])

@@ -8,6 +8,7 @@ from specdec import (
     DraftModelProposer,
     DynamicTree,
     HybridProposer,
+    HydraProposer,
     NgramProposer,
     SpeculativeGenerator,
     SuffixProposer,
@@ -29,6 +30,8 @@ PROPOSERS = {
     "trimmed": lambda target: DraftModelProposer(target, vocab=20),
     "hybrid": lambda target: HybridProposer(DraftModelProposer(draft_of(target))),
     "block": lambda target: BlockProposer(blocks.head("DSpark")),
+    "medusa": lambda target: BlockProposer(blocks.medusa()),
+    "hydra": lambda target: HydraProposer(blocks.hydra()),
     "garbage": lambda target: tiny.Garbage(),
 }
 LENGTHS = (None, 0, 1, 4)

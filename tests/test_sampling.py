@@ -4,16 +4,19 @@ import pytest
 import torch
 
 from specdec import (
+    BlockProposer,
     DraftModelProposer,
     DynamicTree,
     Eagle3Proposer,
+    EarlyExitProposer,
     HybridProposer,
+    HydraProposer,
     NgramProposer,
     SpeculativeGenerator,
     SuffixProposer,
 )
 from specdec.noise import Noise, noise_of_call
-from tests import eagle3, tiny
+from tests import blocks, eagle3, tiny
 
 NEW = 12
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -39,6 +42,11 @@ PROPOSERS = {
     "fixed tree": lambda model, name: DraftModelProposer(model, branching=(2, 1)),
     "head": lambda model, name: Eagle3Proposer(head(model)),
     "ngram+head": lambda model, name: HybridProposer(Eagle3Proposer(head(model))),
+    "block": lambda model, name: BlockProposer(blocks.head("DSpark")),
+    "P-EAGLE": lambda model, name: BlockProposer(blocks.parallel()),
+    "medusa": lambda model, name: BlockProposer(blocks.medusa()),
+    "hydra": lambda model, name: HydraProposer(blocks.hydra()),
+    "early exit": lambda model, name: EarlyExitProposer(1),
     "garbage": lambda model, name: tiny.Garbage(),
 }
 
@@ -77,7 +85,7 @@ def test_same_seed_same_text(proposer, lengths):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_three_hundred_seeds(proposer, family, lengths):
-    """324 per family, over all proposers: a third under each way of processing, half of them in batches."""
+    """36 of each proposer per family, some 540 in all: a third under each processing, half of them in batches."""
     model = tiny.model(family)
     spec = SpeculativeGenerator(model, PROPOSERS[proposer](model, family), draft_length=3, on_unsupported="error")
     for place, warped in enumerate(WARPED.values()):

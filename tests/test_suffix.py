@@ -135,7 +135,7 @@ def test_other_files_are_refused(tmp_path):
 
 def test_continuations_become_a_tree_the_likeliest_first():
     pacer = Pacer(length=6)
-    found = _grown([Match(0, 9, 4, [1, 2]), Match(1, 9, 4, [1, 3]), Match(2, 9, 4, [1, 3]), Match(3, 9, 2, [5])])
+    found = _grown([Match(0, 9, 4, [1, 2]), Match(1, 9, 4, [1, 3]), Match(2, 9, 4, [1, 3]), Match(3, 9, 2, [5])], 9)
     for key, accepted in ((found.children[1], True), (found.children[5], False)):
         for _ in range(20):
             pacer.acceptance.observe(key.key, accepted)

@@ -1,8 +1,8 @@
 """Checkpoints of block-parallel drafters: understanding whatever a folder holds, strictly.
 
 Layouts: z-lab's, DeepSpec's, transformers' own `speculation_type="dflash"` models, vLLM speculators' `dflash` and
-`dspark`. Medusa's stand in `medusa`; P-EAGLE heads are EAGLE heads to `eagle3.checkpoint`, which also says how a
-checkpoint's facts are told apart.
+`dspark`. Medusa's stand in `medusa`, Hydra's in `hydra_checkpoint`; P-EAGLE heads are EAGLE heads to
+`eagle3.checkpoint`, which also says how a checkpoint's facts are told apart.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from specdec.blocks import medusa
+from specdec.blocks import hydra_checkpoint, medusa
 from specdec.blocks.config import DFlashConfig
 from specdec.blocks.head import DFlashHead
+from specdec.blocks.hydra import HydraHeads
+from specdec.blocks.hydra_checkpoint import HydraCheckpoint
 from specdec.blocks.medusa import MedusaCheckpoint, MedusaHeads
 from specdec.blocks.reading import BlockReader
 from specdec.eagle3 import checkpoint as eagle3
@@ -40,17 +42,19 @@ class BlockCheckpoint(Understood):
         return super().borrowed + ([] if self.config.own_head else ["lm_head.weight"])
 
 
-def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads:
+def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads:
     """A drafter from a folder or hub id, in any of the layouts; P-EAGLE's is an EAGLE-3 head."""
     return read(path).head()
 
 
-def read(path: str | Path) -> BlockCheckpoint | MedusaCheckpoint | eagle3.Checkpoint:
+def read(path: str | Path) -> BlockCheckpoint | MedusaCheckpoint | HydraCheckpoint | eagle3.Checkpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first); of an EAGLE head, too."""
     folder = folder_of(path)
     config = read_config(folder)
     if medusa.is_medusa(config):
         return medusa.read(folder)
+    if hydra_checkpoint.is_hydra(config):
+        return hydra_checkpoint.read(folder)
     if not is_block(config):
         return eagle3.read(folder)
     weights, used, ignored = placed(read_tensors(folder), folder)

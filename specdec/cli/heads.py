@@ -23,9 +23,10 @@ def inspect(
         for name in (head, *([target] if target else [])):
             require_folder_or_id(name)
         from specdec.blocks.checkpoint import read
+        from specdec.blocks.hydra import HydraHeads
         from specdec.eagle3.head import Eagle3Head
         from specdec.eagle3.inspection import describe
-        from specdec.proposers import BlockProposer, Eagle3Proposer
+        from specdec.proposers import BlockProposer, Eagle3Proposer, HydraProposer
         from specdec.tap_probe import probe_taps
 
         checkpoint = read(head)
@@ -35,9 +36,11 @@ def inspect(
             return
         model, tokenizer = load(target, tokenizer=probe)
         module = module.to(model.device)
-        proposer: Eagle3Proposer | BlockProposer
+        proposer: Eagle3Proposer | BlockProposer | HydraProposer
         if isinstance(module, Eagle3Head) and module.config.mask_token_id is None:
             proposer = Eagle3Proposer(module)
+        elif isinstance(module, HydraHeads):
+            proposer = HydraProposer(module)
         else:
             proposer = BlockProposer(module)
         proposer.check(model)

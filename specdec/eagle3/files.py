@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.paths import require_folder_or_id
 
 log = logging.getLogger(__name__)
+WANTED = ["*.json", "*.safetensors", "*.bin", "medusa*.pt", "hydra*.pt"]  # of a hub repository
 
 
 def folder_of(path: str | Path) -> Path:
@@ -31,7 +32,7 @@ def folder_of(path: str | Path) -> Path:
 
     log.info("fetching %s from the hub, if it is not here yet", path)
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.safetensors", "*.bin", "medusa*.pt"]))
+        return Path(snapshot_download(str(path), allow_patterns=WANTED))
     except (HFValidationError, OSError) as error:
         raise ValueError(f"{path} is neither a folder nor a hub repository that can be reached: {error}") from error
 
@@ -60,6 +61,10 @@ def read_tensors(folder: Path, others: str = "*model*.bin") -> dict[str, Tensor]
         for name, tensor in _read_file(file).items():
             if name in tensors:
                 raise ValueError(f"{folder}: {name} is in more than one file")
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise ValueError(
+                    f"{folder}: {name} holds NaN or infinite values; the file is damaged or its training was"
+                )
             tensors[name] = tensor
     for index in folder.glob("*.index.json"):
         named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))

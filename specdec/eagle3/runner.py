@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.state_head import StateHead
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight
 from specdec.slots import Span
@@ -24,6 +23,18 @@ from specdec.view import whole
 
 PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
 AT_ONCE = 1024  # known tokens per row that are read together: what is computed of them on the way goes again
+
+
+class Borrower(Protocol):
+    """A head that may have no embedding of its own."""
+
+    embed_tokens: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +53,7 @@ class Lent:
         ]
         return cls(*(module and whole(module) for module in lent) if spread(target) else lent)
 
-    def embedded(self, tokens: Tensor, head: StateHead, normed: bool = True) -> Tensor:
+    def embedded(self, tokens: Tensor, head: Borrower, normed: bool = True) -> Tensor:
         """(B, n, H) of tokens (B, n) int64, by the head's own embedding if it has one; its device and precision.
 
         normed: see `looked_up`.

@@ -6,6 +6,7 @@ from specdec.proposers.draft_model import DraftModelProposer
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.early_exit import EarlyExitProposer
 from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.hydra import HydraProposer
 from specdec.proposers.lookup import Lookup
 from specdec.proposers.mtp import MtpProposer
 from specdec.proposers.ngram import NgramProposer
@@ -20,6 +21,7 @@ __all__ = [
     "Eagle3Proposer",
     "EarlyExitProposer",
     "HybridProposer",
+    "HydraProposer",
     "Lookup",
     "MtpProposer",
     "NgramProposer",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.blocks.checkpoint import load
 from specdec.blocks.head import DFlashHead
+from specdec.blocks.hydra import HydraHeads
 from specdec.blocks.medusa import MedusaHeads, MedusaRunner
 from specdec.blocks.parallel import ParallelRunner
 from specdec.blocks.runner import DFlashRunner
@@ -39,7 +40,7 @@ class BlockProposer(HeadProposer):
         """Tokens that a pass drafts."""
         return self.head.config.drafted
 
-    def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads:
+    def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads:
         return load(path)
 
     def _check_kind(self) -> None:
@@ -47,6 +48,9 @@ class BlockProposer(HeadProposer):
             raise ValueError(
                 'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
             )
+
+        if isinstance(self.head, HydraHeads):
+            raise ValueError('these are Hydra\'s heads, which read drafted tokens: pass "hydra:PATH", or HydraProposer')
 
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
@@ -56,6 +60,7 @@ class BlockProposer(HeadProposer):
             return DFlashRunner(self.head, lent, self._fast, sized)
         if isinstance(self.head, MedusaHeads):
             return MedusaRunner(self.head, self._fast)
+        assert isinstance(self.head, Eagle3Head)
         return ParallelRunner(self.head, lent, self._fast, sized)
 
     def begin(self, context: Context) -> None:

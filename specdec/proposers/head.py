@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.blocks.head import DFlashHead
+from specdec.blocks.hydra import HydraHeads
+from specdec.blocks.hydra_runner import HydraRunner
 from specdec.blocks.medusa import MedusaHeads, MedusaRunner
 from specdec.blocks.parallel import ParallelRunner
 from specdec.blocks.runner import DFlashRunner
@@ -35,8 +37,8 @@ from specdec.step import spread
 from specdec.taps import Taps, decoder_layers
 from specdec.tree import DynamicTree
 
-Head = Eagle3Head | DFlashHead | MedusaHeads
-Runner = HeadRunner | DFlashRunner | ParallelRunner | MedusaRunner
+Head = Eagle3Head | DFlashHead | MedusaHeads | HydraHeads
+Runner = HeadRunner | DFlashRunner | ParallelRunner | MedusaRunner | HydraRunner
 Same = TypeVar("Same", bound="HeadProposer")
 
 
@@ -164,11 +166,12 @@ class HeadProposer(RecordedDrafts, FollowingProposer):
             self._draft_ahead(context, gained)
 
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        return self._brought(context, most) if isinstance(self.runner, CachedRows) else None  # Medusa's heads keep none
+        """Medusa's and Hydra's heads are not recorded: their runners are no rows of a cache."""
+        return self._brought(context, most) if isinstance(self.runner, CachedRows) else None
 
     def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         assert states is not None
-        assert not isinstance(self.runner, MedusaRunner)
+        assert not isinstance(self.runner, (MedusaRunner, HydraRunner))
         return self.runner.extend_behind(tokens, states, pads).to(tokens.device)
 
     def known_tokens(self) -> Tensor | None:

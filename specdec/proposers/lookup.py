@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 
@@ -35,6 +36,14 @@ class Lookup(Proposer):
 def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
     """Of each row worth drafting for, the tokens behind the first `known[b]`."""
     return {b: context.recent(b, context.ends[b] - context.pads[b] - known[b]) for b in context.rows}
+
+
+def writable(tokens: list[int], vocab_size: int) -> list[int]:
+    """As far as the target could write them: a prompt may hold placeholders of pictures that have no logits (Mllama's),
+    and a memory what another target wrote."""
+    if max(tokens, default=0) < vocab_size:
+        return tokens
+    return list(takewhile(lambda token: token < vocab_size, tokens))
 
 
 def laid_out(context: Context, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:

@@ -21,6 +21,7 @@ from specdec.proposers.draft_model import DraftModelProposer, tokenizers_at_hand
 from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.early_exit import EarlyExitProposer
 from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.hydra import HydraProposer
 from specdec.proposers.mtp import MtpProposer
 from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
@@ -70,6 +71,8 @@ def as_proposer(
         return EarlyExitProposer(int(source))
     if kind in ("dflash", "medusa"):
         return BlockProposer(source or registry.find(target, "dflash"))
+    if kind == "hydra":
+        return HydraProposer(source)
     if kind == "mtp":
         return MtpProposer(source or None)
     if kind == "eagle3":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import Lookup, gained, laid_out
+from specdec.proposers.lookup import Lookup, gained, laid_out, writable
 from specdec.tree import DraftTree
 
 KEY_DEPTHS = 32  # acceptance is told apart by depth in the draft up to here
@@ -38,6 +38,7 @@ class NgramProposer(Lookup):
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
         self._found: list[list[_Guess]] = []  # this round's
         self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
+        self._vocab_size = context.vocab_size
         self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
         if context.pacer.limit:  # the prompts, before any round
             for b in context.rows:
@@ -94,7 +95,10 @@ class NgramProposer(Lookup):
             for end in reversed(index.get(tuple(text[-n:]), ())[-1 - 4 * self.continuations :]):
                 period = len(text) - end  # past the end of the text, the draft repeats itself
                 if period and all(text[end] != other.tokens[0] for other in out):
-                    out.append(_Guess(n, [text[end + i % period] for i in range(length)]))
+                    following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
+                    if not following:
+                        continue
+                    out.append(_Guess(n, following))
                     if len(out) == self.continuations:
                         return out
         return out

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import Lookup, gained, laid_out
+from specdec.proposers.lookup import Lookup, gained, laid_out, writable
 from specdec.proposers.text_memory import Match, TextMemory
 from specdec.tree import DraftTree
 
@@ -87,7 +87,7 @@ class SuffixProposer(Lookup):
             self.memory.write(self._numbers[b], tokens)
             near = [(match.text, match.end + len(tokens)) for match in self._matches[b]]
             self._matches[b] = self.memory.matches(self._numbers[b], pacer.limit, near)
-            self._found[b] = _grown(self._matches[b])
+            self._found[b] = _grown(self._matches[b], context.vocab_size)
             chains_only = self.chains_only or context.chains_only
             self._best[b] = _ranked(self._found[b], context.room[b], pacer, chains_only)
         gains = [0.0] * max(map(len, self._best))
@@ -112,12 +112,12 @@ class SuffixProposer(Lookup):
             node = node.children[token]
 
 
-def _grown(matches: Sequence[Match]) -> Node:
-    """What followed the matches as one tree, its root a node without a token."""
+def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
+    """What followed the matches as one tree, its root a node without a token; of what the target can write."""
     root = Node(-1, 0, True)
     for i, match in enumerate(matches):  # the longest first: whoever makes a node has its longest match
         node = root
-        for depth, token in enumerate(match.following):
+        for depth, token in enumerate(writable(match.following, vocab_size)):
             child = node.children.setdefault(token, Node(token, match.length + depth, i == 0))
             child.count += 1
             node = child

@@ -1,0 +1,186 @@
+"""What lookups find in calls that repeat each other, counted: the same on every machine, however busy.
+
+    python benchmarks/lookups.py --target PATH
+
+The calls of repeated.py are answered once, or --texts gives answers. Then n-grams and the memory of earlier calls draft
+for these very texts, with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most"
+is what a lookup would bring that always knew the right one of all the places where the text's last token stood before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from repeated import JOBS
+from table import table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
+from specdec.data.prompts import Prompt
+from specdec.learnt import Learnt
+from specdec.logits import NodeProcessors
+from specdec.pacing import Pacer
+from specdec.proposers import Context, Lookup
+from specdec.tree import DraftTree
+
+# Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
+COSTS = "1:1 2:0.98 4:0.97 8:1.07 12:1.25 16:1.31 24:1.56 32:1.73 64:2.6"
+Call = tuple[list[int], list[int]]  # tokens of a prompt, and of the answer
+METHODS: dict[str, Callable[[], Lookup]] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
+    job: Annotated[list[str] | None, typer.Option(help=f"{', '.join(JOBS)}; all by default.")] = None,
+    calls: Annotated[int, typer.Option(min=1, help="Of each job at most.")] = 20,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    texts: Annotated[
+        Path | None, typer.Option(help="JSONL of prompt, response and source, of this model: these instead of jobs.")
+    ] = None,
+    costs: Annotated[str, typer.Option(help="tokens:seconds of a pass, the smallest first.")] = COSTS,
+) -> None:
+    logging.set_verbosity_error()
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    if texts is not None:
+        known = written(texts, tokenizer, calls, max_new_tokens)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        known = {name: answered(model, tokenizer, name, calls, max_new_tokens) for name in job or JOBS}
+    rows = [row for name, them in known.items() for row in counted(name, them, curve(costs))]
+    print(table(["job", "method", "calls", "tokens per pass", "at most", "nodes", "speed-up"], rows))
+
+
+def answered(model: PreTrainedModel, tokenizer: Any, job: str, calls: int, new: int) -> list[Call]:
+    """The job's calls with the model's answers."""
+    spec, out = SpeculativeGenerator(model, "suffix"), []
+    for text in islice(JOBS[job](), calls):
+        inputs = Prompt(job, text).encode(tokenizer)
+        output = spec.generate(**inputs, max_new_tokens=new, do_sample=False)[0].tolist()
+        size = inputs["input_ids"].shape[1]
+        out.append((output[:size], output[size:]))
+    return out
+
+
+def written(path: Path, tokenizer: Any, calls: int, new: int) -> dict[str, list[Call]]:
+    """By source, the first so many calls of a file whose answers were not drawn."""
+    out: dict[str, list[Call]] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        known = out.setdefault(entry.get("source", path.stem), [])
+        answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"][:new]
+        if len(known) < calls and len(answer) > 1 and not float(entry.get("temperature", 0)):
+            prompt = Prompt("", entry["prompt"]).encode(tokenizer)["input_ids"][0].tolist()
+            known.append((prompt, answer))
+    return {source: known for source, known in out.items() if known}
+
+
+def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) -> Iterator[list[str]]:
+    """Rows of the table."""
+    bound = at_most(calls)
+    for name, make in METHODS.items():
+        lookup, learnt = make(), Learnt()
+        rounds = [size for prompt, answer in calls for size in decoded(lookup, prompt, answer, seconds, learnt)]
+        tokens = sum(len(answer) - 1 for _, answer in calls)  # the first comes with the prompt
+        speed = tokens / sum(map(seconds, rounds))
+        drafted = sum(rounds) / len(rounds) - 1
+        figures = [f"{tokens / len(rounds):.2f}", f"{bound:.2f}", f"{drafted:.1f}", f"{speed:.2f}x"]
+        yield [job, name, str(len(calls)), *figures]
+
+
+def decoded(
+    proposer: Lookup, prompt: list[int], answer: list[int], seconds: Callable[[int], float], learnt: Learnt
+) -> list[int]:
+    """Tokens of each pass that it takes to write the answer behind its first token."""
+    text, end, pacer = prompt + answer, len(prompt) + 1, Pacer(None, learnt)
+    rounds: list[int] = []
+    proposer.begin(_context(text, len(prompt), len(prompt), pacer))
+    while end < len(text):
+        draft = proposer.propose(_context(text, len(prompt), end, pacer))
+        accepted = _accepted(draft, text[end:-1])
+        pacer.observe_drafting(0.0)
+        pacer.observe_round(draft.size, 1, 0.0, seconds(draft.size), 1 + accepted)
+        rounds.append(draft.size)
+        end += 1 + accepted
+    return rounds
+
+
+def at_most(calls: Sequence[Call]) -> float:
+    """Tokens per pass of a lookup that always knows the right place, in the call's own text or an earlier call's."""
+    tokens, rounds = 0, 0
+    before: list[list[int]] = []
+    for prompt, answer in calls:
+        text, end = prompt + answer, len(prompt) + 1
+        while end < len(text):
+            here, following = text[end - 1 : end + 1], text[end:-1]
+            found = (other[at:] for other in [*before, text[:end]] for at in _places(other, here))
+            gained = 1 + max((_common(continuation, following) for continuation in found), default=0)
+            tokens, rounds, end = tokens + gained, rounds + 1, end + gained
+        before.append(text)
+    return tokens / max(1, rounds)
+
+
+def _places(text: list[int], pair: list[int]) -> list[int]:
+    """Where the second of two tokens stands behind the first."""
+    return [i + 1 for i, token in enumerate(text[:-1]) if token == pair[0] and text[i + 1] == pair[1]]
+
+
+def curve(costs: str) -> Callable[[int], float]:
+    """Seconds by tokens, straight lines between what is given."""
+    known = [(int(tokens), float(taken)) for tokens, _, taken in (pair.partition(":") for pair in costs.split())]
+
+    def seconds(tokens: int) -> float:
+        for (low, less), (high, more) in pairwise(known):
+            if tokens <= high:
+                return less + (more - less) * (tokens - low) / (high - low)
+        return known[-1][1] * tokens / known[-1][0]
+
+    return seconds
+
+
+def _context(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
+    return Context(
+        tokens=torch.tensor([text[:end]]),
+        pads=[0],
+        ends=[end],
+        active=[True],
+        room=[max(0, len(text) - 1 - end)],
+        sampling=False,
+        chains_only=False,
+        vocab_size=1 << 24,
+        processors=NodeProcessors([]),
+        pacer=pacer,
+        written=[text[prompt:end]],
+    )
+
+
+def _accepted(draft: DraftTree, following: list[int]) -> int:
+    tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
+    node = 0
+    for depth, token in enumerate(following):
+        right = [i for i in range(1, len(tokens)) if parents[i] == node and tokens[i] == token]
+        if not right:
+            return depth
+        node = right[0]
+    return len(following)
+
+
+def _common(found: list[int], text: list[int]) -> int:
+    for count, (ours, theirs) in enumerate(zip(found, text, strict=False)):
+        if ours != theirs:
+            return count
+    return min(len(found), len(text))
+
+
+if __name__ == "__main__":
+    app()

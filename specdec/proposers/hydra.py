@@ -1,0 +1,43 @@
+"""`HydraProposer`: Hydra's heads draft a token each, from the target's last state and the tokens drafted before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from specdec.blocks.hydra import HydraHeads
+from specdec.blocks.hydra_checkpoint import read
+from specdec.blocks.hydra_runner import HydraRunner
+from specdec.eagle3.runner import Lent
+from specdec.proposers.autoregressive import Stepped
+from specdec.proposers.base import Context
+from specdec.proposers.head import HeadProposer
+from specdec.tree import DraftTree, DynamicTree
+
+
+class HydraProposer(HeadProposer):
+    """A head for each depth of the tree, over that depth's nodes; arguments as `HeadProposer`'s."""
+
+    head: HydraHeads
+    runner: HydraRunner
+
+    def _load(self, path: str | Path) -> HydraHeads:
+        return read(path).head()
+
+    def _check_kind(self) -> None:
+        if not isinstance(self.head, HydraHeads):
+            raise ValueError(f"this is a {type(self.head).__name__}: Hydra's heads are of another kind")
+
+    def _tree(self, top_k: int) -> DynamicTree:
+        return DynamicTree(depth=self.head.config.drafted, top_k=top_k)
+
+    def _runner(self, lent: Lent, sized: bool) -> HydraRunner:
+        return HydraRunner(self.head, lent, self._fast)
+
+    def _draft(self, context: Context, limit: int) -> DraftTree:
+        return super()._draft(context, min(limit, self.head.config.drafted))
+
+    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+        logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
+        return logits.to(stepped.tokens.device)

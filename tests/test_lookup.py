@@ -1,0 +1,43 @@
+"""What n-grams and suffixes have in common: they draft nothing that the target cannot write."""
+
+import pytest
+import torch
+
+from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
+from tests import tiny
+
+LOOKUPS = {
+    "ngram": lambda: NgramProposer(),
+    "ngram tree": lambda: NgramProposer(continuations=3),
+    "suffix": lambda: SuffixProposer(),
+}
+
+
+@pytest.mark.parametrize("draft_length", [None, 4])
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_prompts_that_hold_more_tokens_than_have_logits(name, draft_length):
+    """As Mllama's do, whose pictures' placeholder is embedded and never written."""
+    target = tiny.on_host("llama")
+    known = target.get_input_embeddings().weight.detach()
+    placeholder = tiny.VOCAB + 4
+    target.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.cat([known, known[:8] + 1])))
+    target = target.to(tiny.DEVICE)
+    spec = SpeculativeGenerator(target, LOOKUPS[name](), draft_length=draft_length, on_unsupported="error")
+    for seed in range(3):
+        inputs = tiny.prompts(14, 11, seed=seed)
+        inputs["input_ids"][:, 5::3] = placeholder
+        plain = target.generate(**inputs, do_sample=False, max_new_tokens=24)
+        assert spec.generate(**inputs, do_sample=False, max_new_tokens=24).tolist() == plain.tolist()
+    if draft_length:
+        assert spec.report.num_draft_tokens > 0
+
+
+def test_a_memory_shared_with_a_target_of_more_tokens():
+    memory, inputs = TextMemory(), tiny.prompts(9, 4)
+    arguments = {"do_sample": False, "max_new_tokens": 24}
+    targets = [tiny.model("llama"), tiny.model("llama", seed=3, vocab_size=2 * tiny.VOCAB)]
+    specs = [SpeculativeGenerator(target, SuffixProposer(memory), draft_length=4) for target in targets]
+    for _ in range(2):
+        for target, spec in zip(reversed(targets), reversed(specs), strict=True):
+            assert spec.generate(**inputs, **arguments).tolist() == target.generate(**inputs, **arguments).tolist()
+    assert max(max(text) for text in memory.texts()) >= tiny.VOCAB
