@@ -10,9 +10,9 @@ from specdec.blocks.hydra import HydraHeads
 from specdec.blocks.hydra_checkpoint import read
 from specdec.blocks.hydra_runner import HydraRunner
 from specdec.eagle3.runner import Lent
-from specdec.proposers.autoregressive import Stepped
 from specdec.proposers.base import Context
 from specdec.proposers.head import HeadProposer
+from specdec.proposers.stepped import Stepped
 from specdec.tree import DraftTree, DynamicTree
 
 
