@@ -90,6 +90,11 @@ class CachedRows:
         self.start(0)
 
     @property
+    def rows(self) -> CachedRows:
+        """These, as whoever runs a model over them calls them."""
+        return self
+
+    @property
     def lengths(self) -> list[int]:
         return self.cache.lengths
 

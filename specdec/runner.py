@@ -136,11 +136,11 @@ class ModelRunner(CachedRows):
         return output
 
     @torch.no_grad()
-    def extend_behind(self, tokens: Tensor, pads: Tensor) -> Tensor:
-        """Append few known tokens (B, W) int64, row b left-padded by pads[b], behind the rows as they are `there`;
-        logits (B, 1, V) after them. pads: (B, 1) int64."""
-        sight = self.place_behind(tokens.shape[1], pads)
-        return self._forward(tokens, sight, self._mask_argument(sight, unmasked=False), keep=1, hidden=False).logits
+    def extend_behind(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        sight = self.place_behind(given.shape[1], pads)
+        mask = self._mask_argument(sight, unmasked=False)
+        return self._forward(given, sight, mask, keep=1, hidden=False, embedded=embedded)
 
     @torch.no_grad()
     def look(self, inputs: Mapping[str, Any]) -> Output:

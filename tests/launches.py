@@ -17,18 +17,21 @@ from specdec import (
     DynamicTree,
     Eagle3Proposer,
     HybridProposer,
+    MtpProposer,
     NgramProposer,
     SpeculativeGenerator,
 )
 from specdec.blocks import DFlashHead
 from specdec.eagle3 import Eagle3Head
 from specdec.loop import Loop
+from specdec.mtp import MtpHead
 from specdec.pacing import Pacer
 from specdec.runner import ModelRunner
+from specdec.training.mtp_initialisation import initialize_mtp
 from tests import blocks, eagle3, pretend, tiny
 
 OUTSIDE, TARGET, DRAFT = "outside", "target", "draft"  # of the models; the target's pass; the draft's own passes
-PROPOSERS = ("ngram", "draft chain", "eagle3 chain", "eagle3 tree", "block chain", "block tree", "hybrid")
+PROPOSERS = ("ngram", "draft chain", "eagle3 chain", "eagle3 tree", "block chain", "block tree", "mtp chain", "hybrid")
 LENGTH = 5  # tokens drafted per round, where that is set
 LARGE = DynamicTree(depth=8, top_k=8, size=60)
 
@@ -48,6 +51,14 @@ def block_head() -> DFlashHead:
     return copy.deepcopy(blocks.head("DSpark", **shape)).to("cuda")
 
 
+@functools.cache
+def mtp_head() -> MtpHead:
+    """An MTP layer for the same target, untrained: what its last layer says once more."""
+    target, _, _ = models()
+    on_host = copy.deepcopy(target).to("cpu")
+    return initialize_mtp(on_host, torch.arange(on_host.config.vocab_size)).to("cuda").beside(target)
+
+
 def generator(name: str, automatic: bool) -> SpeculativeGenerator:
     """automatic: how far is drafted is for the pacer to say."""
     target, draft, head = models()
@@ -59,6 +70,7 @@ def generator(name: str, automatic: bool) -> SpeculativeGenerator:
         "eagle3 tree": lambda: Eagle3Proposer(head, tree=tree),
         "block chain": lambda: BlockProposer(block_head()).shaped(),
         "block tree": lambda: BlockProposer(block_head(), tree=tree),
+        "mtp chain": lambda: MtpProposer(mtp_head()),
         "hybrid": lambda: HybridProposer(Eagle3Proposer(head, tree=tree)),
     }[name]()
     length = None if automatic else LARGE.depth if "tree" in name or name == "hybrid" else LENGTH

@@ -96,7 +96,7 @@ def test_rows_whose_positions_have_run_out(shape, recorders):
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree"])
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
 def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
     """What a head drafts while the host waits for the round is what it would draft when all is known."""
     behind, checked, drafts = RecordedDrafts._inputs, Loop._checked, []

@@ -14,19 +14,21 @@ from torch.nn.functional import pad
 
 from specdec.mtp.head import MtpHead
 from specdec.products import quick
+from specdec.rows import CachedRows
 from specdec.runner import ModelRunner
+from specdec.transfer import uploaded
 
 
 class MtpRunner:
     """Layer k drafts the k-th token from the root on; the last layer all that come behind, from what it put out itself.
 
     Args:
-        head: the layers, or a view of them.
+        head: the layers, or a view of them. sized: passes over drafts are of few sizes, so that they can be recorded.
     """
 
-    def __init__(self, head: MtpHead):
+    def __init__(self, head: MtpHead, sized: bool = False):
         self.head = quick(head)
-        self.layers = [ModelRunner(layer.block, taps=layer.taps) for layer in self.head.layers]
+        self.layers = [ModelRunner(layer.block, taps=layer.taps, sized=sized) for layer in self.head.layers]
         self._last: list[Tensor] = []  # by layer, (B, 1, H) put out at each row's last known entry
         self._drafted: list[Tensor] = []  # by layer, (B, M, H) put out at the draft's nodes, as far as it was run
         self._start_draft()
@@ -69,14 +71,32 @@ class MtpRunner:
                 break
             out = runner.extend(self.head.layers[k].fused(embeds, states), pads, embedded=True).features
             assert out is not None
-            gained = torch.tensor([count < W for count in pads], device=out.device)[:, None, None]
-            self._last[k] = torch.where(gained, out[:, -1:], before)
+            gained = [count < W for count in pads]
+            self._last[k] = out[:, -1:]
+            if not all(gained):
+                self._last[k] = torch.where(uploaded(gained, out.device).bool()[:, None, None], out[:, -1:], before)
             # The next layer pairs what this one put out before with the same tokens.
             states = out.roll(1, 1)
             for b, count in enumerate(pads):
                 if count < W:
                     states[b, count] = before[b, 0]
             pads = [min(W, count + new) for count, new in zip(pads, first, strict=True)]
+        self._start_draft()
+        return self._logits(self._last[0])
+
+    @property
+    def rows(self) -> CachedRows:
+        """Of the only layer."""
+        (runner,) = self.layers
+        return runner
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` the only layer by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        (layer,), (runner,), embeds = self.head.layers, self.layers, self._embedded(tokens)
+        out = runner.extend_behind(layer.fused(embeds, states.to(embeds)), pads, embedded=True).features
+        assert out is not None
+        self._last = [out[:, -1:]]
         self._start_draft()
         return self._logits(self._last[0])
 

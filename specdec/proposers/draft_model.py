@@ -136,7 +136,7 @@ class DraftModelProposer(RecordedDrafts):
         return (missing, None) if 0 < max(missing) <= most else None
 
     def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        return self.runner.extend_behind(self._readable(tokens), pads)
+        return self.runner.extend_behind(self._readable(tokens), pads).logits
 
     def begin(self, context: Context) -> None:
         super().begin(context)

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from specdec.gained import Gained
 from specdec.pacing import FEW_TOKENS
 from specdec.products import clock
-from specdec.proposers.autoregressive import AutoregressiveProposer
 from specdec.proposers.base import Context
+from specdec.proposers.recorded import RecordedDrafts
+from specdec.rows import CachedRows
 from specdec.tree import DraftTree, Verdict
 
 
@@ -31,7 +33,18 @@ class Follower(Protocol):
         """Forget the draft's nodes."""
 
 
-class FollowingProposer(AutoregressiveProposer):
+class RecordableFollower(Follower, Protocol):
+    """One whose drafts can be recorded."""
+
+    @property
+    def rows(self) -> CachedRows:
+        """Where its keys and values are."""
+
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+
+
+class FollowingProposer(RecordedDrafts):
     """What drafted features led to is dropped after a round; the accepted tokens come again with the target's states.
 
     A subclass makes its runner at the beginning of a call.
@@ -43,6 +56,7 @@ class FollowingProposer(AutoregressiveProposer):
         """Its runner."""
 
     def begin(self, context: Context) -> None:
+        super().begin(context)
         # per row, the target's states that were not read yet, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
 
@@ -64,17 +78,40 @@ class FollowingProposer(AutoregressiveProposer):
         width = max(sum(map(len, parts)) for parts in self._waiting)
         return width * context.batch_size if width > FEW_TOKENS else 0
 
-    def _brought(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        """What the last round brought, if that is all there is to read: see `RecordedDrafts._newest`."""
+    # Recorded drafts
+
+    @property
+    def recordable(self) -> RecordableFollower | None:
+        """The runner, if its drafts can be recorded."""
+        return None
+
+    @property
+    def rows(self) -> CachedRows:
+        assert self.recordable is not None
+        return self.recordable.rows
+
+    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        """What the last round brought, if that is all there is to read."""
         missing = [sum(map(len, parts)) for parts in self._waiting]
         last = all(
             len(parts) < 2 and count in (0, fresh)
             for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
         )
-        if not last or not 0 < max(missing) <= most:
+        if self.recordable is None or not last or not 0 < max(missing) <= most:
             return None
         self._waiting = [[] for _ in missing]
         return missing, context.features
+
+    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        assert self.recordable is not None
+        assert states is not None
+        return self.recordable.extend_behind(tokens, states, pads).to(tokens.device)
+
+    def draft_ahead(self, context: Context, gained: Gained) -> None:
+        if self.recordable is not None and not any(self._waiting):
+            self._draft_ahead(context, gained)
+
+    # Kernel by kernel
 
     def _catch_up(self, context: Context) -> Tensor:
         start, B = clock(), context.batch_size

@@ -25,13 +25,10 @@ from specdec.draft_view import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import HeadRunner, Lent
-from specdec.gained import Gained
 from specdec.proposers.autoregressive import top_children
 from specdec.proposers.base import LARGEST_PADDING, Context
-from specdec.proposers.following import Follower, FollowingProposer
-from specdec.proposers.recorded import RecordedDrafts
+from specdec.proposers.following import Follower, FollowingProposer, RecordableFollower
 from specdec.proposers.stepped import Stepped
-from specdec.rows import CachedRows
 from specdec.runner import device_of
 from specdec.step import spread
 from specdec.taps import Taps, decoder_layers
@@ -42,7 +39,7 @@ Runner = HeadRunner | DFlashRunner | ParallelRunner | MedusaRunner | HydraRunner
 Same = TypeVar("Same", bound="HeadProposer")
 
 
-class HeadProposer(RecordedDrafts, FollowingProposer):
+class HeadProposer(FollowingProposer):
     """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
 
     On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
@@ -157,22 +154,9 @@ class HeadProposer(RecordedDrafts, FollowingProposer):
         return self.runner
 
     @property
-    def rows(self) -> CachedRows:
-        assert isinstance(self.runner, CachedRows)
-        return self.runner
-
-    def draft_ahead(self, context: Context, gained: Gained) -> None:
-        if isinstance(self.runner, CachedRows) and not any(self._waiting):
-            self._draft_ahead(context, gained)
-
-    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+    def recordable(self) -> RecordableFollower | None:
         """Medusa's and Hydra's heads are not recorded: their runners are no rows of a cache."""
-        return self._brought(context, most) if isinstance(self.runner, CachedRows) else None
-
-    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        assert states is not None
-        assert not isinstance(self.runner, (MedusaRunner, HydraRunner))
-        return self.runner.extend_behind(tokens, states, pads).to(tokens.device)
+        return None if isinstance(self.runner, (MedusaRunner, HydraRunner)) else self.runner
 
     def known_tokens(self) -> Tensor | None:
         return self.head.draft_to_target

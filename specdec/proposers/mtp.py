@@ -16,7 +16,7 @@ from specdec.draft_view import int8_pays, with_int8_linears
 from specdec.mtp import MtpHead, load
 from specdec.mtp.runner import MtpRunner
 from specdec.proposers.base import Context
-from specdec.proposers.following import Follower, FollowingProposer
+from specdec.proposers.following import Follower, FollowingProposer, RecordableFollower
 from specdec.proposers.stepped import Stepped
 from specdec.taps import FINAL, Taps
 from specdec.tree import DynamicTree
@@ -62,7 +62,8 @@ class MtpProposer(FollowingProposer):
 
     def begin(self, context: Context) -> None:
         assert context.target is not None
-        self.runner = MtpRunner(self._of(context.target))
+        head = self._of(context.target)
+        self.runner = MtpRunner(head, sized=context.recorder is not None and len(head.layers) == 1)
         self.runner.start(context.batch_size)
         super().begin(context)
 
@@ -72,6 +73,11 @@ class MtpProposer(FollowingProposer):
     @property
     def follower(self) -> Follower:
         return self.runner
+
+    @property
+    def recordable(self) -> RecordableFollower | None:
+        """Of several layers each has rows of its own."""
+        return self.runner if len(self.runner.layers) == 1 else None
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens, n, parents, stepped.depth, stepped.seen, stepped.levels, chain)
