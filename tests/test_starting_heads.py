@@ -60,6 +60,20 @@ def test_a_fresh_heads_attention_may_go_without_biases(tmp_path):
         given_head(Recipe("target", Path("data"), tmp_path, start_from="head", attention_bias=False))
 
 
+@torch.no_grad()
+def test_a_fresh_heads_feature_is_the_highest_state():
+    """Without noise, and so that the other states are learnt to be read."""
+    target = tiny.model("llama", num_hidden_layers=4)
+    head = initialize(target, torch.arange(20), tap_ids=(1, 2, 3))
+    text = some_texts(target, 1)[0]
+    state = states.states_of(target, (1, 2, 3, -1), [text])[0].float()  # (T, 4 * 32)
+    torch.testing.assert_close(head.fuse(state[None, :, :-32]), state[None, :, 64:96])
+    objective = Eagle3Objective(head.train(), *target_logits_of(target, head))
+    with torch.enable_grad():
+        objective(*batch_of(target, text.ids[None], text.learn[None], state[None]))["loss"].backward()
+    assert all(bool((part != 0).any()) for part in head.fc.weight.grad.split(32, 1))
+
+
 @pytest.mark.parametrize("added", [0.0, transfer.ADDED])
 @pytest.mark.parametrize(
     ("name", "changes"),

@@ -22,11 +22,11 @@ from specdec.eagle3 import load, save
 from specdec.training import HeadTrainer, initialize
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.recipe import SHARDING
+from specdec.training.recipe import SHARDING, Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import extract
 from tests import blocks, eagle3, tiny
-from tests.training import SMALL, WORDS, losses, process, quiet_arguments, run, some_texts, written
+from tests.training import SMALL, WORDS, logged, losses, process, quiet_arguments, run, some_texts, written
 
 
 @pytest.mark.slow
@@ -217,6 +217,12 @@ def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     assert any(re.search(rf"update 2: {held}", line) for line in lines)
     assert any(re.search(rf"update 10: loss .* \(step by step\); {held} at update 10", line) for line in lines)
     assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
+
+
+def test_a_short_run_is_warmed_up_in_time(files, tmp_path):
+    """Its learning rate rises for a share of its updates: ten of them come near to what was asked for."""
+    assert run(files, tmp_path).exit_code == 0
+    assert max(entry["learning_rate"] for entry in logged(tmp_path)) > 0.9 * Recipe.learning_rate
 
 
 def test_trackers_are_sent_what_is_logged(files, tmp_path, monkeypatch):

@@ -84,6 +84,8 @@ def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_voca
         _copy_layer(ours, theirs)
     _copy_norm(head.norm, getattr(target.get_decoder(), "norm", None))
     if head.fc.weight.shape[0] == H:
+        if isinstance(head, Eagle3Head):
+            head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as what it is added to
         head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
 
 
