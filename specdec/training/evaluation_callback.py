@@ -14,8 +14,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from specdec.training.curve import draw
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.evaluation import Evaluation, evaluate
+from specdec.training.heads import copy_of
 from specdec.training.run_folder import RunFolder, read_json
-from specdec.training.trainer import HeadTrainer, copy_of
+from specdec.training.trainer import HeadTrainer
 
 
 class EvaluationCallback(TrainerCallback):
@@ -36,7 +37,7 @@ class EvaluationCallback(TrainerCallback):
         folder: RunFolder,
         *,
         every: int,
-        held_out: PackedTexts,
+        held_out: StateDataset | PackedTexts,
         held_out_every: int,
         at_start: bool = False,
     ):
@@ -79,12 +80,12 @@ class EvaluationCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
-        head = copy_of(self.trainer.head, self.trainer.target.dtype)
-        device = self.trainer.target.device
+        target, device = self.trainer.teacher.model(), self.trainer.args.device
+        head = copy_of(self.trainer.head, target.dtype)
         # Decoding draws; training goes on as if it had not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             torch.manual_seed(self.trainer.args.seed)
-            found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
+            found = evaluate(head, target, self.prompts, draft_length=self.trainer.steps)
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
         self._log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
         if found.warning:

@@ -17,7 +17,8 @@ from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
 from specdec.taps import decoder_layers
-from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher import embedding_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 

@@ -27,11 +27,12 @@ from specdec.training.initialisation import config_for
 from specdec.training.objective import ROWS_AT_ONCE
 from specdec.training.outline import META, Outline, parameters
 from specdec.training.progress import in_bytes
+from specdec.training.reading import batch_tokens_of
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run import checked
 from specdec.training.starting_head import fresh_changes, given_head
-from specdec.training.states import batch_tokens_of, bytes_per_token
-from specdec.training.teacher import NUMBERS_AT_ONCE
+from specdec.training.states import bytes_per_token
+from specdec.training.target_logits import NUMBERS_AT_ONCE
 
 CHECKPOINTS = 3  # on the disk together, while one is written
 
@@ -180,7 +181,7 @@ class Arithmetic:
         own = self.outline.weights
         states: dict[str, float] = {}
         if self.recipe.cache_states:
-            states["the target's states"] = self.tokens * bytes_per_token(self.target, self._taps)
+            states["the target's states"] = self.tokens * bytes_per_token(self._H, self._taps)
         return states | {
             "checkpoints": CHECKPOINTS * 4 * (own + self._moments),
             "the head, bfloat16": 2 * own * 2,  # the one before stays until the next is whole

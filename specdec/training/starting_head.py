@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.blocks.checkpoint import load as load_block
 from specdec.blocks.head import DFlashHead
+from specdec.blocks.layouts import save as save_block
 from specdec.data.texts import Text
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
@@ -24,11 +25,11 @@ from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.registry import WEIGHTS
 from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.heads import Head, StandAlone
 from specdec.training.initialisation import extend_vocabulary, initialize
 from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.trainer import Head, StandAlone
 from specdec.training.transfer import transfer_head
 
 TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
@@ -105,6 +106,23 @@ def starting_head(
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
     processes.print(f"the {len(ids)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
+    return head
+
+
+def keep_start(head: Head, folder: RunFolder) -> None:
+    """Write the head before its first update, for runs without their target at hand."""
+    if isinstance(head, DFlashHead):
+        save_block(head, folder.start)
+    elif isinstance(head, Eagle3Head):
+        save(head, folder.start)
+
+
+def kept_start(recipe: Recipe, folder: RunFolder) -> StandAlone:
+    """What `keep_start` wrote."""
+    if recipe.kind == "eagle3":
+        return load(folder.start)
+    head = load_block(folder.start)
+    assert isinstance(head, DFlashHead)
     return head
 
 
