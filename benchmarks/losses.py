@@ -109,7 +109,7 @@ def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
     """As `specdec train` makes it of these texts."""
     torch.manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
-    counts = token_counts([(text.ids, text.learn) for text in kept_texts(texts)], size)
+    counts = token_counts(kept_texts(texts), size)
     return initialize(model, frequent_tokens(counts, DRAFT_VOCAB))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 
 from specdec.capability import capability
-from specdec.data.texts import Text, keep
+from specdec.data.texts import Texts
 from specdec.proposers.draft_model import load as load_model
 from specdec.training import precision
 from specdec.training.cached_teacher import CachedTeacher, keep_teacher
@@ -46,8 +45,8 @@ class Preparation:
     processes: PartialState
     given: StandAlone | None
     checksum: str
-    learnt: Sequence[Text]
-    held_out: Sequence[Text]
+    learnt: Texts
+    held_out: Texts
     deadline: float | None
 
     def run(self) -> tuple[Head, Teacher] | None:
@@ -79,8 +78,6 @@ class Preparation:
         head = starting_head(self.recipe, self.given, target, self.learnt, self.folder, self.processes)
         if self.processes.is_main_process:
             print(precision.in_words(target))
-            keep(self.learnt, self.folder.learnt)
-            keep(self.held_out, self.folder.held_out)
             self.folder.claim(identity)
         teacher = LocalTeacher.of(target, head)
         if not self.recipe.cache_states:
@@ -117,7 +114,7 @@ class Preparation:
         return all((place / DONE).exists() for place in (self.folder.states, self.folder.held_out_states))
 
     def _check_room(self, teacher: Teacher) -> None:
-        tokens = sum(len(text.ids) for text in self.learnt)
+        tokens = len(self.learnt.ids)
         done = sum(path.stat().st_size for path in self.folder.states.glob("states-*.safetensors"))
         size = tokens * bytes_per_token(teacher.logits.weight.shape[-1], teacher.taps)
         free = shutil.disk_usage(self.folder.path).free
@@ -127,13 +124,12 @@ class Preparation:
         if size - done > 0.95 * free:
             raise ValueError(f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free")
 
-    def _extract(self, teacher: Teacher, texts: Sequence[Text], place: Path) -> None:
+    def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
         """The processes of a machine, which have one disk, share the work; the first shows how far its own part is."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
-        tokens = sum(len(text.ids) for text in texts)
         with Progress(disable=not first) as bar, self.folder.clear_failures("use a shorter --length"):
-            task = bar.add_task("states", total=tokens / count)
+            task = bar.add_task("states", total=len(texts.ids) / count)
             extract(
                 teacher,
                 texts,

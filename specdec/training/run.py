@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, TrainingArguments
 
 from specdec.data.texts import Text
+from specdec.machine import started_together
 from specdec.training import precision
-from specdec.training.corpus import checksum_of_entries, corpus
+from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
 from specdec.training.evaluation import Evaluation
@@ -49,16 +51,22 @@ def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
     folder = RunFolder(recipe.out)
     recipe.check()
     folder.check()
-    processes = PartialState(cpu=recipe.device == "cpu", timeout=timedelta(days=1))  # who is done waits
+    processes = started_together(on_cpu=recipe.device == "cpu")
     recipe.per_pass(processes)
     return folder, processes
 
 
 def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Evaluation | None:
     given = given_head(recipe)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.target)
-    checksum = checksum_of_entries(recipe)
-    learnt, held_out = corpus(recipe, folder, tokenizer, checksum)
+    check_length(recipe)
+    checksum = _of_first(processes, lambda: checksum_of_entries(recipe))
+    if found := folder.identity():  # before its texts are written over; its target's weights are asked later
+        weights = found.get("weights", "")
+        folder.refuse_others(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
+    if processes.is_local_main_process:
+        write_corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum)
+    processes.wait_for_everyone()
+    learnt, held_out = corpus(folder)
     ready = Preparation(recipe, folder, processes, given, checksum, learnt, held_out, deadline).run()
     if ready is None:
         return None
@@ -86,6 +94,14 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         return None
     trainer.accelerator.wait_for_everyone()  # one process evaluates
     return evaluation.best()
+
+
+def _of_first(processes: PartialState, found: Callable[[], str]) -> str:
+    """What a function gives in the first process, told to all."""
+    said = [found() if processes.is_main_process else ""]
+    if processes.num_processes > 1:
+        broadcast_object_list(said)
+    return said[0]
 
 
 def _trainer(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from specdec.blocks.checkpoint import load as load_block
 from specdec.blocks.head import DFlashHead
 from specdec.blocks.layouts import save as save_block
-from specdec.data.texts import Text
+from specdec.data.texts import Texts
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
@@ -73,15 +72,14 @@ def starting_head(
     recipe: Recipe,
     given: StandAlone | None,
     target: PreTrainedModel,
-    texts: Sequence[Text],
+    texts: Texts,
     folder: RunFolder,
     processes: PartialState,
 ) -> Head:
     """The head before its first update; `given` is what `given_head` loaded."""
     torch.manual_seed(recipe.seed)
     size = target.config.get_text_config(decoder=True).vocab_size
-    written = token_counts([(text.ids, text.learn) for text in texts], size)
-    read = token_counts([(text.ids, torch.ones_like(text.learn)) for text in texts], size)
+    written, read = token_counts(texts, size), token_counts(texts, size, all_tokens=True)
     head: Head
     if given is None:
         head = _fresh(recipe, target, written, read)
@@ -161,7 +159,7 @@ def _transferred(
     head: Eagle3Head,
     donor_name: str,
     target: PreTrainedModel,
-    texts: Sequence[Text],
+    texts: Texts,
     folder: RunFolder,
     processes: PartialState,
 ) -> Eagle3Head:
@@ -177,7 +175,7 @@ def _transferred(
             )
         donor = load_model(donor_name).to(target.device)
         width = 3 * target.config.get_text_config(decoder=True).hidden_size
-        enough = texts[:: max(1, sum(len(text.ids) for text in texts) // (TRANSFER_TOKENS * width))]
+        enough = texts[:: max(1, len(texts.ids) // (TRANSFER_TOKENS * width))]
         print(f"carrying {recipe.start_from} over from {donor_name}: both models read {len(enough)} texts")
         with folder.clear_failures("use a shorter --length"):
             save(transfer_head(head, donor, target, enough), kept)

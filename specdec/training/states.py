@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.data.texts import Text, end_to_end
+from specdec.data.texts import Text, Texts, end_to_end
 from specdec.training.dataset import packed
 from specdec.training.reading import Reader
 from specdec.training.teacher import Teacher
@@ -52,27 +53,25 @@ def extract(
         progress: called with the number of tokens done, as they are. go_on: asked before each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [
-        (folder / f"states-{number:05d}.safetensors", members)
-        for number, members in enumerate(packed([len(text.ids) for text in texts], SHARD_TOKENS))
-    ]
+    texts = Texts.of(texts)
+    bounds = packed(texts.lengths, SHARD_TOKENS).tolist()
+    paths = [folder / f"states-{number:05d}.safetensors" for number in range(len(bounds) - 1)]
     mine, processes = share
-    for path, members in shards[mine::processes]:
-        tokens = sum(len(texts[i].ids) for i in members)
+    for path, part in list(zip(paths, pairwise(bounds), strict=True))[mine::processes]:
+        of_shard = texts[slice(*part)]
         if not path.exists():
             if not go_on():
                 return False
-            of_shard = [texts[i] for i in members]
             states = _kept(teacher.read, of_shard)
             over_all = [
                 teacher.logits.over_all(state, text.learn) for state, text in zip(states, of_shard, strict=True)
             ]
             _write(path, of_shard, states, over_all)
-        progress(tokens)
-    if not all(path.exists() for path, _ in shards):
+        progress(sum(len(text.ids) for text in of_shard))
+    if not all(path.exists() for path in paths):
         return False
     partial = folder / f"{DONE}.{gethostname()}.{mine}.part"
-    partial.write_text(json.dumps({"taps": list(teacher.taps), "shards": len(shards)}))
+    partial.write_text(json.dumps({"taps": list(teacher.taps), "shards": len(paths)}))
     partial.rename(folder / DONE)
     return True
 
