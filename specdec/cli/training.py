@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import HeadKind, LossName, OptimizerName, Tracker
+from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 from specdec.cli.common import Target, bad_input_ends, check, interrupted
 
 
@@ -54,6 +54,11 @@ def train(
         False,
         "--rounded-states",
         help="Compute those states in 8 bits: faster on CPUs that multiply bytes, a few percent off.",
+    ),
+    shard: Sharding = typer.Option(
+        "none",
+        help='Where the target lies: "none": whole in each process; "devices": over all of one process (device_map); '
+        '"tp", "fsdp": over the processes.',
     ),
     flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),

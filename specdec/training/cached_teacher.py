@@ -25,11 +25,11 @@ class CachedTeacher(Teacher):
     """Of a file that `keep_teacher` wrote.
 
     Args:
-        load: loads the target.
+        load: loads the target. together: see `Teacher`.
     """
 
-    def __init__(self, file: Path, load: Callable[[], PreTrainedModel]):
-        self._file, self._load = file, load
+    def __init__(self, file: Path, load: Callable[[], PreTrainedModel], together: bool = False):
+        self._file, self._load, self.together = file, load, together
         with safe_open(file, "pt") as stored:
             described: dict[str, Any] = json.loads(stored.metadata()["teacher"])
         self.name, self.fingerprint = described["name"], described["fingerprint"]
@@ -64,14 +64,20 @@ class CachedTeacher(Teacher):
         return target
 
 
-def keep_teacher(teacher: Teacher, file: Path) -> None:
-    """Write what training needs of a target beside its states; an embedding that is the LM head's matrix once."""
+def keep_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
+    """Write what training needs of a target beside its states; an embedding that is the LM head's matrix once.
+
+    Args:
+        writes: of several processes one does; of a target that lies in all of them, all must ask.
+    """
     logits, embedding = teacher.logits, teacher.embedding
     tensors = {"lm_head.weight": logits.weight, "lm_head.bias": logits.bias, "embedding": embedding}
     if embedding.dtype == logits.weight.dtype and torch.equal(embedding, logits.weight.to(embedding.device)):
         del tensors["embedding"]
     described: dict[str, Any] = {"name": teacher.name, "fingerprint": teacher.fingerprint, "taps": teacher.taps}
     described |= {"scale": logits.scale, "cap": logits.cap}
+    if not writes:
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
     here = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}

@@ -15,6 +15,7 @@ from specdec.training.curve import draw
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.evaluation import Evaluation, evaluate
 from specdec.training.heads import copy_of
+from specdec.training.processes import of_first
 from specdec.training.run_folder import RunFolder, read_json
 from specdec.training.trainer import HeadTrainer
 
@@ -61,15 +62,18 @@ class EvaluationCallback(TrainerCallback):
 
     def best(self) -> Evaluation | None:
         """The evaluation of the head in the folder; None in processes other than the first."""
+        if not of_first(self.folder.evaluation.exists):
+            self._evaluate(self.trainer.state)
         if not self.trainer.is_world_process_zero():
             return None
-        if not self.folder.evaluation.exists():
-            self._evaluate(self.trainer.state)
         return _evaluation(json.loads(self.folder.evaluation.read_text())["best"])
 
     def _measure_loss(self, state: TrainerState) -> None:
+        if not (state.is_world_process_zero or self.trainer.teacher.together):
+            return
+        found = self.trainer.held_out(self.held_out)
         if state.is_world_process_zero:
-            self._log(self.trainer.held_out(self.held_out))
+            self._log(found)
 
     def _log(self, found: dict[str, float]) -> None:
         due = self.trainer.control.should_log
@@ -77,15 +81,19 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
 
     def _evaluate(self, state: TrainerState) -> None:
-        if not state.is_world_process_zero:
+        first = state.is_world_process_zero
+        if first:
+            print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
+        elif not self.trainer.teacher.together:
             return
-        print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
         target, device = self.trainer.teacher.model(), self.trainer.args.device
         head = copy_of(self.trainer.head, target.dtype)
         # Decoding draws; training goes on as if it had not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             torch.manual_seed(self.trainer.args.seed)
             found = evaluate(head, target, self.prompts, draft_length=self.trainer.steps)
+        if not first:
+            return
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
         self._log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
         if found.warning:

@@ -15,8 +15,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from rich.progress import Progress
 from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from specdec.capability import capability
+from specdec.choices import Sharding
 from specdec.data.texts import Texts
 from specdec.proposers.draft_model import load as load_model
 from specdec.training import precision
@@ -26,9 +28,13 @@ from specdec.training.heads import Head, StandAlone
 from specdec.training.progress import in_bytes
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
+from specdec.training.split_teacher import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.starting_head import keep_start, kept_start, starting_head
 from specdec.training.states import DONE, bytes_per_token, extract
 from specdec.training.teacher import LocalTeacher, Teacher, fingerprint
+
+KINDS: dict[Sharding, type[LocalTeacher]] = {"tp": TensorParallelTeacher, "fsdp": FullyShardedTeacher}
+KINDS |= {"none": LocalTeacher, "devices": LocalTeacher}
 
 
 @dataclass(frozen=True)
@@ -79,22 +85,30 @@ class Preparation:
         if self.processes.is_main_process:
             print(precision.in_words(target))
             self.folder.claim(identity)
-        teacher = LocalTeacher.of(target, head)
+        teacher = KINDS[self.recipe.shard].of(target, head)
         if not self.recipe.cache_states:
             return head, teacher
-        if self.processes.is_local_main_process:
-            keep_teacher(teacher, self.folder.teacher)
+        first = self.processes.is_local_main_process
+        if first or teacher.together:
+            keep_teacher(teacher, self.folder.teacher, writes=first)
+        if first:
             keep_start(head, self.folder)
         if not self._extracted(target, teacher):
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
 
     def _load(self) -> PreTrainedModel:
-        return precision.as_fast_as_it_reads(load_model(self.recipe.target).to(self.processes.device))
+        name, count = self.recipe.target, self.processes.num_processes
+        if self.recipe.shard == "none":
+            return precision.as_fast_as_it_reads(load_model(name).to(self.processes.device))
+        if self.recipe.shard == "devices":
+            return load_model(name, device_map="auto")
+        parts = {"tp_size" if self.recipe.shard == "tp" else "fsdp_size": count}
+        return load_model(name, distributed_config=DistributedConfig(**parts))
 
     def _cached(self) -> CachedTeacher:
         self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding alone")
-        return CachedTeacher(self.folder.teacher, self._load)
+        return CachedTeacher(self.folder.teacher, self._load, together=self.recipe.shard in ("tp", "fsdp"))
 
     def _refuse_others(self, weights: str) -> dict[str, str]:
         """This run's identity, with its target's `weights`; ValueError if the folder has another one."""
@@ -128,7 +142,8 @@ class Preparation:
         """The processes of a machine, which have one disk, share the work; the first shows how far its own part is."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
-        with Progress(disable=not first) as bar, self.folder.clear_failures("use a shorter --length"):
+        out_of_room = self.folder.clear_failures("use a shorter --length")
+        with Progress(disable=not first) as bar, out_of_room, teacher.in_step():
             task = bar.add_task("states", total=len(texts.ids) / count)
             extract(
                 teacher,

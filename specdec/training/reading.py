@@ -1,11 +1,12 @@
 """`Reader`: a target reads texts, and gives its states at some of its layers.
 
-Owns the passes: which texts share one, and how many passes processes make that make them together.
+Owns the passes, and which texts share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,16 +21,24 @@ def batch_tokens_of(device: torch.device) -> int:
     return 1024 if device.type == "cpu" else 16384
 
 
+def nothing() -> None:
+    """In place of what is to be done."""
+
+
 class Reader:
     """Of one target.
 
     Args:
         at: see `Taps`. batch_tokens: padded, per pass; None: see `batch_tokens_of`.
+
+    Attributes:
+        before_pass: called before each pass.
     """
 
     def __init__(self, target: PreTrainedModel, at: Sequence[int], batch_tokens: int | None = None):
         self.target, self.device = target, device_of(target)
         self._taps = Taps(target, at)
+        self.before_pass: Callable[[], Any] = nothing
         self._batch_tokens = batch_tokens or batch_tokens_of(self.device)
 
     @torch.no_grad()
@@ -53,6 +62,7 @@ class Reader:
 
     def _pass(self, texts: Sequence[Tensor]) -> list[Tensor]:
         """States (T, C) of texts (T,) in one pass, padded on the right, which causal attention ignores."""
+        self.before_pass()
         ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         with self._taps.listening() as taken:
             self.target.get_decoder()(input_ids=ids.to(self.device), use_cache=False)

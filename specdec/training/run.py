@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, TrainingArguments
@@ -26,6 +24,7 @@ from specdec.training.evaluation import Evaluation
 from specdec.training.evaluation_callback import EvaluationCallback
 from specdec.training.heads import Head
 from specdec.training.preparation import Preparation
+from specdec.training.processes import of_first
 from specdec.training.progress import speak
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
@@ -52,6 +51,7 @@ def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
     recipe.check()
     folder.check()
     processes = started_together(on_cpu=recipe.device == "cpu")
+    recipe.check_processes(processes.num_processes)
     recipe.per_pass(processes)
     return folder, processes
 
@@ -59,7 +59,7 @@ def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
 def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Evaluation | None:
     given = given_head(recipe)
     check_length(recipe)
-    checksum = _of_first(processes, lambda: checksum_of_entries(recipe))
+    checksum = of_first(lambda: checksum_of_entries(recipe))
     if found := folder.identity():  # before its texts are written over; its target's weights are asked later
         weights = found.get("weights", "")
         folder.refuse_others(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
@@ -94,14 +94,6 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         return None
     trainer.accelerator.wait_for_everyone()  # one process evaluates
     return evaluation.best()
-
-
-def _of_first(processes: PartialState, found: Callable[[], str]) -> str:
-    """What a function gives in the first process, told to all."""
-    said = [found() if processes.is_main_process else ""]
-    if processes.num_processes > 1:
-        broadcast_object_list(said)
-    return said[0]
 
 
 def _trainer(

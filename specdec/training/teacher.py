@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Teacher(ABC):
         name: path or hub id. fingerprint: tells apart models of one shape.
         taps: whose states the head reads, as `Taps` counts; the final state comes behind them.
         embedding: (V, H), of the target's tokens as the head reads them. logits: how the target makes them.
+        together: it lies in several processes, and all of them ask at once, for whatever one needs.
     """
 
     name: str
@@ -41,6 +43,12 @@ class Teacher(ABC):
     taps: tuple[int, ...]
     embedding: Tensor
     logits: TargetLogits
+    together = False
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around what processes `read`, each its own, of a target whose passes they make together."""
+        yield
 
     @abstractmethod
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
@@ -90,7 +98,7 @@ class LocalTeacher(Teacher):
         self._target, self._normed = target, normed
         self.name, self.taps = str(getattr(target.config, "_name_or_path", "")), tuple(taps)
         self.logits = TargetLogits.of(target)
-        self._reader = Reader(target, [*taps, FINAL], batch_tokens)
+        self.reader = Reader(target, [*taps, FINAL], batch_tokens)
 
     @classmethod
     def of(cls, target: PreTrainedModel, head: Head) -> LocalTeacher:
@@ -106,7 +114,7 @@ class LocalTeacher(Teacher):
         return fingerprint(self._target)
 
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        return self._reader.read(texts)
+        return self.reader.read(texts)
 
     def model(self) -> PreTrainedModel:
         return self._target
