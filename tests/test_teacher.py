@@ -1,5 +1,6 @@
 """What training asks of a target: the same of one that is loaded, of one on several devices, and of one on the disk."""
 
+import json
 import shutil
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdec.eagle3 import load
 from specdec.training import preparation
 from specdec.training.cached_teacher import CachedTeacher, keep_teacher
 from specdec.training.dataset import PackedTexts, collate
@@ -50,6 +52,33 @@ def test_states_on_the_disk_train_the_same_head_without_the_target(files, tmp_pa
     assert losses(tmp_path / "cached") == losses(tmp_path / "whole")
     one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("whole", "cached"))
     assert all(torch.equal(one[name], two[name]) for name in one | two)
+
+
+def test_without_the_decoder_the_loss_on_held_out_texts_decides(files, tmp_path, monkeypatch):
+    """And the target, once its states are there, is not needed again."""
+    options = [
+        "--cache-states",
+        "--evaluate-every",
+        "0",
+        "--learning-rate",
+        "0.3",
+    ]  # it also rises
+    interrupted(files, tmp_path, *options)
+    monkeypatch.setattr(preparation, "load_model", lambda name: 1 / 0)
+    result = run(files, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+    lowest = min((entry["eval_loss"], entry["step"]) for entry in evaluation["log"] if "eval_loss" in entry)
+    assert lowest[1] < evaluation["log"][-1]["step"]
+    assert (evaluation["best"]["eval_loss"], evaluation["best_update"]) == lowest
+    assert f"held-out texts: loss {lowest[0]:.3f}" in result.output
+    assert load(tmp_path / "head").draft_to_target.shape == (30,)
+    kept = (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns
+    assert run(files, tmp_path, *options).exit_code == 0  # everything is done: nothing changes
+    assert (tmp_path / "head" / "model.safetensors").stat().st_mtime_ns == kept
+    (tmp_path / "evaluation.json").unlink()
+    result = run(files, tmp_path, *options)  # what was reached is measured again
+    assert "held-out texts: loss" in result.output, result.output
 
 
 def test_a_target_that_changed_beside_its_states_is_said(files, tmp_path):

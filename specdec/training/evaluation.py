@@ -69,6 +69,21 @@ class Evaluation:
         )
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Of a head that was not measured by the decoder: by teacher forcing on held-out texts.
+
+    Attributes:
+        loss: per token, weighted over steps. simulated_length: mean acceptance length, if steps were independent.
+    """
+
+    loss: float
+    simulated_length: float
+
+
+Measured = Evaluation | HeldOut
+
+
 def evaluate(
     head: Head,
     target: PreTrainedModel,

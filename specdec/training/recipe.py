@@ -47,7 +47,8 @@ class Recipe:
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
-        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder.
+        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder;
+            0: none, the best head is that of the lowest loss on held-out texts.
         max_minutes: stop after them, at the next update that is logged; the same call goes on.
         report_to: a tracker that is sent what is logged, by transformers.
         device: None: an accelerator if there is one.

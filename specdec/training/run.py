@@ -20,7 +20,7 @@ from specdec.training import precision
 from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
 from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
-from specdec.training.evaluation import Evaluation
+from specdec.training.evaluation import Measured
 from specdec.training.evaluation_callback import EvaluationCallback
 from specdec.training.heads import Head
 from specdec.training.preparation import Preparation
@@ -35,7 +35,7 @@ from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
 LOG_EVERY = 10  # updates
 
 
-def train(recipe: Recipe) -> Evaluation | None:
+def train(recipe: Recipe) -> Measured | None:
     """Extract, train, evaluate; everything in `recipe.out`, the best head in its `head`. None if time was up before."""
     started = time.monotonic()
     folder, processes = checked(recipe)
@@ -56,7 +56,7 @@ def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
     return folder, processes
 
 
-def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Evaluation | None:
+def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Measured | None:
     given = given_head(recipe)
     check_length(recipe)
     checksum = of_first(lambda: checksum_of_entries(recipe))
