@@ -1,21 +1,22 @@
 """What training asks of a target: the same of one that is loaded, of one on several devices, and of one on the disk."""
 
+import copy
 import json
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from specdec.eagle3 import load
-from specdec.training import preparation
+from specdec.training import HeadTrainer, initialize, preparation
 from specdec.training.cached_teacher import CachedTeacher, keep_teacher
 from specdec.training.dataset import PackedTexts, collate
 from specdec.training.teacher import LocalTeacher
 from tests import tiny
 from tests.test_device_maps import PLACES, folder, target_of  # noqa: F401 (a fixture)
-from tests.training import losses, run, some_texts
+from tests.training import losses, quiet_arguments, run, some_texts
 
 TAPS = (1, 2, 3)
 FAMILIES = {
@@ -139,3 +140,41 @@ def test_a_target_on_several_devices_says_the_same(folder, kind):  # noqa: F811
     ours, theirs = parts.states(batch), whole.states(batch)
     for name in ("states", "over_all"):
         torch.testing.assert_close(ours[name], theirs[name])
+
+
+def quantised(kind, place):
+    """By torchao, or in 4 bits by bitsandbytes, which takes no rows shorter than 64."""
+    whole = tiny.model("llama", num_hidden_layers=4, hidden_size=64, intermediate_size=128)
+    if kind == "bitsandbytes":
+        pytest.importorskip("bitsandbytes")
+        whole.save_pretrained(place)
+        settings = BitsAndBytesConfig(load_in_4bit=True)
+        return AutoModelForCausalLM.from_pretrained(
+            place, quantization_config=settings, dtype=torch.float32, device_map="cpu"
+        )
+    quantization = pytest.importorskip("torchao.quantization")
+    eight = quantization.Int8WeightOnlyConfig()
+    four = quantization.IntxWeightOnlyConfig(torch.int4, quantization.PerGroup(16))
+    target = copy.deepcopy(whole)
+    quantization.quantize_(target, eight if kind == "torchao, 8 bits" else four)
+    return target
+
+
+@pytest.mark.parametrize("kind", ["torchao, 8 bits", "torchao, 4 bits", "bitsandbytes"])
+def test_a_quantised_target_teaches(kind, tmp_path):
+    """What it multiplies by is asked of its layers, whatever they store."""
+    target = quantised(kind, tmp_path / "model")
+    head = initialize(target, torch.arange(30))
+    attention = target.model.layers[-1].self_attn
+    state = torch.randn(5, 64)
+    ours = head.layers[-1].self_attn.q_proj(torch.cat([state, state], -1))
+    theirs = attention.q_proj(state)
+    assert (ours - theirs).norm() < 0.01 * theirs.norm()  # bitsandbytes multiplies in bfloat16
+    teacher = LocalTeacher.of(target, head)
+    torch.testing.assert_close(teacher.logits(state), target.lm_head(state).float(), rtol=1e-4, atol=1e-5)
+    keep_teacher(teacher, tmp_path / "teacher.safetensors")
+    rows = PackedTexts(some_texts(target, 6), 60)
+    trainer = HeadTrainer(head, teacher, quiet_arguments(tmp_path / "run", 30, 15), train_dataset=rows)
+    trainer.train()
+    first, last = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert last < first / 2

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
-from specdec.step import spread
 from specdec.taps import decoder_layers
+from specdec.training.plain import plain
 from specdec.training.target_logits import TargetLogits
 from specdec.training.teacher import embedding_of
-from specdec.view import whole
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -143,9 +142,9 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
 
 
 def _part(module: nn.Module | None, name: str) -> Any:
-    """Of a target's module the one of this name, if it has one: all of it, where it lies in several processes."""
+    """Of a target's module the one of this name, if it has one, with weights that can be copied."""
     found = getattr(module, name, None)
-    return whole(found) if isinstance(found, nn.Module) and spread(found) else found
+    return plain(found) if isinstance(found, nn.Module) else found
 
 
 def _fits(module: Any, shape: tuple[int, ...]) -> bool:

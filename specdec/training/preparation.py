@@ -65,11 +65,10 @@ class Preparation:
 
     def _all_kept(self) -> bool:
         """Is all there that is needed of the target? MTP layers are made by its class, beside its weights."""
-        if not self.recipe.cache_states or self.recipe.kind == "mtp":
-            return False
-        states = self.folder.states, self.folder.held_out_states
-        there = self.folder.teacher.exists() and all((place / DONE).exists() for place in states)
-        return all(gather_object([there]))
+        if not self.recipe.cache_states or self.recipe.kind == "mtp" or self.folder.identity() is None:
+            return all(gather_object([False]))
+        needed = [self.folder.states / DONE, self.folder.held_out_states / DONE, self.folder.teacher, self.folder.start]
+        return all(gather_object([all(path.exists() for path in needed)]))
 
     def _from_disk(self) -> tuple[Head, Teacher]:
         teacher = self._cached()

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.runner import device_of
-from specdec.step import spread
 from specdec.taps import FINAL, Taps
-from specdec.view import whole as gathered
+from specdec.training.plain import plain
 
 NUMBERS_AT_ONCE = 2**25  # logits of the whole vocabulary in memory together
 
@@ -97,8 +96,7 @@ class TargetLogits:
     @classmethod
     def _as_named(cls, target: PreTrainedModel) -> TargetLogits:
         """Of its LM head's weights and its config's cap; a copy of weights that lie elsewhere."""
-        lm_head = target.get_output_embeddings()
-        lm_head = gathered(lm_head) if spread(lm_head) else lm_head
+        lm_head = plain(target.get_output_embeddings())
         with align_module_device(lm_head):  # what accelerate keeps elsewhere is here for so long
             weight, bias = lm_head.weight.detach(), getattr(lm_head, "bias", None)
             bias = None if bias is None else bias.detach()

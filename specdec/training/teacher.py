@@ -19,13 +19,12 @@ from transformers import PreTrainedModel
 
 from specdec.blocks.head import DFlashHead
 from specdec.eagle3.runner import beside, looked_up
-from specdec.step import spread
 from specdec.taps import FINAL, decoder_layers
 from specdec.training.dataset import PADDING
 from specdec.training.heads import Head
+from specdec.training.plain import plain
 from specdec.training.reading import Reader
 from specdec.training.target_logits import TargetLogits
-from specdec.view import whole
 
 
 class Teacher(ABC):
@@ -132,8 +131,7 @@ def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
     Args:
         normed: see `looked_up`.
     """
-    module = target.get_input_embeddings()
-    module = whole(module) if spread(module) else module
+    module = plain(target.get_input_embeddings())
     rows = beside(module.weight, torch.arange(module.weight.shape[0]))
     return torch.cat([looked_up(module, part, normed) for part in rows.split(4096)])
 
@@ -154,7 +152,7 @@ def _here(target: PreTrainedModel, name: str, tensor: Any) -> Tensor:
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()
     if not tensor.is_meta:
-        return tensor
+        return tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor  # torchao
     module, _, own = name.rpartition(".")
     with align_module_device(target.get_submodule(module)):
         return getattr(target.get_submodule(module), own).detach()
