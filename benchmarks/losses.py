@@ -41,7 +41,8 @@ from specdec.training.objective import LOSSES
 from specdec.training.recipe import DRAFT_VOCAB
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import states_of
-from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher import LocalTeacher, embedding_of
 from specdec.training.unroll import unroll
 
 STEPS = 3
@@ -93,7 +94,9 @@ def main(
                 report_to=[],
                 seed=0,
             )
-            HeadTrainer(trained, model, args, steps=STEPS, loss=name, state_weight=0.0, train_dataset=training).train()
+            teacher = LocalTeacher.of(model, trained)
+            options = {"steps": STEPS, "loss": name, "state_weight": 0.0}
+            HeadTrainer(trained, teacher, args, **options, train_dataset=training).train()
         lines.append(line(f"{name}, {updates} updates", trained, model, measured))
     columns = [f"{what}, step {step + 1}" for what in ("accuracy", "acceptance") for step in range(STEPS)]
     own, whole = sum(int(row["learn"].sum()) for row in measured), sum(len(row["ids"]) for row in measured)
@@ -106,7 +109,7 @@ def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
     """As `specdec train` makes it of these texts."""
     torch.manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
-    counts = token_counts([(text.ids, text.learn) for text in kept_texts(texts)], size)
+    counts = token_counts(kept_texts(texts), size)
     return initialize(model, frequent_tokens(counts, DRAFT_VOCAB))
 
 

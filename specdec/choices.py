@@ -20,6 +20,7 @@ HeadLayout = Literal["sglang", "speculators", "int8"]
 LossName = Literal["ce", "lk", "ce+lk", "tv"]
 OptimizerName = Literal["adamw", "muon"]
 HeadKind = Literal["eagle3", "dflash", "dspark", "mtp"]
+Sharding = Literal["none", "devices", "tp", "fsdp"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 
 COUPLED: RuleName = "coupled"

@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 
 from specdec.choices import NumberFormat, check_choice
 from specdec.products import TRIES, QuickLinear
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 INTO, OUT = 1024, 2048  # of the layer that formats are tried on
@@ -25,6 +30,13 @@ def best_device() -> torch.device:
     """A GPU if there is one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")
+
+
+def started_together(on_cpu: bool = False) -> PartialState:
+    """Those that were started together, by `accelerate launch` or torchrun. Who is done may wait for days."""
+    from accelerate import PartialState
+
+    return PartialState(cpu=on_cpu or best_device().type == "cpu", timeout=timedelta(days=1))
 
 
 def number_format(dtype: NumberFormat | str, device: torch.device) -> torch.dtype:

@@ -54,6 +54,8 @@ def in_step(synced_gpus: bool, device: torch.device) -> Step | None:
 def spread(model: nn.Module) -> bool:
     """Do parts of its weights lie with other processes?
 
-    torch's DTensors (tensor parallelism, FSDP2), or DeepSpeed's mark on what ZeRO-3 has split (0.19).
+    torch's DTensors (tensor parallelism, FSDP2), or DeepSpeed's mark on what ZeRO-3 has split (0.19). What FSDP2 has
+    gathered for a pass is a plain tensor until it lets go of it: then its modules tell.
     """
-    return any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters())
+    split = any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters())
+    return split or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())

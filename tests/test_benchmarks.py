@@ -21,6 +21,7 @@ from specdec.taps import decoder_layers
 from specdec.training import initialize
 from specdec.training.dataset import StateDataset
 from specdec.training.states import extract
+from specdec.training.teacher import LocalTeacher
 from tests.tiny import randomised
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
@@ -593,7 +594,7 @@ def test_losses_run(files, head, pair, tmp_path, fresh):
     keep(texts, tmp_path / "texts.safetensors")
     taps = default_taps(len(decoder_layers(pair[0])))
     assert taps == load(head).config.taps(len(decoder_layers(pair[0])))
-    assert extract(pair[0], texts, taps, tmp_path / "states")
+    assert extract(LocalTeacher(pair[0], taps), texts, tmp_path / "states")
     command = f"--target {files}/target --states {tmp_path}/states --updates 1 --batch-size 1 --held-out 1"
     result = CliRunner().invoke(losses.app, [*command.split(), *(() if fresh else ("--head", str(head)))])
     assert result.exit_code == 0, result.output
@@ -605,7 +606,7 @@ def test_a_head_is_measured_on_texts_as_on_their_states(files, head, pair, tmp_p
     ids = torch.randint(257, (3, 100), generator=torch.manual_seed(0))
     texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
     keep(texts, tmp_path / "held_out.safetensors")
-    assert extract(pair[0], texts, load(head).config.taps(len(decoder_layers(pair[0]))), tmp_path / "states")
+    assert extract(LocalTeacher.of(pair[0], load(head)), texts, tmp_path / "states")
     rows = [StateDataset(tmp_path / "states", 100)[i] for i in range(3)]
     expected = losses.line("as it was", load(head), pair[0], rows)
     command = f"--target {files}/target --head {head} --held-out-data {tmp_path}/held_out.safetensors"

@@ -18,6 +18,7 @@ from specdec.training.block_unroll import reading_weight, unroll_blocks
 from specdec.training.dataset import PackedTexts
 from specdec.training.evaluation import evaluate
 from specdec.training.objective import LOSSES
+from specdec.training.teacher import LocalTeacher
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts, target_logits_of
@@ -198,7 +199,7 @@ def test_training_makes_a_drafter_that_accepts_what_it_was_taught(kind, tmp_path
     torch.manual_seed(0)
     head = initialize_block(target, torch.arange(tiny.VOCAB), 63, kind, 4, tap_ids=(1, 2, 3), num_layers=1)
     args = quiet_arguments(tmp_path / "run", 150, 50)
-    trainer = HeadTrainer(head, target, args, steps=4, train_dataset=PackedTexts(texts, 60))
+    trainer = HeadTrainer(head, LocalTeacher.of(target, head), args, steps=4, train_dataset=PackedTexts(texts, 60))
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "simulated_length" in entry]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.1

@@ -34,7 +34,7 @@ from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
 from specdec.pacing import Pacer
 from specdec.taps import FINAL
 from specdec.training.objective import Eagle3Objective
-from specdec.training.teacher import TargetLogits
+from specdec.training.target_logits import TargetLogits
 from tests import blocks, eagle3, naive, tiny
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4

@@ -15,7 +15,8 @@ from specdec.training.dataset import PackedTexts
 from specdec.training.evaluation import evaluate
 from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.mtp_objective import MtpObjective, unroll_mtp
-from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher import LocalTeacher, embedding_of
 from tests import eagle3, mtp, tiny
 from tests.naive_mtp import NaiveMtp
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts
@@ -155,7 +156,8 @@ def test_training_teaches_them(tmp_path):
     target = tiny.model("llama", num_hidden_layers=3)
     texts = some_texts(target, 8, 30)
     head = initialize_mtp(target, torch.arange(tiny.VOCAB))
-    trainer = HeadTrainer(head, target, quiet_arguments(tmp_path, 60, 20), train_dataset=PackedTexts(texts, 60))
+    args, teacher = quiet_arguments(tmp_path, 60, 20), LocalTeacher.of(target, head)
+    trainer = HeadTrainer(head, teacher, args, train_dataset=PackedTexts(texts, 60))
     trainer.train()
     logged = [entry["simulated_length"] for entry in trainer.state.log_history if "simulated_length" in entry]
     assert logged[-1] > logged[0] + 0.5

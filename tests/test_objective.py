@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig
 
 from specdec.training.objective import LOSSES, Eagle3Objective
-from specdec.training.teacher import TargetLogits
+from specdec.training.target_logits import TargetLogits
 from specdec.training.unroll import unroll
 from tests import eagle3, tiny
 from tests.naive_eagle3 import NaiveHead

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from specdec.blocks import load
 from specdec.blocks.layouts import save
 from specdec.choices import HeadKind
-from specdec.data.texts import Text
+from specdec.data.texts import Text, Texts
 from specdec.taps import FINAL
 from specdec.training import Recipe, initialize
 from specdec.training.block_initialisation import initialize_block
@@ -135,7 +135,7 @@ def test_what_the_head_keeps_and_computes_is_counted(kind, rows, tmp_path):
         objective(*batch)
     assert loss.isfinite()
     recipe = Recipe("", tmp_path, tmp_path, kind=kind, length=T, batch_size=rows, steps=steps, anchors=ANCHORS)
-    counted = Arithmetic(recipe, target, head.config, texts, PartialState(cpu=True))
+    counted = Arithmetic(recipe, target, head.config, Texts.of(texts), PartialState(cpu=True))
     assert counted.outline.kept_for_gradients(rows) == pytest.approx(sum(kept.values()), rel=0.1)
     logits = counted.work()["logits of drafts and their gradients"] / recipe.epochs
     assert rows * counted.outline.forward_work() + logits == pytest.approx(counter.get_total_flops(), rel=0.1)

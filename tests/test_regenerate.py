@@ -2,16 +2,18 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from specdec.cli import app
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.regenerate import regenerate
 from tests import tiny
+from tests.ranks import together
 from tests.training import written
 
 
@@ -78,6 +80,82 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     result = rewrite(files, out, "--temperature", "0", "--temperature", "1")
     assert result.exit_code == 2
     assert "holds answers of another target or to other prompts" in result.output
+
+
+def seven(folder):
+    """Prompts, some in several turns."""
+    turns = [{"role": role, "content": text} for role, text in [("user", "a b"), ("assistant", "x"), ("user", "c")]]
+    return written(folder / "prompts.jsonl", *({"prompt": "a " * n} for n in (5, 2, 9, 1)), *3 * [{"messages": turns}])
+
+
+def in_part(files, out, rank, size, prompts, **more):
+    """One process' part, in this one, where nobody else is waited for."""
+    target, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(files / "model"),
+        AutoTokenizer.from_pretrained(files / "model"),
+    )
+    options = {"temperatures": (0.0, 1.0), "max_new_tokens": 4, "batch_size": 2} | more
+    return regenerate(target, tokenizer, prompts, out, share=(rank, size), **options)
+
+
+def lines(path):
+    return path.read_text().splitlines()
+
+
+def test_processes_answer_their_parts_and_another_number_goes_on(files, tmp_path):
+    """And one file is made of them, in the order of the prompts; whoever is killed on the way."""
+    prompts, whole, out = seven(tmp_path), tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    in_part(files, whole, 0, 1, prompts)
+    for rank in (2, 1):
+        in_part(files, out, rank, 3, prompts)
+        assert len(lines(tmp_path / f"out.jsonl.{rank}.part")) == 2
+    part = tmp_path / "out.jsonl.1.part"
+    part.write_text(part.read_text()[:-20])  # killed in the middle of a line
+    assert not out.exists()
+    assert in_part(files, out, 0, 2, prompts, agree=lambda yes: False)  # not all were through: nothing is joined
+    assert sorted(path.name for path in tmp_path.glob("out*")) == [f"out.jsonl.{rank}.part" for rank in (0, 1, 2)]
+    assert in_part(files, out, 1, 2, prompts)
+    assert not in_part(files, out, 0, 1, prompts)  # nothing is left to answer but the joining
+    assert lines(out) == sorted(lines(whole), key=lambda line: json.loads(line)["id"])
+    assert [path.name for path in tmp_path.glob("out*")] == ["out.jsonl"]
+
+
+def test_no_more_prompts_are_read_than_are_answered_together(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.data.regenerate.AHEAD", 1)
+    read, ahead = [], []
+
+    class Prompts(list):
+        def __iter__(self):
+            for entry in super().__iter__():
+                read.append(entry)
+                yield entry
+
+    prompts = Prompts({"prompt": "a b"} for _ in range(9))
+    in_part(
+        files, tmp_path / "out.jsonl", 0, 1, prompts, progress=lambda done, *rest: ahead.append(len(read) - 9 - done)
+    )
+    assert max(ahead) <= 4  # behind the 9 that were checked
+
+
+def worker(rank, folder):
+    files = Path((folder / "files.txt").read_text())
+    return in_part(files, folder / "out.jsonl", rank, 2, folder / "prompts.jsonl", agree=_all_agree)
+
+
+def _all_agree(yes):
+    said = [None, None]
+    torch.distributed.all_gather_object(said, yes)
+    return all(said)
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_answers_of_one(files, tmp_path):
+    prompts = seven(tmp_path)
+    in_part(files, tmp_path / "whole.jsonl", 0, 1, prompts)
+    (tmp_path / "files.txt").write_text(str(files))
+    assert all(together("tests.test_regenerate:worker", tmp_path))
+    assert lines(tmp_path / "out.jsonl") == sorted(lines(tmp_path / "whole.jsonl"), key=lambda x: json.loads(x)["id"])
+    assert not list(tmp_path.glob("*.part"))
 
 
 def test_prompts_of_about_one_length_are_answered_together(tokenizer, tmp_path, monkeypatch):

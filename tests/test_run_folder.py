@@ -152,6 +152,7 @@ def test_a_chat_template_may_show_the_time(files, tokenizer, tmp_path):
     other = CliRunner().invoke(app, command)
     assert other.exit_code == 2
     assert "another recipe (on other texts)" in other.output.replace("\n", " ")
+    assert (tmp_path / "out" / "texts.safetensors").read_bytes() == texts
 
 
 def test_one_folder_has_one_name(files, tmp_path, monkeypatch):

@@ -5,20 +5,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.data.texts import Text
-from specdec.taps import Taps
 from specdec.training import states
 from specdec.training.dataset import PackedTexts, StateDataset, collate
+from specdec.training.reading import Reader
 from specdec.training.states import extract
+from specdec.training.teacher import LocalTeacher
 from tests import eagle3, tiny
 from tests.training import some_texts
 
 
 def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
     target, taps = tiny.model("llama"), (0, 1, 2)
-    texts = some_texts(target)
+    texts, teacher = some_texts(target), LocalTeacher(target, taps, batch_tokens=64)
     monkeypatch.setattr(states, "SHARD_TOKENS", 60)
     done = []
-    extract(target, texts, taps, tmp_path, batch_tokens=64, progress=done.append)
+    extract(teacher, texts, tmp_path, progress=done.append)
     assert sum(done) == sum(len(text.ids) for text in texts)
     shards = sorted(tmp_path.glob("states-*.safetensors"))
     assert len(shards) > 2
@@ -26,7 +27,7 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
     content = shards[1].read_bytes()
     shards[1].unlink()
     (tmp_path / "states-00001.part").write_bytes(b"half")
-    extract(target, texts, taps, tmp_path, batch_tokens=64)
+    extract(teacher, texts, tmp_path)
     assert shards[1].read_bytes() == content
     assert [shard.stat().st_mtime_ns for shard in shards if shard != shards[1]] == before[:1] + before[2:]
 
@@ -46,12 +47,12 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
 
 def test_processes_share_the_work(tmp_path, monkeypatch):
     target, taps = tiny.model("llama"), (0, 1, 2)
-    texts = some_texts(target)
+    texts, teacher = some_texts(target), LocalTeacher(target, taps)
     monkeypatch.setattr(states, "SHARD_TOKENS", 60)
-    assert extract(target, texts, taps, tmp_path / "alone")
+    assert extract(teacher, texts, tmp_path / "alone")
     done = {mine: [] for mine in (1, 0)}
     for mine, parts in done.items():
-        whole = extract(target, texts, taps, tmp_path / "shared", share=(mine, 2), progress=parts.append)
+        whole = extract(teacher, texts, tmp_path / "shared", share=(mine, 2), progress=parts.append)
         assert whole == (mine == 0)  # the last one
         assert whole == (tmp_path / "shared" / "states.json").exists()
     assert all(done.values())
@@ -65,8 +66,8 @@ def test_processes_share_the_work(tmp_path, monkeypatch):
 def test_what_logits_say_over_all_tokens_is_kept_where_something_is_learnt(tmp_path, monkeypatch):
     target = tiny.model("llama")
     text = some_texts(target, 1)[0]
-    monkeypatch.setattr("specdec.training.teacher.NUMBERS_AT_ONCE", 3 * tiny.VOCAB)
-    extract(target, [text], (1,), tmp_path)
+    monkeypatch.setattr("specdec.training.target_logits.NUMBERS_AT_ONCE", 3 * tiny.VOCAB)
+    extract(LocalTeacher(target, (1,)), [text], tmp_path)
     over_all = StateDataset(tmp_path, 64)[0]["over_all"]
     logits = target(text.ids[None]).logits[0].float()
     wanted = torch.stack([logits.logsumexp(-1), logits.argmax(-1).float()], -1)
@@ -78,7 +79,7 @@ def test_what_logits_say_over_all_tokens_is_kept_where_something_is_learnt(tmp_p
 
 def test_states_of_an_earlier_version_are_refused(tmp_path):
     target = tiny.model("llama")
-    extract(target, some_texts(target, 1), (1,), tmp_path)
+    extract(LocalTeacher(target, (1,)), some_texts(target, 1), tmp_path)
     (shard,) = tmp_path.glob("states-*.safetensors")
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != "over_all"}, shard)
     with pytest.raises(ValueError, match="remove that folder"):
@@ -89,20 +90,20 @@ def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
     target = tiny.model("llama")
     texts = some_texts(target)
     expected = states.states_of(target, (1,), texts)
-    taken, read = [], states._pass
+    taken, read = [], Reader._pass
 
-    def small(target, listener, ids):
+    def small(reader, ids):
         taken.append(len(ids))
         if len(ids) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return read(target, listener, ids)
+        return read(reader, ids)
 
-    monkeypatch.setattr(states, "_pass", small)
+    monkeypatch.setattr(Reader, "_pass", small)
     found = states.states_of(target, (1,), texts)
     assert taken[0] > 1
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
-    monkeypatch.setattr(states, "_pass", lambda *args: small(None, None, [0, 0]))
+    monkeypatch.setattr(Reader, "_pass", lambda *args: small(None, [0, 0]))
     with pytest.raises(torch.OutOfMemoryError):
         states.states_of(target, (1,), texts)
 
@@ -112,15 +113,14 @@ def test_states_on_the_way_are_those_of_each_document(monkeypatch):
     target = tiny.model("llama")
     texts = [*some_texts(target, 2, 30), *(Text(torch.arange(5), torch.ones(5, dtype=torch.bool)) for _ in range(7))]
     batch = collate(list(PackedTexts(texts, 40)))
-    computed, read = [], states._pass
+    computed, read = [], Reader._pass
 
-    def counted(target, listener, ids):
+    def counted(reader, ids):
         computed.append(len(ids) * max(map(len, ids)))
-        return read(target, listener, ids)
+        return read(reader, ids)
 
-    monkeypatch.setattr(states, "_pass", counted)
-    listener = Taps(target, (1, -1))
-    found = states.states_of_packed(target, listener, batch)
+    monkeypatch.setattr(Reader, "_pass", counted)
+    found = LocalTeacher(target, (1,)).states(batch)["states"]
     assert sum(computed) <= 2 * sum(len(text.ids) for text in texts)
     documents = [
         (row[where], states_of_it[where])
@@ -135,7 +135,7 @@ def test_states_on_the_way_are_those_of_each_document(monkeypatch):
 def test_rows_are_packed_and_padded(tmp_path):
     target = tiny.model("llama")
     texts = some_texts(target, 5)
-    extract(target, texts, (0, 1, 2), tmp_path)
+    extract(LocalTeacher(target, (0, 1, 2)), texts, tmp_path)
     dataset = StateDataset(tmp_path, 50)
     assert [row["documents"].max().item() for row in dataset] == [1, 0, 0, 0]
     dataset = StateDataset(tmp_path, 60)

@@ -25,6 +25,7 @@ from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.recipe import SHARDING, Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import extract
+from specdec.training.teacher import LocalTeacher
 from tests import blocks, eagle3, tiny
 from tests.training import SMALL, WORDS, logged, losses, process, quiet_arguments, run, some_texts, written
 
@@ -34,14 +35,15 @@ def test_training_makes_a_head_that_drafts(tmp_path):
     """From nothing to a head that beats what the previous token alone tells."""
     target = tiny.model("llama", num_hidden_layers=4)
     texts = some_texts(target, 16, 40)
-    extract(target, texts, (1, 2, 3), tmp_path / "states")
-    counts = token_counts([(text.ids, text.learn) for text in texts], tiny.VOCAB)
+    extract(LocalTeacher(target, (1, 2, 3)), texts, tmp_path / "states")
+    counts = token_counts(texts, tiny.VOCAB)
     vocab = frequent_tokens(counts, 40)
     assert counts[vocab].sum() > 0.8 * counts.sum()
     torch.manual_seed(0)
     head = initialize(target, vocab, tap_ids=(1, 2, 3))
     args = quiet_arguments(tmp_path / "run", 400, 100)
-    trainer = HeadTrainer(head, target, args, steps=4, train_dataset=StateDataset(tmp_path / "states", 60))
+    rows = StateDataset(tmp_path / "states", 60)
+    trainer = HeadTrainer(head, LocalTeacher.of(target, head), args, steps=4, train_dataset=rows)
     trainer.train()
     trainer.save_head(tmp_path / "head")
     logged = [entry for entry in trainer.state.log_history if "simulated_length" in entry]
@@ -147,12 +149,12 @@ def test_unequal_passes_of_an_update_have_the_gradient_of_one(kind, tmp_path):
     ]
     assert len({int(text.learn.sum()) for text in texts}) > 3
     start = eagle3.head() if kind == "eagle3" else blocks.head("DSpark", **blocks.OWN)
-    trained, logs = [], []
+    trained, logs, teacher = [], [], LocalTeacher.of(target, start)
     for at_once in (2, 1):
         args = quiet_arguments(tmp_path, 1, 1)
         args.per_device_train_batch_size, args.gradient_accumulation_steps = at_once, 2 // at_once
         args.optim, args.learning_rate, args.max_grad_norm = "sgd", 0.5, 0.0
-        trainer = HeadTrainer(deepcopy(start), target, args, train_dataset=PackedTexts(texts, 20))
+        trainer = HeadTrainer(deepcopy(start), teacher, args, train_dataset=PackedTexts(texts, 20))
         trainer.train()
         trained.append(trainer.head.state_dict())
         logs.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -178,16 +180,17 @@ def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
     target = tiny.model("llama", num_hidden_layers=4)
     texts = some_texts(target)
     head = eagle3.head() if kind == "eagle3" else blocks.head("DSpark", **blocks.OWN)
-    rows, found = PackedTexts(texts[:3], 60), []
+    rows, found, teacher = PackedTexts(texts[:3], 60), [], LocalTeacher.of(target, head)
     for at_once in (3, 1):
         args = quiet_arguments(tmp_path, 1, 1)
         args.per_device_train_batch_size = at_once
-        trainer = HeadTrainer(deepcopy(head), target, args, state_weight=0.0, train_dataset=rows)
+        trainer = HeadTrainer(deepcopy(head), teacher, args, state_weight=0.0, train_dataset=rows)
         trainer.objective.state_weight, trainer.objective.update = 1.0, 7  # as in the middle of a run
         found.append(trainer.held_out(rows))
     assert len(rows) > 1
     assert found[1] == pytest.approx(found[0], rel=1e-3)
-    trainer = HeadTrainer(deepcopy(head), target, quiet_arguments(tmp_path, 1, 1), state_weight=0.0, train_dataset=rows)
+    args = quiet_arguments(tmp_path, 1, 1)
+    trainer = HeadTrainer(deepcopy(head), teacher, args, state_weight=0.0, train_dataset=rows)
     trainer.train()
     first = trainer.state.log_history[0]
     assert found[0]["eval_loss"] == pytest.approx(first["loss"], rel=1e-3)

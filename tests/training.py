@@ -15,7 +15,7 @@ from specdec.cli import app
 from specdec.data.texts import Text
 from specdec.eagle3 import load
 from specdec.training.run_folder import RunFolder
-from specdec.training.teacher import TargetLogits
+from specdec.training.target_logits import TargetLogits
 from tests import tiny
 
 TEMPLATE = (

@@ -42,13 +42,17 @@ def regenerate(
         for _ in read_prompts(prompts):
             pass  # a broken line is said before the model is loaded
         check(target)
-        from specdec.data.regenerate import regenerate as answer
-        from specdec.machine import computed_in
+        from accelerate.utils import gather_object
 
-        model, tokenizer = load(target)
+        from specdec.data.answers import Answers
+        from specdec.data.regenerate import regenerate as answer
+        from specdec.machine import computed_in, started_together
+
+        together = started_together()
+        model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
         model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-        with Progress(*columns) as bar:
+        with Progress(*columns, disable=not together.is_main_process) as bar:
             task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
 
             def progress(done: int, total: int, tokens: int) -> None:
@@ -68,12 +72,17 @@ def regenerate(
                     limit=limit,
                     switches=switches,
                     seed=seed,
+                    share=(together.process_index, together.num_processes),
+                    agree=lambda yes: all(gather_object([yes])),
                     progress=progress,
                     go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
                 )
             except KeyboardInterrupt:
                 raise interrupted(f"stopped: the answers in {out} are whole, the same command goes on") from None
-            finished = bar.finished
+            finished = bar.finished and not Answers(out).parts()
+    tokens = sum(gather_object([tokens]))
+    if not together.is_main_process:
+        return
     left_over = "" if finished else " so far: the same command goes on"
     typer.echo(f"the answers are in {out}{left_over}")
     typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "nothing was left to answer")

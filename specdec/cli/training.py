@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.choices import HeadKind, LossName, OptimizerName, Tracker
+from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 from specdec.cli.common import Target, bad_input_ends, check, interrupted
+
+if TYPE_CHECKING:
+    from specdec.training.evaluation import Evaluation
 
 
 def train(
@@ -55,6 +59,11 @@ def train(
         "--rounded-states",
         help="Compute those states in 8 bits: faster on CPUs that multiply bytes, a few percent off.",
     ),
+    shard: Sharding = typer.Option(
+        "none",
+        help='Where the target lies: "none": whole in each process; "devices": over all of one process (device_map); '
+        '"tp", "fsdp": over the processes.',
+    ),
     flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
     held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),
@@ -62,7 +71,9 @@ def train(
         None, help="Texts only evaluated on, in a file of their own; nothing of DATA is held out then.", exists=True
     ),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
-    evaluate_every: int = typer.Option(500, min=1, help="Updates between evaluations by the decoder."),
+    evaluate_every: int = typer.Option(
+        500, min=0, help="Updates between evaluations by the decoder; 0: none, the loss on held-out texts decides."
+    ),
     max_minutes: float | None = typer.Option(
         None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
     ),
@@ -83,6 +94,7 @@ def train(
 
         from specdec.training import Recipe
         from specdec.training import train as train_head
+        from specdec.training.evaluation import HeldOut
 
         recipe = Recipe(**options)
         if dry_run:
@@ -99,12 +111,19 @@ def train(
     if found is None:
         typer.echo("not finished yet: the same command goes on")
         return
+    if isinstance(found, HeldOut):
+        typer.echo(f"held-out texts: loss {found.loss:.3f}, simulated length {found.simulated_length:.2f}; not decoded")
+    else:
+        _say(found, recipe.drafted)
+    name = kind if kind in ("eagle3", "mtp") else "dflash"
+    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")
+
+
+def _say(found: Evaluation, drafted: int) -> None:
     typer.echo(
         f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
-        f"{found.tree_length_sampled:.2f} at T=1; chains of {recipe.drafted}: "
+        f"{found.tree_length_sampled:.2f} at T=1; chains of {drafted}: "
         f"{found.mean_acceptance_length:.2f}, simulated {found.simulated_length:.2f}"
     )
     if found.warning:
         typer.secho(f"warning: {found.warning}", fg="yellow", err=True)
-    name = kind if kind in ("eagle3", "mtp") else "dflash"
-    typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")

@@ -1,12 +1,11 @@
 """`regenerate`: a head's training texts, written by the target itself; it resumes.
 
-Owns the file of answers: a line per conversation, appended whole.
+Owns who is asked what, and when. The lines of the file are `answers`'.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,10 +17,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data.answering import Answering, Request
+from specdec.data.answers import Answers
 from specdec.data.conversations import context_of, encode_prompt
 from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
 
-HALF_WRITTEN = b'{"id": '  # how our lines begin
 AHEAD = 16  # times the rows, in which prompts of about one length are looked for
 MOST_TURNS = 1000  # by which the seeds of conversations are apart
 
@@ -73,13 +72,16 @@ def regenerate(
     limit: int | None = None,
     switches: dict[str, Any] | None = None,
     seed: int = 0,
+    share: tuple[int, int] = (0, 1),
+    agree: Callable[[bool], bool] = lambda yes: yes,
     progress: Callable[[int, int, int], Any] = lambda done, total, tokens: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Have the target answer prompts; answers that are there already are replaced.
+    """Have the target answer prompts; answers that are there already are replaced. No more prompts are in memory than
+    are answered together.
 
     Args:
-        prompts: see `read_entries`; entries are `{"prompt": ...}` or conversations.
+        prompts: see `read_entries`, read twice; entries are `{"prompt": ...}` or conversations.
         out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: conversations take turns with them. The rest is the target's own generation config.
         max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
@@ -87,7 +89,10 @@ def regenerate(
             `chat_template_kwargs` come before them.
         batch_size: conversations at a time; as soon as one is over, the next one takes its place, of about its length.
         seed: every conversation's draws are its own, whatever is answered beside it.
-        progress: called with the conversations done, those there are, and the tokens written in this run.
+        share: which of so many processes this is: each takes its part of the prompts, and another number may go on.
+        agree: waits for the others, and says whether all of them said yes.
+        progress: called with the conversations done, those there are, and the tokens written in this run; of this
+            process's.
         go_on: asked before each conversation; after a no, those that were begun are given up.
 
     Returns:
@@ -102,13 +107,23 @@ def regenerate(
             "the target reads: choose fewer"
         )
     max_prompt_tokens = min(max_prompt_tokens, room)
-    conversations = list(_conversations(prompts, limit, tokenizer, switches or {}))
-    name = str(target.config._name_or_path)
-    done = _finished(out, conversations, name, temperatures, max_new_tokens)
-    handled, tokens = sum(c.number in done for c in conversations), 0
-    too_long = 0
-    progress(handled, len(conversations), tokens)
-    waiting = _alike([c for c in conversations if c.number not in done], AHEAD * batch_size)
+    given = prompts if isinstance(prompts, (str, Path)) or hasattr(prompts, "__len__") else list(prompts)  # read twice
+    mine, processes = share
+    answers, name = Answers(out, share), str(target.config._name_or_path)
+
+    def conversations() -> Iterator[Conversation]:
+        return _conversations(given, limit, tokenizer, switches or {})
+
+    if mine == 0:
+        answers.mend()
+    agree(True)
+    done = _finished(answers, conversations(), name, temperatures, max_new_tokens)
+    agree(True)  # nobody writes while others read
+    own = range(mine, len(done), processes)
+    answers.own.touch()
+    handled, tokens, too_long = sum(done[mine::processes]), 0, 0
+    progress(handled, len(own), tokens)
+    waiting = _alike((c for c in conversations() if c.number in own and not done[c.number]), AHEAD * batch_size)
     further: deque[Request] = deque()  # of conversations that have begun
 
     def request(c: Conversation) -> Request | None:
@@ -121,72 +136,74 @@ def regenerate(
         nonlocal handled, too_long
         if further:
             return further.popleft()
-        for c in waiting if go_on() else ():
+        while go_on() and (c := next(waiting, None)) is not None:
             if (first := request(c)) is not None:
                 return first
             handled, too_long = handled + 1, too_long + 1
         return None
 
-    answering = Answering(target, batch_size, max_new_tokens)
-    with out.open("a", encoding="utf-8") as file:
-        for answered in answering.run(take):
-            c = answered.asker
-            c.take_answer(answered, tokenizer)
-            tokens += len(answered.answer)
-            if (after := request(c)) is not None:
-                further.append(after)
-                continue
-            line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
-            line["max_new_tokens"] = max_new_tokens
-            file.write(json.dumps(line | {"messages": c.messages} | c.extra, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-            handled += 1
-            progress(handled, len(conversations), tokens)
-            if not go_on():
-                break
-    progress(handled, len(conversations), tokens)
+    for answered in Answering(target, batch_size, max_new_tokens).run(take):
+        c = answered.asker
+        c.take_answer(answered, tokenizer)
+        tokens += len(answered.answer)
+        if (after := request(c)) is not None:
+            further.append(after)
+            continue
+        line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
+        answers.append(line | {"max_new_tokens": max_new_tokens, "messages": c.messages} | c.extra)
+        handled += 1
+        progress(handled, len(own), tokens)
+        if not go_on():
+            break
+    progress(handled, len(own), tokens)
     if too_long:
         warnings.warn(
             f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
         )
+    if agree(handled == len(own)) and mine == 0:
+        answers.join()
     return tokens
 
 
 def _finished(
-    out: Path, conversations: Sequence[Conversation], target: str, temperatures: Sequence[float], max_new_tokens: int
-) -> set[int]:
-    """Of an earlier run with the same options; a line that it left half-written is cut off."""
-    done: set[int] = set()
-    if not out.exists():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        return done
-    whole = 0
-    for line in out.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n") and line.startswith(HALF_WRITTEN[: len(line)]):
-            break
-        try:
-            entry = json.loads(line)
-            number, theirs = entry["id"], [m for m in entry["messages"] if m["role"] != "assistant"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{out} is not a file of answers: choose another name") from error
-        known = number < len(conversations)  # else behind today's --limit
-        asked = conversations[number].asked if known else theirs
-        if entry.get("target") != target or theirs != asked[: len(theirs)]:
-            raise ValueError(f"{out} holds answers of another target or to other prompts: choose another name")
-        if known and Asked([], conversations[number].extra).template != Asked([], extra_of(entry)).template:
-            raise ValueError(f"{out} holds answers through a chat template told other things: choose another name")
+    answers: Answers,
+    conversations: Iterator[Conversation],
+    target: str,
+    temperatures: Sequence[float],
+    max_new_tokens: int,
+) -> bytearray:
+    """For each conversation, is it over? By earlier runs, with the same options or a ValueError."""
+    said: dict[int, tuple[int, int, int]] = {}  # of each how many messages were asked, and checksums: texts may be many
+    for entry in answers.entries():
+        number = entry["id"]
         usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
+        if entry.get("target") != target:
+            raise ValueError(f"{answers.out} holds answers of another target or to other prompts: choose another name")
         for option, mine in usual.items():
             if entry.get(option, mine) != mine:
                 raise ValueError(
-                    f"{out} holds answers with {option} {entry[option]}, asked for is {mine}: choose another name, or "
-                    "the options of the run that is to go on"
+                    f"{answers.out} holds answers with {option} {entry[option]}, asked for is {mine}: choose another "
+                    "name, or the options of the run that is to go on"
                 )
-        done.add(number)
-        whole += len(line)
-    os.truncate(out, whole)
+        asked = [message for message in entry["messages"] if message["role"] != "assistant"]
+        said[number] = len(asked), _checksum(asked), _checksum(Asked([], extra_of(entry)).template)
+    done = bytearray()
+    for c in conversations:
+        done.append(c.number in said)
+        if not done[-1]:
+            continue
+        count, asked_for, told = said.pop(c.number)
+        if _checksum(c.asked[:count]) != asked_for:
+            raise ValueError(f"{answers.out} holds answers of another target or to other prompts: choose another name")
+        if _checksum(Asked([], c.extra).template) != told:
+            raise ValueError(
+                f"{answers.out} holds answers through a chat template told other things: choose another name"
+            )
     return done
+
+
+def _checksum(content: Any) -> int:
+    return hash(json.dumps(content, sort_keys=True))
 
 
 def _conversations(
@@ -205,11 +222,11 @@ def _conversations(
         yield Conversation(number, asked, given.extra | {name: told for name, told in own.items() if told})
 
 
-def _alike(conversations: Sequence[Conversation], window: int) -> Iterator[Conversation]:
+def _alike(conversations: Iterator[Conversation], window: int) -> Iterator[Conversation]:
     """In windows of so many by length, up and down in turn: attention runs over the longest row that is answered."""
     up = True
-    for start in range(0, len(conversations), window):
-        by_length = sorted(conversations[start : start + window], key=lambda c: sum(map(_length, c.asked)))
+    while some := list(islice(conversations, window)):
+        by_length = sorted(some, key=lambda c: sum(map(_length, c.asked)))
         yield from by_length if up else reversed(by_length)
         up = not up
 

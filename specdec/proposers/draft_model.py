@@ -224,8 +224,12 @@ def tokenizers_at_hand(model: PreTrainedModel, target: PreTrainedModel) -> bool:
     return _vocabulary_of(model) is not None and _vocabulary_of(target) is not None
 
 
-def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
-    """Load a model in the precision it was saved in; or in another's, and on its device."""
+def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTrainedModel:
+    """Load a model in the precision it was saved in; or in another's, and on its device.
+
+    Args:
+        placed: what `from_pretrained` is told of where its parts go.
+    """
     require_folder_or_id(path)
     log.info("loading %s", path)
     try:
@@ -234,7 +238,7 @@ def load(path: str, like: PreTrainedModel | None = None) -> PreTrainedModel:
             raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
         if "draft_vocab_size" in config or "speculators_model_type" in config:
             raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
-        model = _class_of(config).from_pretrained(path, dtype="auto").eval()
+        model = _class_of(config).from_pretrained(path, dtype="auto", **placed).eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path} is neither a folder with a model nor a hub repository that can be reached: {error}"

@@ -3,6 +3,7 @@
 from specdec.training.initialisation import initialize
 from specdec.training.recipe import Recipe
 from specdec.training.run import train
+from specdec.training.teacher import LocalTeacher
 from specdec.training.trainer import HeadTrainer
 
-__all__ = ["HeadTrainer", "Recipe", "initialize", "train"]
+__all__ = ["HeadTrainer", "LocalTeacher", "Recipe", "initialize", "train"]

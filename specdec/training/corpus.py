@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
-from specdec.data.texts import Text, kept_texts
+from specdec.data.texts import Text, Texts, keep, kept_texts
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 
@@ -25,40 +27,57 @@ def checksum_of_entries(recipe: Recipe) -> str:
     return content.hexdigest()
 
 
-def corpus(
-    recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, checksum: str
-) -> tuple[list[Text], list[Text]]:
-    """To learn from and held out: as an earlier run read them, for a chat template may show the date.
-
-    Args:
-        checksum: of the entries, as `checksum_of_entries` gives it.
-    """
+def check_length(recipe: Recipe) -> None:
+    """Raise ValueError for rows longer than the target reads."""
     context = context_of(AutoConfig.from_pretrained(recipe.target))
     if recipe.length > context:
         raise ValueError(
             f"{recipe.target} reads {context} tokens at most, --length is {recipe.length}: choose a smaller one"
         )
+
+
+def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, checksum: str) -> None:
+    """Texts to learn from, and held out, into the folder's files, one by one; those that an earlier run read stay, for
+    a chat template may show the date.
+
+    Args:
+        checksum: of the entries, as `checksum_of_entries` gives it.
+    """
     before = folder.identity() or {}
     if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
-        return kept_texts(folder.learnt), kept_texts(folder.held_out)
-    texts = list(islice(read_texts(recipe.data, tokenizer, recipe.length), recipe.max_texts))
+        return
+    texts = islice(read_texts(recipe.data, tokenizer, recipe.length), recipe.max_texts)
     if recipe.held_out_data is None:
-        return _split(texts, recipe)
-    held_out = list(read_texts(recipe.held_out_data, tokenizer, recipe.length))
-    learnt = {tuple(text.ids.tolist()) for text in texts}
-    seen = sum(tuple(text.ids.tolist()) in learnt for text in held_out)
+        _split(texts, recipe, folder)
+        return
+    learnt = keep(texts, folder.learnt)
+    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length), folder.held_out)
+    seen = _among(held_out, learnt)
     if seen:
         warnings.warn(f"{seen} of the {len(held_out)} texts to evaluate on are learnt from, too")
-    return texts, held_out
 
 
-def _split(texts: list[Text], recipe: Recipe) -> tuple[list[Text], list[Text]]:
+def corpus(folder: RunFolder) -> tuple[Texts, Texts]:
+    """What `write_corpus` wrote: to learn from, and held out."""
+    return kept_texts(folder.learnt), kept_texts(folder.held_out)
+
+
+def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
     """Held out are texts evenly over the data."""
-    count = recipe.held_out
-    if len(texts) <= count:
+    every, count = folder.learnt.with_name("every_text"), recipe.held_out
+    whole = keep(texts, every)  # how many there are is known when all are read
+    every.unlink()  # the system keeps what is still mapped
+    if len(whole) <= count:
         raise ValueError(
-            f"{recipe.data} holds {len(texts)} texts and {count} are held out: none is left. Choose a smaller "
+            f"{recipe.data} holds {len(whole)} texts and {count} are held out: none is left. Choose a smaller "
             "--held-out"
         )
-    apart = {i * len(texts) // count for i in range(count)}
-    return [text for i, text in enumerate(texts) if i not in apart], [texts[i] for i in sorted(apart)]
+    apart = {i * len(whole) // count for i in range(count)}
+    keep((whole[i] for i in sorted(apart)), folder.held_out)
+    keep((text for i, text in enumerate(whole) if i not in apart), folder.learnt)
+
+
+def _among(some: Texts, others: Texts) -> int:
+    """How many of `some` are one of the others, too."""
+    known: dict[tuple[int, ...], int] = Counter(tuple(text.ids.tolist()) for text in some)
+    return sum(known.pop(tuple(text.ids.tolist()), 0) for text in others)

@@ -7,9 +7,8 @@ Owns packing and padding. An item: ids (T,), learn (T,), documents (T,) int64 wh
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -17,29 +16,23 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from specdec.data.texts import Text
+from specdec.data.texts import Text, Texts
 
 PADDING = -1  # the document that tokens behind a row's end belong to
 
 
-def packed(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in order, in groups whose lengths add up to `most` at most; a longer one is alone."""
-    groups: list[list[int]] = []
-    filled = 0
-    for i, length in enumerate(lengths):
-        if filled + length > most or not groups:
-            groups.append([])
+def packed(lengths: Tensor, most: int) -> Tensor:
+    """(R + 1,) int64: where each group begins, and the last one ends, of texts in order whose lengths (n,) add up to
+    `most` at most; a longer one is alone.
+    """
+    bounds, filled = array("q"), 0
+    for i, length in enumerate(lengths.tolist()):
+        if filled + length > most or not bounds:
+            bounds.append(i)
             filled = 0
-        groups[-1].append(i)
         filled += length
-    return groups
-
-
-@dataclass(frozen=True)
-class _Place:
-    shard: int
-    start: int
-    length: int
+    bounds.append(len(lengths))
+    return torch.tensor(bounds)
 
 
 class StateDataset(Dataset):
@@ -54,37 +47,41 @@ class StateDataset(Dataset):
         described = json.loads((self.folder / "states.json").read_text())
         self.taps = tuple(described["taps"])
         self._paths = [self.folder / f"states-{number:05d}.safetensors" for number in range(described["shards"])]
-        self._rows = [row for shard in range(len(self._paths)) for row in self._rows_of(shard)]
+        self._lengths = [self._lengths_of(path) for path in self._paths]  # of a shard's texts, whole
+        self._bounds = [packed(lengths.clamp(max=length), length) for lengths in self._lengths]
+        self._ends = torch.tensor([len(bounds) - 1 for bounds in self._bounds]).cumsum(0)  # rows up to each shard's end
 
-    def _rows_of(self, shard: int) -> list[list[_Place]]:
-        with safe_open(self._paths[shard], "pt") as file:
+    def _lengths_of(self, shard: Path) -> Tensor:
+        with safe_open(shard, "pt") as file:
             if "over_all" not in file.keys():  # noqa: SIM118 (no dict)
                 raise ValueError(
                     f"the states in {self.folder} were kept by an earlier version, which did not look at the whole "
                     "vocabulary: remove that folder, and they are computed anew"
                 )
-            lengths = file.get_tensor("lengths").tolist()
-        starts = [0, *accumulate(lengths)]
-        places = [
-            _Place(shard, start, min(length, self.length)) for start, length in zip(starts, lengths, strict=False)
-        ]
-        return [[places[i] for i in row] for row in packed([place.length for place in places], self.length)]
+            return file.get_tensor("lengths")
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return int(self._ends[-1])
 
     @property
     def num_tokens(self) -> int:
-        return sum(place.length for row in self._rows for place in row)
+        return sum(int(lengths.clamp(max=self.length).sum()) for lengths in self._lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
         parts: dict[str, list[Tensor]] = {"ids": [], "learn": [], "states": [], "over_all": [], "documents": []}
-        row = self._rows[index]  # of one shard
-        with safe_open(self._paths[row[0].shard], "pt") as file:
-            for number, place in enumerate(row):
+        index %= len(self)
+        shard = int(torch.searchsorted(self._ends, index, right=True))
+        lengths, bounds = self._lengths[shard], self._bounds[shard]
+        row = index - int(self._ends[shard]) + len(bounds) - 1  # of the shard's
+        (first, end), ends = bounds[row : row + 2].tolist(), lengths.cumsum(0)
+        with safe_open(self._paths[shard], "pt") as file:
+            for number, text in enumerate(range(first, end)):
+                start, length = int(ends[text] - lengths[text]), min(int(lengths[text]), self.length)
                 for name in ("ids", "learn", "states", "over_all"):
-                    parts[name].append(file.get_slice(name)[place.start : place.start + place.length])
-                parts["documents"].append(torch.full((place.length,), number))
+                    parts[name].append(file.get_slice(name)[start : start + length])
+                parts["documents"].append(torch.full((length,), number))
         return {name: torch.cat(tensors) for name, tensors in parts.items()}
 
 
@@ -92,19 +89,22 @@ class PackedTexts(Dataset):
     """The same rows without states, for training that computes them as it goes."""
 
     def __init__(self, texts: Sequence[Text], length: int):
-        self.length = length
-        cut = [Text(text.ids[:length], text.learn[:length]) for text in texts]
-        self._rows = [[cut[i] for i in row] for row in packed([len(text.ids) for text in cut], length)]
+        self.length, self._texts = length, Texts.of(texts)
+        self._bounds = packed(self._texts.lengths.clamp(max=length), length)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._bounds) - 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(text.ids) for row in self._rows for text in row)
+        return int(self._texts.lengths.clamp(max=self.length).sum())
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self._rows[index]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        index %= len(self)
+        first, end = self._bounds[index : index + 2].tolist()
+        row = [Text(text.ids[: self.length], text.learn[: self.length]) for text in self._texts[first:end]]
         return {
             "ids": torch.cat([text.ids for text in row]),
             "learn": torch.cat([text.learn for text in row]),

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.data.texts import Text, Texts
 
-def token_counts(texts: Sequence[tuple[Tensor, Tensor]], vocab_size: int) -> Tensor:
-    """(V,) int64, how often the target wrote each token.
+AT_ONCE = 2**20  # tokens that are counted together
 
-    Args:
-        texts: ids and learn flags, (T,) each.
-    """
+
+def token_counts(texts: Sequence[Text], vocab_size: int, *, all_tokens: bool = False) -> Tensor:
+    """(V,) int64, how often the target wrote each token, or how often texts hold it, prompts and all."""
+    texts = Texts.of(texts)
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for ids, learn in texts:
-        counts += torch.bincount(ids[learn.bool()], minlength=vocab_size)
+    for ids, learn in zip(texts.ids.split(AT_ONCE), texts.learn.split(AT_ONCE), strict=True):
+        counts += torch.bincount(ids if all_tokens else ids[learn.bool()], minlength=vocab_size)
     return counts
 
 

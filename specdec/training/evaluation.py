@@ -21,11 +21,12 @@ from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.proposers.following import FollowingProposer
 from specdec.proposers.mtp import MtpProposer
 from specdec.runner import device_of
-from specdec.taps import Taps, decoder_layers
+from specdec.taps import Taps
 from specdec.training.block_unroll import reading_weight, unroll_blocks
+from specdec.training.heads import Head
 from specdec.training.mtp_objective import unroll_mtp
-from specdec.training.teacher import TargetLogits
-from specdec.training.trainer import Head
+from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher import taps_of
 from specdec.training.unroll import unroll
 from specdec.tree import DynamicTree
 
@@ -66,6 +67,21 @@ class Evaluation:
             f"same texts says {self.simulated_length:.2f}: training and decoding disagree about the head (taps, shift, "
             "mask, norms or positions)"
         )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Of a head that was not measured by the decoder: by teacher forcing on held-out texts.
+
+    Attributes:
+        loss: per token, weighted over steps. simulated_length: mean acceptance length, if steps were independent.
+    """
+
+    loss: float
+    simulated_length: float
+
+
+Measured = Evaluation | HeldOut
 
 
 def evaluate(
@@ -133,8 +149,7 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     Args:
         first: the first position that is asked for; before it they may be 0.
     """
-    layers = len(decoder_layers(target))
-    listener = Taps(target, head.config.taps(layers), head.device)
+    listener = Taps(target, taps_of(head, target), head.device)
     with listener.listening() as taken:
         target.get_decoder()(input_ids=text[None], use_cache=False)
     states, ids = listener.features(taken).to(head.dtype), text[None].to(head.device)

@@ -13,9 +13,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from specdec.training.curve import draw
 from specdec.training.dataset import PackedTexts, StateDataset
-from specdec.training.evaluation import Evaluation, evaluate
+from specdec.training.evaluation import Evaluation, HeldOut, Measured, evaluate
+from specdec.training.heads import copy_of
+from specdec.training.processes import of_first
 from specdec.training.run_folder import RunFolder, read_json
-from specdec.training.trainer import HeadTrainer, copy_of
+from specdec.training.trainer import HeadTrainer
 
 
 class EvaluationCallback(TrainerCallback):
@@ -24,7 +26,8 @@ class EvaluationCallback(TrainerCallback):
     Owns the folder's `head`, `evaluation.json` and `curve.png`.
 
     Args:
-        prompts: (T,) int64 each. every: updates between measurements by the decoder.
+        prompts: (T,) int64 each. every: updates between measurements by the decoder; 0: none, and the best head is the
+            one of the lowest loss on other texts.
         held_out: texts that nothing is learnt from. held_out_every: updates between measurements of the loss on them.
         at_start: measure before the first update too: the head may be the best already.
     """
@@ -36,7 +39,7 @@ class EvaluationCallback(TrainerCallback):
         folder: RunFolder,
         *,
         every: int,
-        held_out: PackedTexts,
+        held_out: StateDataset | PackedTexts,
         held_out_every: int,
         at_start: bool = False,
     ):
@@ -49,26 +52,34 @@ class EvaluationCallback(TrainerCallback):
     ) -> None:
         if self.at_start and state.global_step == 0:
             self._measure_loss(state)
-            self._evaluate(state)
+            if self.every:
+                self._evaluate(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         last = state.global_step == state.max_steps
         if state.global_step % self.held_out_every == 0 or last:
             self._measure_loss(state)
-        if state.global_step % self.every == 0 or last:
+        if self.every and (state.global_step % self.every == 0 or last):
             self._evaluate(state)
 
-    def best(self) -> Evaluation | None:
-        """The evaluation of the head in the folder; None in processes other than the first."""
+    def best(self) -> Measured | None:
+        """What was measured of the head in the folder; None in processes other than the first."""
+        if not of_first(self.folder.evaluation.exists):
+            (self._evaluate if self.every else self._measure_loss)(self.trainer.state)
         if not self.trainer.is_world_process_zero():
             return None
-        if not self.folder.evaluation.exists():
-            self._evaluate(self.trainer.state)
         return _evaluation(json.loads(self.folder.evaluation.read_text())["best"])
 
     def _measure_loss(self, state: TrainerState) -> None:
-        if state.is_world_process_zero:
-            self._log(self.trainer.held_out(self.held_out))
+        if not (state.is_world_process_zero or self.trainer.teacher.together):
+            return
+        found = self.trainer.held_out(self.held_out)
+        if not state.is_world_process_zero:
+            return
+        self._log(found)
+        if not self.every:
+            before = self._best_before().get("eval_loss")
+            self._keep(found, before is None or found["eval_loss"] <= before, state)
 
     def _log(self, found: dict[str, float]) -> None:
         due = self.trainer.control.should_log
@@ -76,26 +87,39 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
 
     def _evaluate(self, state: TrainerState) -> None:
-        if not state.is_world_process_zero:
+        first = state.is_world_process_zero
+        if first:
+            print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
+        elif not self.trainer.teacher.together:
             return
-        print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
-        head = copy_of(self.trainer.head, self.trainer.target.dtype)
-        device = self.trainer.target.device
+        target, device = self.trainer.teacher.model(), self.trainer.args.device
+        head = copy_of(self.trainer.head, target.dtype)
         # Decoding draws; training goes on as if it had not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             torch.manual_seed(self.trainer.args.seed)
-            found = evaluate(head, self.trainer.target, self.prompts, draft_length=self.trainer.steps)
+            found = evaluate(head, target, self.prompts, draft_length=self.trainer.steps)
+        if not first:
+            return
         measured = {key: value for key, value in asdict(found).items() if isinstance(value, float)}
         self._log({f"decoder_{key}": round(value, 4) for key, value in measured.items()})
         if found.warning:
             print(f"warning: {found.warning}")
-        before = read_json(self.folder.evaluation)
-        content: dict[str, Any] = before or {}
-        if before is None or found.tree_length >= before["best"]["tree_length"]:
+        rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
+        before = self._best_before().get("tree_length")
+        better = before is None or found.tree_length >= before
+        self._keep(asdict(found) | {"acceptance_rate_per_pos": rates}, better, state, found.warning)
+
+    def _best_before(self) -> dict[str, Any]:
+        """What was measured of the head that is kept; it may be something else than what is measured now."""
+        return (read_json(self.folder.evaluation) or {}).get("best", {})
+
+    def _keep(self, found: dict[str, Any], better: bool, state: TrainerState, warning: str = "") -> None:
+        """The head, if it is the best one so far, and what was logged up to here."""
+        content: dict[str, Any] = read_json(self.folder.evaluation) or {}
+        if better:
             self.trainer.save_head(self.folder.head)
-            rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
-            content |= {"best": asdict(found) | {"acceptance_rate_per_pos": rates}, "best_update": state.global_step}
-        content |= {"warning": found.warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
+            content |= {"best": found, "best_update": state.global_step}
+        content |= {"warning": warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
         partial = self.folder.evaluation.with_suffix(".part")
         partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.rename(self.folder.evaluation)
@@ -107,6 +131,8 @@ class EvaluationCallback(TrainerCallback):
         return dataset.num_tokens
 
 
-def _evaluation(entry: dict[str, Any]) -> Evaluation:
+def _evaluation(entry: dict[str, Any]) -> Measured:
+    if "eval_loss" in entry:
+        return HeldOut(entry["eval_loss"], entry["eval_simulated_length"])
     rates = tuple(float("nan") if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
     return Evaluation(**entry | {"acceptance_rate_per_pos": rates})

@@ -17,7 +17,9 @@ from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config, default_taps
 from specdec.eagle3.head import Eagle3Head, FusingLayer
 from specdec.taps import decoder_layers
-from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.plain import plain
+from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher import embedding_of
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -82,7 +84,7 @@ def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_voca
     count = min(len(head.layers), len(layers))
     for ours, theirs in zip(list(head.layers)[-count:], list(layers)[-count:], strict=True):
         _copy_layer(ours, theirs)
-    _copy_norm(head.norm, getattr(target.get_decoder(), "norm", None))
+    _copy_norm(head.norm, _part(target.get_decoder(), "norm"))
     if head.fc.weight.shape[0] == H:
         if isinstance(head, Eagle3Head):
             head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as what it is added to
@@ -117,15 +119,15 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
     wide = 2 if isinstance(ours, FusingLayer) else 1  # for the embedding, and for the feature
     attention, mlp = getattr(theirs, "self_attn", None), getattr(theirs, "mlp", None)
     for name in ("q_proj", "k_proj", "v_proj"):
-        mine, its = getattr(ours.self_attn, name), getattr(attention, name, None)
+        mine, its = getattr(ours.self_attn, name), _part(attention, name)
         if _fits(its, (mine.weight.shape[0], mine.weight.shape[1] // wide)):
             mine.weight.copy_(torch.cat([its.weight] * wide, 1) / wide)
             if mine.bias is not None and its.bias is not None:
                 mine.bias.copy_(its.bias)
-    out = getattr(attention, "o_proj", None)
+    out = _part(attention, "o_proj")
     if _fits(out, ours.self_attn.o_proj.weight.shape):
         ours.self_attn.o_proj.weight.copy_(out.weight)
-    its = [getattr(mlp, name, None) for name in PROJECTIONS]
+    its = [_part(mlp, name) for name in PROJECTIONS]
     width, H = ours.mlp.gate_proj.weight.shape
     if all(isinstance(part, nn.Linear) for part in its) and _fits(its[0], (max(width, its[0].out_features), H)):
         gate, up, down = (part.weight.float() for part in its)
@@ -138,7 +140,13 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
         (getattr(ours, "hidden_norm", None), "input_layernorm"),
         (ours.post_attention_layernorm, "post_attention_layernorm"),
     ):
-        _copy_norm(norm, getattr(theirs, name, None))
+        _copy_norm(norm, _part(theirs, name))
+
+
+def _part(module: nn.Module | None, name: str) -> Any:
+    """Of a target's module the one of this name, if it has one, with weights that can be copied."""
+    found = getattr(module, name, None)
+    return plain(found) if isinstance(found, nn.Module) else found
 
 
 def _fits(module: Any, shape: tuple[int, ...]) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specdec.choices import LossName, check_choice
 from specdec.eagle3.head import Eagle3Head
-from specdec.training.teacher import TargetLogits
+from specdec.training.target_logits import TargetLogits
 from specdec.training.unroll import unroll
 
 ROWS_AT_ONCE = 1024  # whose logits are in memory together

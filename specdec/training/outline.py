@@ -20,8 +20,8 @@ from specdec.blocks.head import DFlashHead
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.head import Eagle3Head
 from specdec.training.block_unroll import unroll_rows
+from specdec.training.heads import StandAlone
 from specdec.training.optimizer import matrices
-from specdec.training.trainer import StandAlone
 from specdec.training.unroll import unroll
 
 META = torch.device("meta")

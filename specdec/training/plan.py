@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from accelerate import PartialState
@@ -16,22 +18,24 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from specdec.blocks.config import DFlashConfig
 from specdec.blocks.head import DFlashHead
-from specdec.data.texts import Text
+from specdec.data.texts import Texts
 from specdec.eagle3.config import Eagle3Config
 from specdec.taps import decoder_layers
 from specdec.training import precision
 from specdec.training.block_initialisation import block_config_for
-from specdec.training.corpus import checksum_of_entries, corpus
+from specdec.training.corpus import check_length, corpus, write_corpus
 from specdec.training.dataset import PackedTexts
 from specdec.training.initialisation import config_for
 from specdec.training.objective import ROWS_AT_ONCE
 from specdec.training.outline import META, Outline, parameters
 from specdec.training.progress import in_bytes
+from specdec.training.reading import batch_tokens_of
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run import checked
+from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import fresh_changes, given_head
-from specdec.training.states import batch_tokens_of, bytes_per_token
-from specdec.training.teacher import NUMBERS_AT_ONCE
+from specdec.training.states import bytes_per_token
+from specdec.training.target_logits import NUMBERS_AT_ONCE
 
 CHECKPOINTS = 3  # on the disk together, while one is written
 
@@ -94,14 +98,17 @@ def plan(recipe: Recipe) -> Plan:
     Raises:
         ValueError: what `train` would refuse before it loads a target's weights.
     """
-    folder, processes = checked(recipe)
+    _, processes = checked(recipe)
     if recipe.kind == "mtp":
         raise ValueError(
             "what MTP layers take is not planned for: they are layers of the target's, so of its own kinds"
         )
-    learnt, _ = corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum_of_entries(recipe))
+    check_length(recipe)
     target = _on_meta(recipe.target, processes.device)
-    return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()
+    with TemporaryDirectory() as place:
+        write_corpus(recipe, RunFolder(Path(place)), AutoTokenizer.from_pretrained(recipe.target), "")
+        learnt, _ = corpus(RunFolder(Path(place)))
+        return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,7 @@ class Arithmetic:
     recipe: Recipe
     target: PreTrainedModel
     head: Eagle3Config | DFlashConfig
-    texts: list[Text]
+    texts: Texts
     processes: PartialState
 
     def plan(self) -> Plan:
@@ -133,11 +140,11 @@ class Arithmetic:
 
     @property
     def tokens(self) -> int:
-        return sum(len(text.ids) for text in self.texts)
+        return len(self.texts.ids)
 
     @property
     def learnt(self) -> int:
-        return sum(int(text.learn.sum()) for text in self.texts)
+        return int(self.texts.learn.sum())
 
     @cached_property
     def outline(self) -> Outline:
@@ -180,7 +187,7 @@ class Arithmetic:
         own = self.outline.weights
         states: dict[str, float] = {}
         if self.recipe.cache_states:
-            states["the target's states"] = self.tokens * bytes_per_token(self.target, self._taps)
+            states["the target's states"] = self.tokens * bytes_per_token(self._H, self._taps)
         return states | {
             "checkpoints": CHECKPOINTS * 4 * (own + self._moments),
             "the head, bfloat16": 2 * own * 2,  # the one before stays until the next is whole

@@ -9,14 +9,14 @@ from pathlib import Path
 from accelerate import PartialState
 from transformers.integrations import get_available_reporting_integrations
 
-from specdec.choices import HeadKind, LossName, OptimizerName, Tracker, check_choice
+from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker, check_choice
 from specdec.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
-FREE = ("data", "held_out_data", "out", "device", "evaluate_every", "max_minutes", "rows_at_once", "flex", "report_to")
+FREE = "data held_out_data out device shard evaluate_every max_minutes rows_at_once flex report_to".split()
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,13 @@ class Recipe:
             loss is per token learnt in an update, however passes and processes share them.
         cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
         rounded_states: compute them in 8 bits, see `in_eight_bits`.
+        shard: where the target's weights lie: "none": all of them on each process's device; "devices": over the
+            devices of the one process; "tp", "fsdp": over the processes, in parts of its layers or of its weights.
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
-        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder.
+        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder;
+            0: none, the best head is that of the lowest loss on held-out texts.
         max_minutes: stop after them, at the next update that is logged; the same call goes on.
         report_to: a tracker that is sent what is logged, by transformers.
         device: None: an accelerator if there is one.
@@ -72,6 +75,7 @@ class Recipe:
     rows_at_once: int | None = None
     cache_states: bool = False
     rounded_states: bool = False
+    shard: Sharding = "none"
     flex: bool = False
     max_texts: int | None = None
     held_out: int = 16
@@ -111,6 +115,8 @@ class Recipe:
         check_choice("kind", self.kind, HeadKind)
         check_choice("loss", self.loss_name, LossName)
         check_choice("optimizer", self.optimizer_name, OptimizerName)
+        check_choice("shard", self.shard, Sharding)
+        self._check_shard()
         check_choice("report_to", self.report_to, Tracker)
         if self.report_to != "none" and self.report_to not in get_available_reporting_integrations():
             raise ValueError(
@@ -131,6 +137,31 @@ class Recipe:
         for name in (self.target, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)
+
+    def _check_shard(self) -> None:
+        if self.shard in ("tp", "fsdp"):
+            for option, given in {
+                "--kind mtp": self.kind == "mtp",
+                "--from-target": self.start_from_target is not None,
+                "--rounded-states": self.rounded_states,
+            }.items():
+                if given:
+                    raise ValueError(f"{option} wants all of the target in a process: leave out --shard {self.shard}")
+        if self.shard == "tp" and self.cache_states:
+            raise ValueError("processes that keep states each read texts of their own: use --shard fsdp")
+
+    def check_processes(self, count: int) -> None:
+        """Raise ValueError if the target cannot lie in so many processes as it is to."""
+        if self.shard == "devices" and count > 1:
+            raise ValueError(
+                f"--shard devices has one process use all devices, and {count} were started: start one, or use --shard "
+                "fsdp"
+            )
+        if self.shard in ("tp", "fsdp") and count == 1:
+            raise ValueError(
+                f"--shard {self.shard} is for several processes, and one was started: use `accelerate launch "
+                "--num_processes`, or --shard devices"
+            )
 
     def identity(self, texts: str, weights: str) -> dict[str, str]:
         """What two runs that share a folder must have in common.

@@ -26,14 +26,17 @@ class RunFolder:
     """What lies in `path`, by its name.
 
     Attributes:
-        head: the best one. transferred: another target's, made into one to begin with. states: the target's, in shards.
+        head: the best one. transferred: another target's, made into one to begin with. start: what was begun with.
+        states: the target's, in shards; held_out_states: those of texts to evaluate on. teacher: what else is needed
+            of it beside them.
         checkpoints: of the training. learnt, held_out: texts. evaluation, curve: of heads while they are trained.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self.head, self.transferred = path / "head", path / "transferred"
+        self.head, self.transferred, self.start = path / "head", path / "transferred", path / "start"
         self.states, self.checkpoints = path / "states", path / "run"
+        self.held_out_states, self.teacher = self.states / "held_out", self.states / "teacher.safetensors"
         self.learnt, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
         self.evaluation, self.curve = path / "evaluation.json", path / "curve.png"
         self._recipe = path / "recipe.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.blocks.checkpoint import load as load_block
 from specdec.blocks.head import DFlashHead
-from specdec.data.texts import Text
+from specdec.blocks.layouts import save as save_block
+from specdec.data.texts import Texts
 from specdec.eagle3.checkpoint import load
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
@@ -24,11 +24,11 @@ from specdec.proposers.eagle3 import Eagle3Proposer
 from specdec.registry import WEIGHTS
 from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.heads import Head, StandAlone
 from specdec.training.initialisation import extend_vocabulary, initialize
 from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.trainer import Head, StandAlone
 from specdec.training.transfer import transfer_head
 
 TRANSFER_TOKENS = 4  # per entry of the states that a carried over head reads
@@ -72,15 +72,14 @@ def starting_head(
     recipe: Recipe,
     given: StandAlone | None,
     target: PreTrainedModel,
-    texts: Sequence[Text],
+    texts: Texts,
     folder: RunFolder,
     processes: PartialState,
 ) -> Head:
     """The head before its first update; `given` is what `given_head` loaded."""
     torch.manual_seed(recipe.seed)
     size = target.config.get_text_config(decoder=True).vocab_size
-    written = token_counts([(text.ids, text.learn) for text in texts], size)
-    read = token_counts([(text.ids, torch.ones_like(text.learn)) for text in texts], size)
+    written, read = token_counts(texts, size), token_counts(texts, size, all_tokens=True)
     head: Head
     if given is None:
         head = _fresh(recipe, target, written, read)
@@ -105,6 +104,23 @@ def starting_head(
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
     processes.print(f"the {len(ids)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
+    return head
+
+
+def keep_start(head: Head, folder: RunFolder) -> None:
+    """Write the head before its first update, for runs without their target at hand."""
+    if isinstance(head, DFlashHead):
+        save_block(head, folder.start)
+    elif isinstance(head, Eagle3Head):
+        save(head, folder.start)
+
+
+def kept_start(recipe: Recipe, folder: RunFolder) -> StandAlone:
+    """What `keep_start` wrote."""
+    if recipe.kind == "eagle3":
+        return load(folder.start)
+    head = load_block(folder.start)
+    assert isinstance(head, DFlashHead)
     return head
 
 
@@ -143,7 +159,7 @@ def _transferred(
     head: Eagle3Head,
     donor_name: str,
     target: PreTrainedModel,
-    texts: Sequence[Text],
+    texts: Texts,
     folder: RunFolder,
     processes: PartialState,
 ) -> Eagle3Head:
@@ -159,7 +175,7 @@ def _transferred(
             )
         donor = load_model(donor_name).to(target.device)
         width = 3 * target.config.get_text_config(decoder=True).hidden_size
-        enough = texts[:: max(1, sum(len(text.ids) for text in texts) // (TRANSFER_TOKENS * width))]
+        enough = texts[:: max(1, len(texts.ids) // (TRANSFER_TOKENS * width))]
         print(f"carrying {recipe.start_from} over from {donor_name}: both models read {len(enough)} texts")
         with folder.clear_failures("use a shorter --length"):
             save(transfer_head(head, donor, target, enough), kept)

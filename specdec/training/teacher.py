@@ -1,112 +1,158 @@
-"""What is asked of the target beside its states: logits, for some tokens only; its embedding; which one it is."""
+"""`Teacher`: what heads learn from: the one place where training touches the target.
+
+Owns what is asked of the target in training: its states, its embedding, how it makes logits, which one it is. How a
+fresh head starts out from a target's weights stands in `initialisation`, how the two decode in `evaluation`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate.utils import align_module_device
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.eagle3.runner import looked_up
+from specdec.blocks.head import DFlashHead
+from specdec.eagle3.runner import beside, looked_up
+from specdec.taps import FINAL, decoder_layers
+from specdec.training.dataset import PADDING
+from specdec.training.heads import Head
+from specdec.training.plain import plain
+from specdec.training.reading import Reader
+from specdec.training.target_logits import TargetLogits
 
-NUMBERS_AT_ONCE = 2**25  # logits of the whole vocabulary in memory together
 
-
-@dataclass(frozen=True)
-class TargetLogits:
-    """`cap * tanh(scale * (weight @ state + bias) / cap)`, what is None left out.
+class Teacher(ABC):
+    """A target, as a head in training sees it.
 
     Attributes:
-        weight: (K, H). bias: (K,). scale: Cohere's and Granite's. cap: Gemma-2's.
+        name: path or hub id. fingerprint: tells apart models of one shape.
+        taps: whose states the head reads, as `Taps` counts; the final state comes behind them.
+        embedding: (V, H), of the target's tokens as the head reads them. logits: how the target makes them.
+        together: it lies in several processes, and all of them ask at once, for whatever one needs.
     """
 
-    weight: Tensor
-    bias: Tensor | None = None
-    scale: float = 1.0
-    cap: float | None = None
+    name: str
+    fingerprint: str
+    taps: tuple[int, ...]
+    embedding: Tensor
+    logits: TargetLogits
+    together = False
 
-    def __call__(self, state: Tensor) -> Tensor:
-        """(n, K) float32 of states (n, H)."""
-        logits = (state.to(self.weight.dtype) @ self.weight.T).float()
-        if self.bias is not None:
-            logits = logits + self.bias.float()
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around what processes `read`, each its own, of a target whose passes they make together."""
+        yield
 
-    def over_all(self, states: Tensor, learn: Tensor) -> Tensor:
-        """What the logits of some tokens leave out of a distribution over the whole vocabulary.
+    @abstractmethod
+    def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Which text, and its states (T, C), the final one last; in any order. texts: (T,) int64."""
 
-        Args:
-            states: (..., T, C), the final state last. learn: (..., T) bool.
+    @abstractmethod
+    def model(self) -> PreTrainedModel:
+        """The target itself, to decode with."""
 
-        Returns:
-            (..., T, 2) float32, on the states' device: the logits' log-sum-exp and the index of the highest, of each
-            state that a token to learn was chosen from; 0 elsewhere.
+    @torch.no_grad()
+    def states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A batch as `collate` makes it, with its `states` (B, T, C) and `over_all` (B, T, 2), see `TargetLogits`.
+
+        As they come from the disk, or else computed: each document alone, those of like length in one pass.
         """
-        whole, H = states.new_zeros(*states.shape[:-1], 2, dtype=torch.float32), self.weight.shape[-1]
-        chosen_from = nn.functional.pad(learn.bool()[..., 1:], (0, 1)).to(states.device)
-        final = states[..., -H:][chosen_from].to(self.weight.device)
-        few = max(1, NUMBERS_AT_ONCE // len(self.weight))
-        for where, part in zip(chosen_from.nonzero().split(few), final.split(few), strict=True):
-            logits = self(part)
-            found = torch.stack([logits.logsumexp(-1), logits.argmax(-1).float()], -1)
-            whole[where.unbind(-1)] = found.to(whole.device)
-        return whole
+        if "states" in batch:
+            return batch
+        ids, documents = batch["ids"], batch["documents"]
+        places = [
+            (row, (documents[row] == number).nonzero()[:, 0])
+            for row in range(len(ids))
+            for number in documents[row].unique().tolist()
+            if number != PADDING
+        ]
+        found = dict(self.read([ids[row, where] for row, where in places]))
+        states = ids.new_zeros(*ids.shape, found[0].shape[-1], dtype=found[0].dtype)
+        for number, (row, where) in enumerate(places):
+            states[row, where] = found[number].to(ids.device)
+        return batch | {"states": states, "over_all": self.logits.over_all(states, batch["learn"])}
 
-    def restricted(self, rows: Tensor) -> TargetLogits:
-        """To the tokens `rows` (K,)."""
-        rows = rows.to(self.weight.device)
-        return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
 
-    def to(self, device: torch.device) -> TargetLogits:
-        if self.weight.device == device:
-            return self
-        bias = None if self.bias is None else self.bias.to(device)
-        return replace(self, weight=self.weight.to(device), bias=bias)
+class LocalTeacher(Teacher):
+    """A target that is loaded here, also on several devices.
+
+    Args:
+        normed: see `looked_up`. batch_tokens: see `Reader`.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        taps: Sequence[int],
+        *,
+        normed: bool = True,
+        batch_tokens: int | None = None,
+    ):
+        self._target, self._normed = target, normed
+        self.name, self.taps = str(getattr(target.config, "_name_or_path", "")), tuple(taps)
+        self.logits = TargetLogits.of(target)
+        self.reader = Reader(target, [*taps, FINAL], batch_tokens)
 
     @classmethod
-    @torch.no_grad()
-    def of(cls, target: PreTrainedModel, rows: Tensor | None = None) -> TargetLogits:
-        """Of a target, of all tokens or of `rows` (K,); found out, and checked, by running it on eight tokens."""
-        lm_head = target.get_output_embeddings()
-        bias = getattr(lm_head, "bias", None)
-        cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)
-        whole = cls(lm_head.weight.detach(), None if bias is None else bias.detach(), 1.0, cap)
+    def of(cls, target: PreTrainedModel, head: Head) -> LocalTeacher:
+        """That gives what `head` reads of its target."""
+        return cls(target, taps_of(head, target), normed=not isinstance(head, DFlashHead))
 
-        ids = torch.arange(1, 9, device=target.device)[None] % whole.weight.shape[0]
-        state = target.get_decoder()(input_ids=ids, use_cache=False)[0][0]
-        theirs = target(input_ids=ids, use_cache=False).logits[0].float().to(whole.weight.device)
-        uncapped = theirs if cap is None else cap * torch.atanh((theirs / cap).clamp(-0.9999, 0.9999))
-        linear = replace(whole, cap=None)(state)
-        scale = float((linear * uncapped).sum() / linear.square().sum().clamp(min=1e-9))  # least squares
-        whole = replace(whole, scale=1.0 if abs(scale - 1) < 0.02 else scale)
-        if (whole(state) - theirs).abs().mean() > 0.05 * theirs.std():
-            raise ValueError(
-                f"{type(target).__name__} computes its logits in a way that is not known (more than a matrix, a bias, "
-                "a scale and a cap): heads cannot be trained for it"
-            )
-        return whole if rows is None else whole.restricted(rows)
+    @property
+    def embedding(self) -> Tensor:  # type: ignore[override]
+        return embedding_of(self._target, self._normed)
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return fingerprint(self._target)
+
+    def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        return self.reader.read(texts)
+
+    def model(self) -> PreTrainedModel:
+        return self._target
 
 
+def taps_of(head: Head, target: PreTrainedModel) -> tuple[int, ...]:
+    """Whose states a head reads of its target, as `Taps` counts."""
+    return tuple(head.config.taps(len(decoder_layers(target))))
+
+
+@torch.no_grad()
 def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
     """(V, H) as the target's embedding module gives it: Gemma's scales its rows.
 
     Args:
         normed: see `looked_up`.
     """
-    module = target.get_input_embeddings()
-    rows = torch.arange(module.weight.shape[0], device=module.weight.device)
-    with torch.no_grad():
-        return torch.cat([looked_up(module, part, normed) for part in rows.split(4096)])
+    module = plain(target.get_input_embeddings())
+    rows = beside(module.weight, torch.arange(module.weight.shape[0]))
+    return torch.cat([looked_up(module, part, normed) for part in rows.split(4096)])
 
 
 def fingerprint(target: PreTrainedModel) -> str:
-    """Tells apart models of one shape, by a few entries of each tensor."""
+    """Tells apart models of one shape, by a few entries of each tensor. Where these lie in several processes, all of
+    them must ask.
+    """
     content = hashlib.sha256()
-    for tensor in target.state_dict().values():
-        flat = tensor.flatten()
+    for name, tensor in target.state_dict().items():
+        flat = _here(target, name, tensor).flatten()
         content.update(flat[:: max(1, len(flat) // 64)].float().cpu().numpy().tobytes())
     return content.hexdigest()[:16]
+
+
+def _here(target: PreTrainedModel, name: str, tensor: Any) -> Tensor:
+    """All of a target's tensor, of which a part is elsewhere: with other processes, or where accelerate keeps it."""
+    if hasattr(tensor, "full_tensor"):
+        return tensor.full_tensor()
+    if not tensor.is_meta:
+        return tensor.dequantize() if hasattr(tensor, "__tensor_flatten__") else tensor  # torchao
+    module, _, own = name.rpartition(".")
+    with align_module_device(target.get_submodule(module)):
+        return getattr(target.get_submodule(module), own).detach()

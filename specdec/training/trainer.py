@@ -11,31 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from specdec.blocks.head import DFlashHead
 from specdec.blocks.layouts import save as save_block
 from specdec.choices import LossName, OptimizerName
-from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.layouts import save
 from specdec.mtp.checkpoint import write
 from specdec.mtp.loading import tensors_of
 from specdec.mtp.trainee import MtpTrainee
-from specdec.taps import FINAL, Taps, decoder_layers
 from specdec.training.block_objective import BlockObjective
 from specdec.training.dataset import PackedTexts, StateDataset, collate
+from specdec.training.heads import Head, copy_of
 from specdec.training.mtp_objective import MtpObjective
 from specdec.training.objective import Eagle3Objective, Objective
 from specdec.training.optimizer import muon
-from specdec.training.states import states_of_packed
-from specdec.training.teacher import TargetLogits, embedding_of
+from specdec.training.teacher import Teacher
 
 STATE_WEIGHT = 4.0
 LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by
-
-
-StandAlone = Eagle3Head | DFlashHead  # with a config of its own
-Head = StandAlone | MtpTrainee
 
 
 class HeadTrainer(Trainer):
@@ -43,7 +37,8 @@ class HeadTrainer(Trainer):
     then computed for every batch.
 
     Args:
-        head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers.
+        head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers. teacher: that gives what
+            this head reads: `LocalTeacher.of(target, head)`.
         steps: drafted tokens to train. loss: of `objective.LOSSES`. optimizer: "muon", or the one that `args` names.
         state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
         flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
@@ -52,7 +47,7 @@ class HeadTrainer(Trainer):
     def __init__(
         self,
         head: Head,
-        target: PreTrainedModel,
+        teacher: Teacher,
         args: TrainingArguments,
         *,
         steps: int = 3,
@@ -63,19 +58,18 @@ class HeadTrainer(Trainer):
         anchors: int = 64,
         **kwargs: Any,
     ):
-        taps = head.config.taps(len(decoder_layers(target)))
         dataset = kwargs.get("train_dataset")
-        if isinstance(dataset, StateDataset) and dataset.taps != taps:
-            raise ValueError(f"the states are of layers {dataset.taps}, the head reads {taps}: extract them anew")
+        if isinstance(dataset, StateDataset) and dataset.taps != teacher.taps:
+            raise ValueError(
+                f"the states are of layers {dataset.taps}, the head reads {teacher.taps}: extract them anew"
+            )
         if args.n_gpu > 1:
             args._n_gpu = 1  # DataParallel would split rows whose losses belong together
             print("one GPU of several is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
-        self._logits = TargetLogits.of(target)
         ids = head.draft_to_target
         assert ids is not None
-        embedding = embedding_of(target, normed=not isinstance(head, DFlashHead))
-        needed: Any = (head, embedding, self._logits.restricted(ids))
+        needed: Any = (head, teacher.embedding.to(args.device), teacher.logits.restricted(ids).to(args.device))
         self.objective: Objective
         if isinstance(head, DFlashHead):
             self.objective = BlockObjective(*needed, steps=steps, loss=loss, anchors=anchors)
@@ -88,9 +82,8 @@ class HeadTrainer(Trainer):
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
         # Losses of the passes of an update add up: none is divided by their number.
         self.model_accepts_loss_kwargs = True
-        self.head, self.target, self.steps, self._muon = head, target, steps, optimizer == "muon"
+        self.head, self.teacher, self.steps, self._muon = head, teacher, steps, optimizer == "muon"
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
-        self._listener = Taps(target, [*taps, FINAL])
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
@@ -119,7 +112,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         done = self.state.global_step / max(1, self.state.max_steps)
         self.objective.state_weight, self.objective.update = self.state_weight * (1 - done), self.state.global_step
-        outputs = model(**self._with_states(inputs), counts=num_items_in_batch)
+        outputs = model(**self.teacher.states(inputs), counts=num_items_in_batch)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
             raise ValueError(
@@ -139,7 +132,7 @@ class HeadTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
-    def held_out(self, rows: PackedTexts) -> dict[str, float]:
+    def held_out(self, rows: StateDataset | PackedTexts) -> dict[str, float]:
         """Of other texts: the loss, without that on states, and the length of drafts that is logged in training. Other
         processes need not call it.
         """
@@ -153,18 +146,12 @@ class HeadTrainer(Trainer):
         whole = torch.stack(counts).sum(0)
         loss, hits = 0.0, torch.zeros(self.steps, device=whole.device)
         for batch, count in zip(batches, counts, strict=True):
-            outputs = self.objective(**self._with_states(batch), counts=whole)
+            outputs = self.objective(**self.teacher.states(batch), counts=whole)
             accuracy = outputs["accuracy"]
             loss += float(outputs["loss"])
             hits[: len(accuracy)] += accuracy * count[: len(accuracy)]
         length = _simulated_length(hits / whole.clamp(min=1))
         return {"eval_loss": round(loss, 4), "eval_simulated_length": length}
-
-    def _with_states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "states" in batch:
-            return batch
-        states = states_of_packed(self.target, self._listener, batch)
-        return batch | {"states": states, "over_all": self._logits.over_all(states, batch["learn"])}
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
         """(steps,) int64, drafts of a batch that are learnt from."""
@@ -178,7 +165,7 @@ class HeadTrainer(Trainer):
         old = folder.with_name(folder.name + ".old")
         shutil.rmtree(written, ignore_errors=True)
         if isinstance(copy, DFlashHead):
-            save_block(copy, written, getattr(self.target.config, "_name_or_path", ""))
+            save_block(copy, written, self.teacher.name)
         elif isinstance(copy, MtpTrainee):
             write([tensors_of(layer) for layer in copy.layers], written)
         else:
@@ -193,13 +180,3 @@ class HeadTrainer(Trainer):
 def _simulated_length(accuracy: Tensor) -> float:
     """Of accuracies (steps,), if steps were independent."""
     return round(1 + float(accuracy.cumprod(-1).sum()), 4)
-
-
-def copy_of(head: Head, dtype: torch.dtype) -> Head:
-    """The same head in another precision."""
-    if isinstance(head, MtpTrainee):
-        return head.copied(dtype)
-    kind: Any = type(head)
-    copy: Head = kind(head.config).to(head.device, dtype)
-    copy.load_state_dict(head.state_dict())
-    return copy.eval()

@@ -1,0 +1,154 @@
+"""`Preparation`: the head that a run begins with, and its teacher, whose states may be kept on the disk first.
+
+Owns what of this is there already, of an earlier run: then the target is not loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from rich.progress import Progress
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from specdec.capability import capability
+from specdec.choices import Sharding
+from specdec.data.texts import Texts
+from specdec.proposers.draft_model import load as load_model
+from specdec.training import precision
+from specdec.training.cached_teacher import CachedTeacher, keep_teacher
+from specdec.training.eight_bits import in_eight_bits
+from specdec.training.heads import Head, StandAlone
+from specdec.training.progress import in_bytes
+from specdec.training.recipe import Recipe
+from specdec.training.run_folder import RunFolder
+from specdec.training.split_teacher import FullyShardedTeacher, TensorParallelTeacher
+from specdec.training.starting_head import keep_start, kept_start, starting_head
+from specdec.training.states import DONE, bytes_per_token, extract
+from specdec.training.teacher import LocalTeacher, Teacher, fingerprint
+
+KINDS: dict[Sharding, type[LocalTeacher]] = {"tp": TensorParallelTeacher, "fsdp": FullyShardedTeacher}
+KINDS |= {"none": LocalTeacher, "devices": LocalTeacher}
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Of one run.
+
+    Args:
+        given: the head to go on from, if any. checksum: of the texts as they were given. learnt, held_out: these.
+        deadline: by `time.monotonic`, if any.
+    """
+
+    recipe: Recipe
+    folder: RunFolder
+    processes: PartialState
+    given: StandAlone | None
+    checksum: str
+    learnt: Texts
+    held_out: Texts
+    deadline: float | None
+
+    def run(self) -> tuple[Head, Teacher] | None:
+        """None if time was up before.
+
+        Raises:
+            ValueError: the folder holds another recipe's work; or the target cannot be decoded speculatively.
+        """
+        return self._from_disk() if self._all_kept() else self._from_target()
+
+    def _all_kept(self) -> bool:
+        """Is all there that is needed of the target? MTP layers are made by its class, beside its weights."""
+        if not self.recipe.cache_states or self.recipe.kind == "mtp" or self.folder.identity() is None:
+            return all(gather_object([False]))
+        needed = [self.folder.states / DONE, self.folder.held_out_states / DONE, self.folder.teacher, self.folder.start]
+        return all(gather_object([all(path.exists() for path in needed)]))
+
+    def _from_disk(self) -> tuple[Head, Teacher]:
+        teacher = self._cached()
+        self._refuse_others(teacher.fingerprint)
+        return kept_start(self.recipe, self.folder), teacher
+
+    def _from_target(self) -> tuple[Head, Teacher] | None:
+        target = self._load()
+        if capability(target).masks is None:
+            raise ValueError(f"{self.recipe.target} cannot be decoded speculatively: {capability(target).reason}")
+        identity = self._refuse_others(fingerprint(target))
+        head = starting_head(self.recipe, self.given, target, self.learnt, self.folder, self.processes)
+        if self.processes.is_main_process:
+            print(precision.in_words(target))
+            self.folder.claim(identity)
+        teacher = KINDS[self.recipe.shard].of(target, head)
+        if not self.recipe.cache_states:
+            return head, teacher
+        first = self.processes.is_local_main_process
+        if first or teacher.together:
+            keep_teacher(teacher, self.folder.teacher, writes=first)
+        if first:
+            keep_start(head, self.folder)
+        if not self._extracted(target, teacher):
+            return None
+        return head, teacher if self.recipe.kind == "mtp" else self._cached()
+
+    def _load(self) -> PreTrainedModel:
+        name, count = self.recipe.target, self.processes.num_processes
+        if self.recipe.shard == "none":
+            return precision.as_fast_as_it_reads(load_model(name).to(self.processes.device))
+        if self.recipe.shard == "devices":
+            return load_model(name, device_map="auto")
+        parts = {"tp_size" if self.recipe.shard == "tp" else "fsdp_size": count}
+        return load_model(name, distributed_config=DistributedConfig(**parts))
+
+    def _cached(self) -> CachedTeacher:
+        self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding alone")
+        return CachedTeacher(self.folder.teacher, self._load, together=self.recipe.shard in ("tp", "fsdp"))
+
+    def _refuse_others(self, weights: str) -> dict[str, str]:
+        """This run's identity, with its target's `weights`; ValueError if the folder has another one."""
+        identity = self.recipe.identity(self.checksum, weights)
+        self.folder.refuse_others(identity, self.recipe.defaults() | {"weights": weights})
+        return identity
+
+    def _extracted(self, target: PreTrainedModel, teacher: LocalTeacher) -> bool:
+        """Are all states on the disk? Those of texts to learn from may be rounded."""
+        reader: Teacher = teacher
+        if self.recipe.rounded_states:
+            reader = LocalTeacher(in_eight_bits(target, self.learnt[0].ids), teacher.taps)
+        self._check_room(reader)
+        self._extract(teacher, self.held_out, self.folder.held_out_states)
+        self._extract(reader, self.learnt, self.folder.states)
+        self.processes.wait_for_everyone()
+        return all((place / DONE).exists() for place in (self.folder.states, self.folder.held_out_states))
+
+    def _check_room(self, teacher: Teacher) -> None:
+        tokens = len(self.learnt.ids)
+        done = sum(path.stat().st_size for path in self.folder.states.glob("states-*.safetensors"))
+        size = tokens * bytes_per_token(teacher.logits.weight.shape[-1], teacher.taps)
+        free = shutil.disk_usage(self.folder.path).free
+        if self.processes.is_local_main_process:
+            place = self.folder.states
+            print(f"{len(self.learnt)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
+        if size - done > 0.95 * free:
+            raise ValueError(f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free")
+
+    def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
+        """The processes of a machine, which have one disk, share the work; the first shows how far its own part is."""
+        first = self.processes.is_local_main_process
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
+        out_of_room = self.folder.clear_failures("use a shorter --length")
+        with Progress(disable=not first) as bar, out_of_room, teacher.in_step():
+            task = bar.add_task("states", total=len(texts.ids) / count)
+            extract(
+                teacher,
+                texts,
+                place,
+                share=(self.processes.local_process_index, count),
+                progress=lambda done: bar.advance(task, done),
+                go_on=lambda: self.deadline is None or time.monotonic() < self.deadline,
+            )

@@ -1,0 +1,20 @@
+"""`of_first`: what one process found out, told to all that were started together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+T = TypeVar("T")
+
+
+def of_first(found: Callable[[], T]) -> T:
+    """What a function gives in the first process. All must ask."""
+    processes = PartialState()
+    said = [found() if processes.is_main_process else None]
+    if processes.num_processes > 1:
+        broadcast_object_list(said)
+    return said[0]  # type: ignore[return-value]
