@@ -62,7 +62,7 @@ def test_without_the_decoder_the_loss_on_held_out_texts_decides(files, tmp_path,
         "--evaluate-every",
         "0",
         "--learning-rate",
-        "0.3",
+        "3",
     ]  # it also rises
     interrupted(files, tmp_path, *options)
     monkeypatch.setattr(preparation, "load_model", lambda name: 1 / 0)
