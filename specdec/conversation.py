@@ -206,9 +206,10 @@ def problem(
     if have and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return "past_key_values holds recurrent states alone, which do not say of how many tokens they are"
     if have >= columns:
+        crop = f", or crop the cache: past_key_values.crop(-{have - columns + 1})"
         return (
             f"past_key_values holds {have} tokens and the text no more than {columns}: nothing is left to read. Give "
-            f"the whole conversation as input_ids, or crop the cache: past_key_values.crop(-{have - columns + 1})"
+            f"the whole conversation as input_ids{'' if states else crop}"
         )
     if columns not in (input_ids.shape[1], have + input_ids.shape[1]) and "inputs_embeds" not in model_kwargs:
         return (

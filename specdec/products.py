@@ -179,7 +179,10 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
 
 def _onednn_works() -> bool:
     """Its operator is torch's own affair (2.9 to 2.13 have it): asked for one product before it is relied on."""
-    layer, rows = nn.Linear(3, 2), torch.ones(2, 3)
+    # On "meta": a layer that is initialised elsewhere draws from the generator that calls sample with.
+    layer, rows = nn.Linear(3, 2, device="meta"), torch.ones(2, 3)
+    layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    layer.bias = nn.Parameter(torch.tensor([1.0, -1.0]))
     try:
         return torch.allclose(by_onednn(rows, layer), layer(rows))
     except (AttributeError, RuntimeError):

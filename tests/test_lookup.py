@@ -1,5 +1,7 @@
 """What n-grams and suffixes have in common: they draft nothing that the target cannot write."""
 
+import tracemalloc
+
 import pytest
 import torch
 
@@ -41,3 +43,24 @@ def test_a_memory_shared_with_a_target_of_more_tokens():
         for target, spec in zip(reversed(targets), reversed(specs), strict=True):
             assert spec.generate(**inputs, **arguments).tolist() == target.generate(**inputs, **arguments).tolist()
     assert max(max(text) for text in memory.texts()) >= tiny.VOCAB
+
+
+def test_room_for_millions_of_tokens_costs_nothing():
+    """Who stops by time, or by what is written, may give no limit that means anything."""
+    target, inputs = tiny.model("llama"), tiny.prompts(9, 4)
+    arguments = {"do_sample": False, "max_new_tokens": 10**6, "stopping_criteria": [stop_at(40)]}
+    spec = SpeculativeGenerator(target, NgramProposer())
+    ours = spec.generate(**inputs, **arguments)
+    tracemalloc.start()
+    spec.generate(**inputs, **arguments)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * 10**6  # bytes
+    assert ours.tolist() == target.generate(**inputs, **arguments).tolist()
+
+
+def stop_at(columns: int):
+    def stop(ids, scores, **kwargs):
+        return torch.full((len(ids),), ids.shape[1] >= columns, device=ids.device)
+
+    return stop

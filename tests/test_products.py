@@ -53,6 +53,14 @@ def test_a_layer_takes_any_shape_and_leaves_gradients_and_other_types_to_torch(e
     assert layer.weight.grad is not None
 
 
+def test_to_find_out_what_works_draws_no_random_numbers():
+    """A process' first sampled call would write another text than plain decoding with the same seed."""
+    before = torch.get_rng_state()
+    for dtype in (torch.float32, torch.bfloat16):
+        assert products.ways.__wrapped__(dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class Packed(torch.Tensor):
     """As torchao has weights: of a class of their own that says which tensors it is made of, in torch's own layers."""
 

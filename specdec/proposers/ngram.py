@@ -105,15 +105,16 @@ class NgramProposer(Lookup):
 
     def _gains(self, context: Context, pacer: Pacer) -> list[float]:
         """See `expect`; a row counts as far as it has room."""
-        gains = [0.0] * max((context.room[b] for b in context.rows if self._guesses[b] is not None), default=0)
+        found = [context.room[b] for b in context.rows if self._guesses[b] is not None]
+        gains = [0.0] * min(max(found, default=0), pacer.limit)  # room may be for millions
         for b in context.rows:
             guess, chance, rate = self._guesses[b], 1.0, None
             if guess is not None:
-                for depth, key in enumerate(guess.keys[: context.room[b]]):
+                for depth, key in enumerate(guess.keys[: min(context.room[b], pacer.limit)]):
                     rate = pacer.acceptance.rate(key, like=rate)  # a depth seldom reached is like the one above
                     chance *= rate
                     gains[depth] += chance
-        return gains[: pacer.limit]
+        return gains
 
 
 @dataclass(frozen=True)
