@@ -162,6 +162,11 @@ def _padding_problem(
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
         ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
         if not ordered or not bool(((positions == expected) | ~real).all()):
+            if positions.dim() == 3 and model_kwargs.get("past_key_values") is not None:
+                return (
+                    "an earlier turn's picture moves the positions behind it: give the whole conversation with "
+                    "its pictures, without past_key_values"
+                )
             return "position_ids are not the prompt's own order"
     return None
 

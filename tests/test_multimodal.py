@@ -99,6 +99,17 @@ def test_what_comes_back_beside_the_text(name):
         torch.testing.assert_close(a.keys * kept, b.keys * kept, atol=1e-3, rtol=1e-3)
 
 
+def test_a_later_turn_says_what_it_takes_to_be_speculated_on():
+    model = pictured.model("qwen2_vl")
+    first = model.generate(**pictured.prompts("qwen2_vl", 7), **ARGUMENTS, return_dict_in_generate=True)
+    ids = torch.cat([first.sequences, first.sequences[:, -3:]], 1)
+    later = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": first.past_key_values}
+    spec = SpeculativeGenerator(model, NgramProposer())
+    with tiny.specdec_warnings() as warned:
+        spec.generate(**later, **ARGUMENTS)
+    assert ["without past_key_values" in said for said in warned] == [True]
+
+
 REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids do not say": {"position_ids": ORDER}}
 
 
