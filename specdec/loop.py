@@ -111,7 +111,8 @@ class Loop:
             self.watch.mark_next()
             self.proposer.draft_ahead(context, launched.gained)
             verified = arrived()  # here the device is waited for
-            return None if states is None else states[:, -max(verified.kept) :], verified
+            # A proposer that does not draft keeps them over rounds, and the next replay writes over them.
+            return None if states is None else states[:, -max(verified.kept) :].clone(), verified
         active = text.active
         output = self.target.grow(
             draft.tokens,

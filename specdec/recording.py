@@ -61,7 +61,7 @@ class Recorder:
         right = {name: given.clone() for name, given in function(**inputs).items()}
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recording = Recording(function, inputs, self._pool)
+            recording = Recording(function, inputs, right, self._pool)
             ours = recording.replay(inputs)
         except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
             self._refuse(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}")
@@ -81,13 +81,21 @@ class Recorder:
 
 
 class Recording:
-    """One function's kernels, and the memory in which they find their inputs and leave what they give."""
+    """One function's kernels, and the memory in which they find their inputs and leave what they give.
 
-    def __init__(self, function: Function, inputs: Mapping[str, Tensor], pool: Any):
+    Neither lies in the pool: of what does, the replay of any other recording leaves nothing as it was.
+
+    Args:
+        like: what the function gives, of these sizes.
+    """
+
+    def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Mapping[str, Tensor], pool: Any):
         self._inputs = {name: given.clone() for name, given in inputs.items()}
+        self._outputs = {name: given.clone() for name, given in like.items()}
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._outputs = function(**self._inputs)
+            for name, given in function(**self._inputs).items():
+                self._outputs[name].copy_(given)
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
         for name, given in inputs.items():

@@ -19,6 +19,7 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -307,11 +308,13 @@ def _catch_up() -> None:
 class CUDAGraph:
     """`torch.cuda.CUDAGraph`: operations over the memory that they were captured with, run again in one launch.
 
-    Until its first replay what a real one leaves behind is undefined: here it is rubbish.
+    Until its first replay what a real one leaves behind is undefined: here it is rubbish. So is, after a replay, what
+    the other graphs of its memory pool made: a real one may have written over it.
     """
 
     def __init__(self) -> None:
         self.steps: list[tuple[Any, Any, Any, Any]] = []
+        self.neighbours: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()  # of its pool, itself among them
 
     def take(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.steps.append((func, args, kwargs, result))
@@ -325,6 +328,9 @@ class CUDAGraph:
 
     def replay(self) -> None:
         _book("launches", "replay")
+        for other in self.neighbours:
+            if other is not self:
+                other.spoil()
         for func, args, kwargs, result in self.steps:
             if not func.is_view:
                 again = func(*args, **kwargs)
@@ -340,6 +346,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [tensor for item in items for tensor in _tensors(item)]
 
 
+_pools: dict[Any, weakref.WeakSet[CUDAGraph]] = {}
+
+
 def _capturing() -> CUDAGraph | None:
     return getattr(_here, "graph", None)
 
@@ -347,6 +356,9 @@ def _capturing() -> CUDAGraph | None:
 @contextmanager
 def _capture(graph: CUDAGraph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
     _synchronize()
+    if pool is not None:
+        graph.neighbours = _pools.setdefault(pool, weakref.WeakSet())
+        graph.neighbours.add(graph)
     _here.graph = graph
     try:
         yield

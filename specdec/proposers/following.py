@@ -97,7 +97,9 @@ class FollowingProposer(RecordedDrafts):
             len(parts) < 2 and count in (0, fresh)
             for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
         )
-        if self.recordable is None or not last or not 0 < max(missing) <= most:
+        texts = [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
+        known = all(count <= text for count, text in zip(missing, texts, strict=True))  # not of embedded prompts
+        if self.recordable is None or not last or not known or not 0 < max(missing) <= most:
             return None
         self._waiting = [[] for _ in missing]
         return missing, context.features
