@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from specdec.blocks.per_token import HeadPerToken, PerTokenConfig
 from specdec.eagle3.config import LayerConfig
 from specdec.eagle3.head import DecoderLayer, Visible
 from specdec.eagle3.state_head import StateHead
@@ -25,26 +26,16 @@ from specdec.taps import FINAL
 
 
 @dataclass(frozen=True)
-class HydraConfig:
-    """How many heads there are, and of what shape.
+class HydraConfig(PerTokenConfig):
+    """What the heads read.
 
     Attributes:
-        hidden_size: H, the target's. vocab_size: V. drafted: heads. num_layers: residual blocks of each.
         prefix: of the layer over the states; None: the heads read the last state as it is.
         state_offset: layers before the end that the states come from; 0: the target's final, normed state.
     """
 
-    hidden_size: int
-    vocab_size: int
-    drafted: int
-    num_layers: int
     prefix: LayerConfig | None = None
     state_offset: int = 0
-    mask_token_id: None = None
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
 
     @property
     def own_embedding(self) -> bool:
@@ -54,30 +45,14 @@ class HydraConfig:
         return (num_target_layers - self.state_offset if self.state_offset else FINAL,)
 
 
-class HydraHeads(nn.Module):
+class HydraHeads(HeadPerToken):
     """A head for each token of a draft; embeddings are the target's."""
-
-    embed_tokens = None
-    draft_to_target = None
 
     def __init__(self, config: HydraConfig):
         super().__init__()
         self.config = config
         self.prefix = None if config.prefix is None else PrefixLayer(config.prefix)
         self.heads = nn.ModuleList(HydraHead(config, i) for i in range(config.drafted))
-
-    @property
-    def lm_head(self) -> nn.ModuleList:
-        """It borrows none."""
-        return self.heads
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.heads.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.heads.parameters()).dtype
 
 
 class HydraHead(nn.Module):

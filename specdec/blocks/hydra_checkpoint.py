@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.blocks.hydra import HydraConfig, HydraHeads
+from specdec.blocks.per_token import PerTokenConfig, counted, once, our_names
 from specdec.eagle3.checkpoint import Understood, filled
 from specdec.eagle3.config import LayerConfig
 from specdec.eagle3.files import folder_of, read_config, read_tensors
@@ -69,11 +70,8 @@ def read(path: str | Path) -> HydraCheckpoint:
         raise ValueError(f"{folder}: these heads do not read what was drafted before (grounded_heads is false)")
     tensors = read_tensors(folder, "hydra*.pt")
     ours = _our_names([name for name in tensors if name not in IGNORED])
-    weights: dict[str, Tensor] = {}
-    for name, known in ours.items():
-        if known in weights:
-            raise ValueError(f"{folder}: two tensors are {known}: {name} and another")
-        weights[known] = tensors[name]
+    once(folder, ours)
+    weights = {known: tensors[name] for name, known in ours.items()}
     if "heads.0.lm_head.weight" not in weights:
         raise ValueError(f"{folder} holds no hydra_lm_head: these are no Hydra heads")
     fields: list[Field] = []
@@ -85,10 +83,7 @@ def read(path: str | Path) -> HydraCheckpoint:
 
 def _our_names(names: list[str]) -> dict[str, str]:
     """By Hydra's names; the blocks of each head counted from 0."""
-    ours = {}
-    for name in names:
-        found = next(((rule.fullmatch(name), to) for rule, to in NAMES if rule.fullmatch(name)), None)
-        ours[name] = name if found is None or found[0] is None else found[0].expand(found[1])
+    ours = our_names(names, NAMES)
     blocks = sorted({(block[1], int(block[2])) for name in ours.values() if (block := _block(name))})
     places = {(head, i): [j for h, j in blocks if h == head].index(i) for head, i in blocks}
     for name, known in ours.items():
@@ -108,12 +103,8 @@ def _config(
     vocab, hidden = weights["heads.0.lm_head.weight"].shape
     heads = sum(bool(re.fullmatch(r"heads\.\d+\.lm_head\.weight", name)) for name in weights)
     blocks = sum(bool(re.fullmatch(r"heads\.0\.blocks\.\d+\.linear\.weight", name)) for name in weights)
-    for name, count, said in (
-        ("drafted", heads, config.get("hydra_num_heads")),
-        ("num_layers", blocks, config.get("hydra_num_layers")),
-    ):
-        out.append(Field(name, count, "weights", f"the config says {said}" if said not in (None, count) else ""))
-    out += [Field("hidden_size", hidden, "weights"), Field("vocab_size", vocab, "weights")]
+    said = (config.get("hydra_num_heads"), config.get("hydra_num_layers"))
+    out += counted(PerTokenConfig(hidden, vocab, heads, blocks), *said)
     offset = int(config.get("hidden_state_offset", 0))
     out.append(Field("state_offset", offset, "config" if "hidden_state_offset" in config else "assumed"))
     prefix = None

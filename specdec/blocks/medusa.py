@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.blocks.block import Block
+from specdec.blocks.per_token import HeadPerToken, PerTokenConfig, counted, once, our_names
 from specdec.eagle3.checkpoint import Understood, filled
 from specdec.eagle3.files import folder_of, read_config, read_tensors
-from specdec.eagle3.reading import Field
 from specdec.taps import FINAL
 
 # Names in Medusa's own files and in vLLM's, and what they are in ours.
@@ -30,24 +30,10 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class MedusaConfig:
-    """How many heads there are, and of what shape.
+class MedusaConfig(PerTokenConfig):
+    """bias: the residual blocks have one."""
 
-    Attributes:
-        hidden_size: H, the target's. vocab_size: V. drafted: heads. num_layers: residual blocks of each.
-        bias: these have one.
-    """
-
-    hidden_size: int
-    vocab_size: int
-    drafted: int
-    num_layers: int
     bias: bool = True
-    mask_token_id: None = None
-
-    @property
-    def target_hidden_size(self) -> int:
-        return self.hidden_size
 
     @property
     def own_embedding(self) -> bool:
@@ -72,29 +58,13 @@ class MedusaHead(nn.Module):
         return self.lm_head(h)
 
 
-class MedusaHeads(nn.Module):
+class MedusaHeads(HeadPerToken):
     """Head i drafts the token i + 2 behind the one whose state it reads: the one behind it is chosen already."""
-
-    embed_tokens = None
-    draft_to_target = None
 
     def __init__(self, config: MedusaConfig):
         super().__init__()
         self.config = config
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.drafted))
-
-    @property
-    def lm_head(self) -> nn.ModuleList:
-        """It borrows none."""
-        return self.heads
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
 
     def forward(self, h: Tensor) -> Tensor:
         """Logits (B, D, V) from the target's states (B, H)."""
@@ -151,13 +121,11 @@ def read(path: str | Path) -> MedusaCheckpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first). The weights say all of it."""
     folder = folder_of(path)
     config = read_config(folder)
-    weights: dict[str, Tensor] = {}
-    used: dict[str, tuple[int, ...]] = {}
-    for name, tensor in read_tensors(folder, "medusa*.pt").items():
-        ours = next((made for rule, to in NAMES if (made := _renamed(rule, to, name))), name)
-        if ours in weights:
-            raise ValueError(f"{folder}: two tensors are {ours}: {name} and another")
-        weights[ours], used[name] = tensor, tuple(tensor.shape)
+    tensors = read_tensors(folder, "medusa*.pt")
+    ours = our_names(tensors, NAMES)
+    once(folder, ours)
+    weights = {ours[name]: tensor for name, tensor in tensors.items()}
+    used = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     heads = [name for name in weights if name.endswith("lm_head.weight")]
     if "heads.0.lm_head.weight" not in weights:
         raise ValueError(f"{folder} holds no Medusa heads with LM heads of their own")
@@ -165,12 +133,5 @@ def read(path: str | Path) -> MedusaCheckpoint:
     blocks = sum(name.startswith("heads.0.blocks.") and name.endswith("weight") for name in weights)
     known = MedusaConfig(hidden, vocab, len(heads), blocks, "heads.0.blocks.0.bias" in weights)
     said = config.get("medusa_num_heads", config.get("num_heads"))
-    note = f"the config says {said}" if said not in (None, len(heads)) else ""
-    fields = [Field("drafted", len(heads), "weights", note), Field("num_layers", blocks, "weights")]
-    fields += [Field("hidden_size", hidden, "weights"), Field("vocab_size", vocab, "weights")]
+    fields = counted(known, said, None)
     return MedusaCheckpoint(folder, "Medusa", known, tuple(fields), used, {}, weights)
-
-
-def _renamed(rule: re.Pattern[str], to: str, name: str) -> str:
-    found = rule.fullmatch(name)
-    return found.expand(to) if found else ""
