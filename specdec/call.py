@@ -14,6 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation.utils import GenerateOutput
 
 from specdec.conversation import Conversation
+from specdec.rows import pads_of_part
 from specdec.runner import ModelRunner, Output, device_of, joined
 from specdec.source import Source
 from specdec.transcript import Records, Transcript
@@ -62,7 +63,7 @@ def prefill(
     outputs = []
     for start in range(0, given.shape[1], chunk):
         part = given[:, start : start + chunk]
-        part_pads = [min(max(pad - start, 0), part.shape[1]) for pad in pads]
+        part_pads = pads_of_part(pads, start, part.shape[1])
         outputs.append(target.extend(part, part_pads, embedded=embeds is not None, hidden_states=wants_hidden))
     hidden = outputs[-1].hidden_states  # of the last chunk, as plain decoding gives them
     if hidden is not None and len(outputs) == 1:

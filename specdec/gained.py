@@ -31,3 +31,8 @@ class Gained:
             return self
         states = None if self.states is None else pad(self.states, (0, 0, more, 0))
         return Gained(pad(self.tokens, (more, 0)), self.pads + more, states)
+
+
+def of_nodes(features: Tensor, nodes: Tensor) -> Tensor:
+    """(B, W, C) of nodes (B, W) int64 of the draft, from features (B, N, C) of all of them."""
+    return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

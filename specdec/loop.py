@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from specdec.gained import of_nodes
 from specdec.logits import NodeProcessors
 from specdec.noise import Noise
 from specdec.outcome import Outcome
@@ -262,5 +263,4 @@ def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> T
     else:
         shift = uploaded([width - count for count in kept], path.device)[:, None]
         nodes = path.gather(1, (torch.arange(width, device=path.device) - shift).clamp(min=0))
-    nodes = nodes.to(features.device)
-    return features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+    return of_nodes(features, nodes)

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from specdec.gained import Gained
+from specdec.gained import Gained, of_nodes
 from specdec.graphs import nodes_of_size
 from specdec.recording import Named, Recorder
 from specdec.runner import ModelRunner
@@ -111,10 +111,7 @@ def _gained(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named:
     most = new.shape[1]
     pads = most - 1 - verdict.accepted
     place = (torch.arange(most, device=new.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
-    states = None
-    if features is not None:
-        nodes = verdict.path.gather(1, place).to(features.device)
-        states = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+    states = None if features is None else of_nodes(features, verdict.path.gather(1, place))
     gained = Gained(new.gather(1, place), pads, states).padded(nodes_of_size(most))
     made = {"tokens": gained.tokens, "pads": gained.pads}
     return made if gained.states is None else made | {"states": gained.states}

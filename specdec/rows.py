@@ -176,3 +176,8 @@ class CachedRows:
         """Roll each row back to at most `lengths[b]` tokens. floors: it may later be rolled back to so many."""
         self.cache.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
         self.cache.floors = None if floors is None else [min(f, n) for f, n in zip(floors, self.lengths, strict=True)]
+
+
+def pads_of_part(pads: Sequence[int], start: int, width: int) -> list[int]:
+    """How much of `width` columns from `start` on is padding, of rows left-padded by `pads`."""
+    return [min(max(pad - start, 0), width) for pad in pads]

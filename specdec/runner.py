@@ -19,7 +19,7 @@ from specdec.graphs import Graphs, filled_up
 from specdec.mixers import with_states
 from specdec.positions import Places, with_positions
 from specdec.products import quick
-from specdec.rows import CachedRows, Sight
+from specdec.rows import CachedRows, Sight, pads_of_part
 from specdec.slots import Span
 from specdec.source import Source, decoders_name, forward_parameters, takes_positions
 from specdec.step import Step, spread
@@ -115,7 +115,7 @@ class ModelRunner(CachedRows):
         outputs = []
         for start in range(0, given.shape[1], width):
             part = given[:, start : start + width]
-            part_pads = [min(max(pad - start, 0), part.shape[1]) for pad in pads]
+            part_pads = pads_of_part(pads, start, part.shape[1])
             outputs.append(self._extend(part, part_pads, embedded, hidden_states))
         return joined(outputs)
 

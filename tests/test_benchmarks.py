@@ -146,6 +146,10 @@ def first_cells(text):
     return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
 
 
+def proposers_of(job, text):
+    return [line.split("|")[2].strip() for line in text.splitlines() if line.startswith(f"| {job}")]
+
+
 def lines_of(out):
     return (out / "results.jsonl").read_text().splitlines()
 
@@ -453,8 +457,7 @@ def test_calls_that_repeat_each_other(files, tokenizer, monkeypatch):
     command = f"--target {files}/target --job words --max-new-tokens 8"
     result = CliRunner().invoke(repeated.app, command.split())
     assert result.exit_code == 0, result.output
-    rows = [line.split("|")[2].strip() for line in result.output.splitlines() if line.startswith("| words")]
-    assert rows == ["plain", "ngram", "suffix"]
+    assert proposers_of("words", result.output) == ["plain", "ngram", "suffix"]
     assert result.output.count("2 of 2") == 3
     for name in ("edits", "queries", "questions"):
         texts = list(repeated.JOBS[name]())
@@ -488,8 +491,7 @@ class TestLookups:
         command = f"--target {files}/target --dtype float32 --job words --max-new-tokens 8"
         result = CliRunner().invoke(lookups.app, command.split())
         assert result.exit_code == 0, result.output
-        rows = [line.split("|")[2].strip() for line in result.output.splitlines() if line.startswith("| words")]
-        assert rows == ["ngram", "suffix"]
+        assert proposers_of("words", result.output) == ["ngram", "suffix"]
 
     def test_texts_that_are_there(self, files, tmp_path):
         entries = [

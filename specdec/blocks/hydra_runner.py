@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.blocks.hydra import HydraHeads, PrefixLayer
 from specdec.eagle3.runner import AT_ONCE, PROMPT, Lent
 from specdec.products import quick
-from specdec.rows import CachedRows
+from specdec.rows import CachedRows, pads_of_part
 
 
 class HydraRunner:
@@ -87,7 +87,7 @@ class PrefixRows(CachedRows):
     def _append(self, states: Tensor, start: int, pads: Sequence[int], whole: bool) -> Tensor | None:
         """`read` of the columns from `start` on; whole: more than keys and values is wanted of them."""
         width, out = states.shape[1], None
-        pads = [min(max(pad - start, 0), width) for pad in pads]
+        pads = pads_of_part(pads, start, width)
         sight = self.place_known(width, pads, states.device)
         if whole:
             visible = None if sight.alone else sight.visible(self.spans[0]).expand(len(states), -1, -1)

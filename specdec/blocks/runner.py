@@ -15,7 +15,7 @@ from specdec.blocks.block import Block
 from specdec.blocks.head import DFlashHead
 from specdec.eagle3.runner import AT_ONCE, Lent, beside
 from specdec.products import quick
-from specdec.rows import CachedRows, Sight
+from specdec.rows import CachedRows, Sight, pads_of_part
 from specdec.slots import Span
 
 
@@ -56,7 +56,7 @@ class DFlashRunner(CachedRows):
         for start in range(0, W, AT_ONCE):
             part = states[:, start : start + AT_ONCE].to(head.device, head.dtype)
             width = part.shape[1]
-            part_pads = [min(max(pad - start, 0), width) for pad in pads]
+            part_pads = pads_of_part(pads, start, width)
             sight = self.place_known(width, part_pads, head.device)
             self._fast.remember(part, sight.positions, self.cache)
             self.commit([width - pad for pad in part_pads])

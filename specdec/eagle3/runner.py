@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.eagle3.head import Eagle3Head
 from specdec.products import quick
-from specdec.rows import CachedRows, Sight
+from specdec.rows import CachedRows, Sight, pads_of_part
 from specdec.slots import Span
 from specdec.step import spread
 from specdec.view import whole
@@ -111,7 +111,7 @@ class HeadRunner(CachedRows):
         prompt = W - 1 if W >= PROMPT else 0
         for start in [*range(0, prompt, AT_ONCE), prompt]:
             end = min(start + AT_ONCE, prompt) if start < prompt else W
-            part_pads = [min(max(pad - start, 0), end - start) for pad in pads]
+            part_pads = pads_of_part(pads, start, end - start)
             self._read(tokens[:, start:end], states[:, start:end], part_pads, drafts=start == prompt)
         assert self._last is not None
         return self._logits(self._last)

@@ -85,11 +85,15 @@ class AutoregressiveProposer(Proposer):
         """(K,) int64, the target's ids that the draft can propose; None: all."""
         return None
 
+    def _deepest(self, pacer: Pacer) -> int:
+        """How deep a draft may go."""
+        return pacer.limit
+
     # Drafting
 
     def propose(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
-        limit = min(pacer.limit, max((context.room[b] for b in context.rows), default=0))
+        limit = min(self._deepest(pacer), max((context.room[b] for b in context.rows), default=0))
         self._stepped, self._rows = 0, context.rows
         chances, left = _chances(context, pacer.expected_rate), max(context.room)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):

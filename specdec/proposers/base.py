@@ -104,6 +104,11 @@ class Context:
         return len(self.ends)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row's text."""
+        return [end - pad for end, pad in zip(self.ends, self.pads, strict=True)]
+
+    @property
     def rows(self) -> list[int]:
         """Indices of the rows worth drafting for."""
         return [b for b, active in enumerate(self.active) if active and self.room[b] > 0]

@@ -22,7 +22,7 @@ from specdec.proposers.autoregressive import bin_of
 from specdec.proposers.base import Context
 from specdec.proposers.head import HeadProposer
 from specdec.proposers.stepped import Stepped
-from specdec.tree import DraftTree, DynamicTree
+from specdec.tree import DynamicTree
 
 
 class BlockProposer(HeadProposer):
@@ -48,7 +48,6 @@ class BlockProposer(HeadProposer):
             raise ValueError(
                 'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
             )
-
         if isinstance(self.head, HydraHeads):
             raise ValueError('these are Hydra\'s heads, which read drafted tokens: pass "hydra:PATH", or HydraProposer')
 
@@ -71,8 +70,8 @@ class BlockProposer(HeadProposer):
     def _backlog(self, context: Context) -> int:
         return 0 if isinstance(self.head, MedusaHeads) else super()._backlog(context)
 
-    def _draft(self, context: Context, limit: int) -> DraftTree:
-        return super()._draft(context, min(limit, self.drafted))
+    def _deepest(self, pacer: Pacer) -> int:
+        return min(super()._deepest(pacer), self.drafted)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
@@ -81,9 +80,6 @@ class BlockProposer(HeadProposer):
     @property
     def _widest_pass(self) -> int:
         return self.head.config.block_size
-
-    def _deepest(self, pacer: Pacer) -> int:
-        return min(super()._deepest(pacer), self.drafted)
 
     def _book_recorded(self, context: Context, depth: int) -> None:
         super()._book_recorded(context, 1)

@@ -162,7 +162,7 @@ class DraftModelProposer(RecordedDrafts):
 
     def _lengths(self, context: Context) -> list[int]:
         """Tokens of each row's text, as the draft model has them."""
-        return [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
+        return context.lengths
 
     def _readable(self, tokens: Tensor) -> Tensor:
         """A fine-tuned target may have tokens that its draft model has not: chat markers, say."""

@@ -97,8 +97,8 @@ class FollowingProposer(RecordedDrafts):
             len(parts) < 2 and count in (0, fresh)
             for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
         )
-        texts = [end - pad for end, pad in zip(context.ends, context.pads, strict=True)]
-        known = all(count <= text for count, text in zip(missing, texts, strict=True))  # not of embedded prompts
+        # Of a prompt given as embeddings only the last token is known.
+        known = all(count <= length for count, length in zip(missing, context.lengths, strict=True))
         if self.recordable is None or not last or not known or not 0 < max(missing) <= most:
             return None
         self._waiting = [[] for _ in missing]
@@ -119,8 +119,7 @@ class FollowingProposer(RecordedDrafts):
         start, B = clock(), context.batch_size
         assert context.features is not None
         states = []
-        for b, parts in enumerate(self._waiting):
-            known = context.ends[b] - context.pads[b]  # of a prompt given as embeddings only the last token is
+        for b, (parts, known) in enumerate(zip(self._waiting, context.lengths, strict=True)):
             waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
             states.append(waiting[max(0, len(waiting) - known) :])
         missing = [len(part) for part in states]

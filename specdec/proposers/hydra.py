@@ -10,10 +10,10 @@ from specdec.blocks.hydra import HydraHeads
 from specdec.blocks.hydra_checkpoint import read
 from specdec.blocks.hydra_runner import HydraRunner
 from specdec.eagle3.runner import Lent
-from specdec.proposers.base import Context
+from specdec.pacing import Pacer
 from specdec.proposers.head import HeadProposer
 from specdec.proposers.stepped import Stepped
-from specdec.tree import DraftTree, DynamicTree
+from specdec.tree import DynamicTree
 
 
 class HydraProposer(HeadProposer):
@@ -35,8 +35,8 @@ class HydraProposer(HeadProposer):
     def _runner(self, lent: Lent, sized: bool) -> HydraRunner:
         return HydraRunner(self.head, lent, self._fast)
 
-    def _draft(self, context: Context, limit: int) -> DraftTree:
-        return super()._draft(context, min(limit, self.head.config.drafted))
+    def _deepest(self, pacer: Pacer) -> int:
+        return min(super()._deepest(pacer), self.head.config.drafted)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)

@@ -35,7 +35,8 @@ class Lookup(Proposer):
 
 def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
     """Of each row worth drafting for, the tokens behind the first `known[b]`."""
-    return {b: context.recent(b, context.ends[b] - context.pads[b] - known[b]) for b in context.rows}
+    lengths = context.lengths
+    return {b: context.recent(b, lengths[b] - known[b]) for b in context.rows}
 
 
 def writable(tokens: list[int], vocab_size: int) -> list[int]:

@@ -56,10 +56,6 @@ class RecordedDrafts(AutoregressiveProposer):
         """Nodes that are written behind the text beside those of depths: a block's."""
         return 0
 
-    def _deepest(self, pacer: Pacer) -> int:
-        """How deep a draft may go."""
-        return pacer.limit
-
     @abstractmethod
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
         """How many tokens of each row are to be read, and the target's states (B, W, C) with them, padded on the left.

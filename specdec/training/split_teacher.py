@@ -24,14 +24,12 @@ class TensorParallelTeacher(LocalTeacher):
 
     together = True
 
-    def states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of this process' batch; all ask at once, each for as many rows."""
-        if "states" in batch:
-            return batch
         rows, T = batch["ids"].shape
         mine = PartialState().process_index * rows
         learn = batch["learn"].to(torch.uint8)
-        everybodys = super().states(
+        everybodys = super()._computed(
             {
                 "ids": _everybodys(batch["ids"], 0),
                 "learn": _everybodys(learn, 0),
@@ -63,8 +61,6 @@ class FullyShardedTeacher(LocalTeacher):
         """A pass for the others' sake."""
         list(self.reader.read([torch.zeros(1, dtype=torch.long)]))
 
-    def states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        if "states" in batch:
-            return batch
+    def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         with self.in_step():
-            return super().states(batch)
+            return super()._computed(batch)

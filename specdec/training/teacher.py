@@ -63,8 +63,10 @@ class Teacher(ABC):
 
         As they come from the disk, or else computed: each document alone, those of like length in one pass.
         """
-        if "states" in batch:
-            return batch
+        return batch if "states" in batch else self._computed(batch)
+
+    def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`states` of a batch that came without them."""
         ids, documents = batch["ids"], batch["documents"]
         places = [
             (row, (documents[row] == number).nonzero()[:, 0])
