@@ -92,14 +92,16 @@ class Recording:
     def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Mapping[str, Tensor], pool: Any):
         self._inputs = {name: given.clone() for name, given in inputs.items()}
         self._outputs = {name: given.clone() for name, given in like.items()}
+        dtypes = {given.dtype for given in inputs.values()}  # tensors of one are copied by one launch
+        self._alike = [[name for name, given in inputs.items() if given.dtype == dtype] for dtype in dtypes]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             for name, given in function(**self._inputs).items():
                 self._outputs[name].copy_(given)
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
-        for name, given in inputs.items():
-            self._inputs[name].copy_(given)
+        for names in self._alike:
+            torch._foreach_copy_([self._inputs[name] for name in names], [inputs[name] for name in names])
         self._graph.replay()
         return self._outputs
 
