@@ -55,6 +55,25 @@ def test_gradients_reach_every_parameter():
     assert all(weight.grad is None for weight in target.parameters())
 
 
+@torch.no_grad()
+def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many():
+    target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2))
+    torch.manual_seed(0)
+    ids = torch.randint(3, tiny.VOCAB, (2, 24))
+    learn = torch.arange(24) >= torch.tensor([[12], [21]])
+    states = eagle3.states_of(target, ids, (0, 1, 2, -1))
+    objective = Eagle3Objective(head, *target_logits_of(target, head), steps=2)
+    ids, learn, documents, states, over_all = batch_of(target, ids, learn, states)
+    counts = objective.drafts(ids, learn, documents).sum((1, 2))
+    passes = []
+    hook = head.register_forward_pre_hook(lambda _, given: passes.append(tuple(given[0].shape[:2])))
+    whole = objective(ids, learn, documents, states, over_all)["loss"]
+    hook.remove()
+    assert sorted(passes) == [(1, 4), (1, 4), (1, 13), (1, 13)]  # a token is drafted from one of two rows before it
+    of_rows = [objective(ids[b], learn[b], documents[b], states[b], over_all[b], counts)["loss"] for b in ([0], [1])]
+    assert float(sum(of_rows)) == pytest.approx(float(whole), rel=1e-5)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_are_autograds(loss, monkeypatch):
     """The loss computes them itself, few rows at a time."""

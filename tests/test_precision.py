@@ -32,6 +32,13 @@ def test_the_clock_is_asked():
     assert all(precision._seconds(dtype) > 0 for dtype in (torch.float32, torch.bfloat16, torch.float64))
 
 
+def test_numbers_that_are_slow_are_0():
+    slow = torch.tensor([1e-39, 1e-37])
+    with precision.without_denormals():
+        assert (slow * 1.0).tolist() == [0.0, pytest.approx(1e-37)]
+    assert bool((slow * 1.0 > 0).all())
+
+
 @pytest.fixture
 def fresh():
     precision._race.cache_clear()

@@ -214,9 +214,15 @@ class Eagle3Objective(Objective):
         T = ids.shape[1]
         # Row i drafts token i + 2 + step.
         wanted = torch.stack([nn.functional.pad(learn[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
-        rows = unroll(self.head, self._embed(ids), taps, steps, documents, wanted=wanted, flex=self.flex)
-        for first, h in enumerate(rows, start=2):
-            yield Drafted(self.head.read_out(h[:, : T - first]))
+        # Rows want unlike numbers of drafts, and those of a pass are filled up to the most: on a CPU each has its own.
+        at_once = 1 if ids.device.type == "cpu" else len(ids)
+        batch = (given.split(at_once) for given in (self._embed(ids), taps, documents, wanted))
+        each = [
+            unroll(self.head, embeds, states, steps, texts, wanted=drafts, flex=self.flex)
+            for embeds, states, texts, drafts in zip(*batch, strict=True)
+        ]
+        for first, rows in enumerate(zip(*each, strict=True), start=2):
+            yield Drafted(self.head.read_out(torch.cat(rows)[:, : T - first]))
 
     def _weight(self) -> Tensor:
         assert self.head.lm_head is not None

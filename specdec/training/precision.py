@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from time import perf_counter
 
@@ -18,6 +20,18 @@ def pays(device: torch.device) -> bool:
     if device.type != "cpu":
         return is_torch_bf16_gpu_available()
     return _seconds(torch.bfloat16) < _seconds(torch.float32)
+
+
+@contextmanager
+def without_denormals() -> Iterator[None]:
+    """Numbers below 1e-38 are 0: gradients of tokens that no draft looks at are full of them, and CPUs multiply them
+    many times slower.
+    """
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
 
 
 def as_fast_as_it_reads(target: PreTrainedModel) -> PreTrainedModel:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
 from specdec.blocks.head import DFlashHead
 from specdec.blocks.layouts import save as save_block
@@ -26,6 +27,7 @@ from specdec.training.heads import Head, copy_of
 from specdec.training.mtp_objective import MtpObjective
 from specdec.training.objective import Eagle3Objective, Objective
 from specdec.training.optimizer import muon
+from specdec.training.precision import without_denormals
 from specdec.training.teacher import Teacher
 
 STATE_WEIGHT = 4.0
@@ -85,6 +87,10 @@ class HeadTrainer(Trainer):
         self.head, self.teacher, self.steps, self._muon = head, teacher, steps, optimizer == "muon"
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        with without_denormals():
+            return super().train(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         if not self._muon:
