@@ -23,7 +23,7 @@ from specdec.verification import AllChoices, Verified, outcome_sent, written
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedPass:
     """A round that a device was asked for.
 
     Attributes:
@@ -64,7 +64,7 @@ class RecordedPass:
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
         return known and alone and not self.recorder.refused and scores <= AllChoices.MOST
 
-    def launched(self, draft: DraftTree, text: Transcript) -> Launched:
+    def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
         full, target = _filled_up(draft), self.target
         sizes = target.reserve(full.size)
         inputs = {
@@ -80,7 +80,7 @@ class RecordedPass:
         target.pending = full.size
         verdict = Verdict(made["path"], made["accepted"], made["next_token"])
         gained = Gained(made["tokens"], made["pads"], made.get("states"))
-        return Launched(verdict, gained, made["new"])
+        return LaunchedPass(verdict, gained, made["new"])
 
     def _made(
         self,

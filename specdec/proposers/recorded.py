@@ -28,7 +28,7 @@ WIDTHS = (8, 16)  # tokens of the text that are read at once: what a round bring
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedDraft:
     """A draft that the device was asked for.
 
     Attributes:
@@ -71,7 +71,7 @@ class RecordedDrafts(AutoregressiveProposer):
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._pending: dict[object, int] = {}  # nodes that what drafts was run over, by draft: replays do not count
-        self._ahead: Launched | None = None
+        self._ahead: LaunchedDraft | None = None
         self._width = WIDTHS[0]  # tokens that are read at once: it grows, so that few are recorded
 
     def propose(self, context: Context) -> DraftTree:
@@ -159,14 +159,14 @@ class RecordedDrafts(AutoregressiveProposer):
         drafting = set(context.rows)
         return [length if b in drafting else 0 for b, length in enumerate(self.rows.lengths)]
 
-    def _replayed(self, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]) -> Launched:
+    def _replayed(self, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]) -> LaunchedDraft:
         assert context.recorder is not None
         wide = 1 if chain or self.tree is None else self.tree.top_k
         sizes = self.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, self._widest_pass))
         key = (id(self.rows), chain, depth, sizes)
-        return Launched(context.recorder(key, partial(self._made, context, depth, chain, key), inputs), depth, key)
+        return LaunchedDraft(context.recorder(key, partial(self._made, context, depth, chain, key), inputs), depth, key)
 
-    def _taken(self, context: Context, launched: Launched, chain: bool, missing: Sequence[int]) -> DraftTree:
+    def _taken(self, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]) -> DraftTree:
         """For this round; missing: how many tokens of each row were read for it."""
         rows, drafting = self.rows, set(context.rows)
         rows.cache.lengths = [length + count for length, count in zip(rows.lengths, missing, strict=True)]
