@@ -1,5 +1,6 @@
 """A target that another process runs teaches a head what the same one teaches that is loaded here."""
 
+import copy
 import json
 import re
 import signal
@@ -13,7 +14,8 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
-from specdec.training import initialize, preparation, served_teacher
+from specdec.proposers.draft_model import load as load_model
+from specdec.training import initialize, precision, preparation, served_teacher
 from specdec.training.served_teacher import ServedTeacher
 from specdec.training.states_server import Handler, StatesServer
 from specdec.training.teacher import LocalTeacher, fingerprint
@@ -243,11 +245,14 @@ def test_texts_are_asked_for_in_parts_and_come_in_their_order(target, monkeypatc
         torch.testing.assert_close(found[i], states)
 
 
-def test_a_head_starts_out_from_weights_on_the_disk(files, target):
-    """As it does from those in memory."""
-    on_disk = AutoModelForCausalLM.from_pretrained(files / "model", device_map={"": "disk"})
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_a_head_starts_out_from_weights_on_the_disk(target, tmp_path, monkeypatch, saved):
+    """As it does from those in memory; where the CPU only emulates bfloat16, from both in float32."""
+    monkeypatch.setattr(precision, "pays", lambda device: False)
+    copy.deepcopy(target).to(saved).save_pretrained(tmp_path)
     heads = []
-    for model in (target, on_disk):
+    for placed in ({}, {"device_map": {"": "disk"}}):
+        model = precision.as_fast_as_it_reads(load_model(str(tmp_path), **placed), torch.device("cpu"))
         torch.manual_seed(0)
         heads.append(initialize(model, torch.arange(30)).state_dict())
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from socket import create_server
 from typing import Literal
 
 import typer
@@ -19,6 +20,7 @@ def serve_states(
     """Give a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C ends it."""
     with bad_input_ends():
         check(target)
+        create_server((host, port)).close()  # a port that is taken is said before the target is loaded
         from specdec.machine import best_device
         from specdec.proposers.draft_model import load
         from specdec.training.precision import as_fast_as_it_reads

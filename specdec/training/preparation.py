@@ -108,7 +108,8 @@ class Preparation:
     def _load(self) -> PreTrainedModel:
         name, count = self.recipe.target, self.processes.num_processes
         if self.recipe.teacher is not None:
-            return load_model(name, device_map={"": "disk"})
+            on_disk = load_model(name, device_map={"": "disk"})
+            return precision.as_fast_as_it_reads(on_disk, self.processes.device)
         if self.recipe.shard == "none":
             return precision.as_fast_as_it_reads(load_model(name).to(self.processes.device))
         if self.recipe.shard == "devices":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from http.client import HTTPException
 from itertools import pairwise
 from typing import Any
@@ -22,7 +21,6 @@ from safetensors.torch import load
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.training import precision
 from specdec.training.dataset import packed
 from specdec.training.teacher import LocalTeacher
 
@@ -55,10 +53,7 @@ class ServedTeacher(LocalTeacher):
                 f"{address} serves another target than {self.name}: its weights' fingerprint is {found}, here it is "
                 f"{fingerprint}. Start `specdec serve-states {self.name}` there"
             )
-        # Where weights lie on the disk, nothing is computed in that place, or in a format for it.
-        device = PartialState().device
-        computed_in = precision.read_in(self.logits.weight.dtype, device)
-        self.logits = replace(self.logits, weight=self.logits.weight.to(computed_in)).to(device)
+        self.logits = self.logits.to(PartialState().device)  # weights come from the disk to the CPU
 
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         bounds = packed(torch.tensor([len(text) for text in texts]), TOKENS).tolist()
