@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.generation import utils
 
 from specdec.conversation import Conversation, cache_of, columns_in, left_padded, real_columns
@@ -33,12 +33,16 @@ def shown(model_kwargs: dict[str, Any]) -> set[str]:
     return given if given & SHOWN else set()
 
 
+def marks_of(config: PretrainedConfig) -> list[int]:
+    """Tokens that stand in a text in the place of pictures, films and sounds; none for a model of texts alone."""
+    return [mark for name in MARKS if (mark := getattr(config, name, None)) is not None]
+
+
 def problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
     """Why a call with something `shown` cannot be speculated on, or None."""
-    marks = [mark for name in MARKS if (mark := getattr(model.config, name, None)) is not None]
-    if not any(bool(torch.any(input_ids == mark)) for mark in marks):
+    if not any(bool(torch.any(input_ids == mark)) for mark in marks_of(model.config)):
         return "the prompt has no tokens in the place of its pictures"
     if columns_in(cache_of(model_kwargs)):
         return "pictures together with past_key_values"

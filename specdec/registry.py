@@ -1,13 +1,15 @@
 """Which head belongs to which target: the heads of this project, and published ones by their hub ids.
 
-Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, and are known by their checksums. Knows
-nothing of what is in a head, but by which proposer's name it drafts.
+Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, and are known by their checksums; how one
+gets here stands in `shipped`. Knows nothing of what is in a head, but by which proposer's name it drafts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.paths import cache_folder
+from specdec import shipped
+from specdec.download import Content, DownloadFailed, checksum
 
 WEIGHTS = "model.safetensors"
 Kind = Literal["eagle3", "dflash"]
@@ -25,14 +28,14 @@ IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "drafter of blo
 @dataclass(frozen=True)
 class Known:
     """target: its name on the hub, without its organization and in lower case. head: a folder of `heads/`, or a hub id.
-    kind: the proposer's name that drafts with it: a DSpark drafter's is "dflash", too. sha256: of a folder's weights;
-    None: the hub checks its own. fingerprint: the target's, to know that one by if it goes by another name.
+    kind: the proposer's name that drafts with it: a DSpark drafter's is "dflash", too. files: of a folder; the hub
+    checks its own. fingerprint: the target's, to know that one by if it goes by another name.
     """
 
     target: str
     head: str
     kind: Kind = "eagle3"
-    sha256: str | None = None
+    files: Mapping[str, Content] = field(default_factory=dict)
     fingerprint: str | None = None
 
 
@@ -41,13 +44,22 @@ HEADS = (
     Known(
         "qwen2.5-coder-0.5b-instruct",
         "qwen2.5-coder-0.5b-instruct",
-        sha256="fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd",
+        files={
+            "config.json": Content("e0fd2da3217026634b7c443db35ae4277535ee749ac00fdbeaa310ade32a647c", 1001),
+            "o_proj_bias.safetensors": Content(
+                "fb5d3bce8fb01c86e2ec1f8bd7d9e11b9665aacdd159755d251b70291340e753", 1920
+            ),
+            WEIGHTS: Content("fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd", 43_842_912),
+        },
         fingerprint="24-896-151936-f8fa0ac93ef31395",
     ),
     Known(
         "qwen2.5-coder-1.5b-instruct",
         "qwen2.5-coder-1.5b-instruct",
-        sha256="c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7",
+        files={
+            "config.json": Content("9631dff60c85f259a5afa1b60510ee152bc6641f021962f90f6594273295c768", 1070),
+            WEIGHTS: Content("c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7", 40_660_664),
+        },
         fingerprint="28-1536-151936-88c9fbbe2593e0cb",
     ),
     Known("llama-3.1-8b-instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
@@ -89,12 +101,15 @@ def fingerprint(target: PreTrainedModel) -> str | None:
     return "-".join(map(str, [*shape, content.hexdigest()[:16]]))
 
 
-def find(target: PreTrainedModel, kind: Kind) -> str:
-    """The folder or hub id of a target's head: in this checkout, else in the cache ($SPECDEC_CACHE/heads), else on the
-    hub.
+def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> str:
+    """The folder or hub id of a target's head. Ours lies in this checkout, in `$SPECDEC_HEADS` or in the cache
+    ($SPECDEC_CACHE/heads); else it is downloaded.
+
+    Args:
+        patience: seconds that a download may take; None: as long as bytes come.
 
     Raises:
-        NoHead: none is known, ours is not on this machine, or its file is damaged.
+        NoHead: none is known, ours is not here and cannot be downloaded, or its file is damaged.
     """
     entry = known(target, kind)
     if entry is None:
@@ -102,33 +117,40 @@ def find(target: PreTrainedModel, kind: Kind) -> str:
             f"no {IN_WORDS[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
             f'"{kind}:PATH_OR_HUB_ID", or train one with `specdec train`'
         )
-    if entry.sha256 is None:
-        return entry.head
-    folder = _folder(entry)
-    if folder is None:
+    return str(_folder(entry, patience)) if entry.files else entry.head
+
+
+def at_hand(name: str, kind: Kind, download: bool = False) -> bool:
+    """Whether one of our own heads for a target of this name is on this machine.
+
+    Args:
+        download: it may come here for that.
+    """
+    for entry in HEADS:
+        if entry.files and entry.target == name.lower() and entry.kind == kind:
+            with suppress(NoHead):
+                return bool(_folder(entry) if download else shipped.folder_of(entry.head, WEIGHTS))
+    return False
+
+
+def _folder(entry: Known, patience: float | None = None) -> Path:
+    """Where one of our own heads is, whole."""
+    folder = shipped.folder_of(entry.head, WEIGHTS)
+    try:
+        folder = folder or shipped.bring(entry.head, entry.files, patience)
+    except DownloadFailed as error:
         raise NoHead(
-            f"the head {entry.head} is not on this machine: it lies in heads/{entry.head} of specdec's repository and "
-            f"is found in a checkout, or copied to {places()[-1] / entry.head}"
-        )
-    if hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest() != entry.sha256:
-        raise NoHead(f"{folder / WEIGHTS} is not the file that it should be (its checksum differs): fetch it again")
-    return str(folder)
-
-
-def at_hand(name: str, kind: Kind) -> bool:
-    """Whether one of our own heads for a target of this name is on this machine."""
-    known = [entry for entry in HEADS if entry.target == name.lower() and entry.kind == kind]
-    return any(_folder(entry) is not None for entry in known)
-
-
-def _folder(entry: Known) -> Path | None:
-    """Where one of our own heads is."""
-    return next((place / entry.head for place in places() if (place / entry.head / WEIGHTS).exists()), None)
-
-
-def places() -> list[Path]:
-    """Folders that may hold our heads."""
-    return [Path(__file__).resolve().parents[1] / "heads", cache_folder() / "heads"]
+            f"the head {entry.head} is not on this machine: {error}. Copy {' and '.join(entry.files)} from "
+            f"heads/{entry.head} of specdec's repository into {shipped.places()[-1] / entry.head}, or set "
+            f"{shipped.SOURCE} to a folder or an address that has {entry.head}/{WEIGHTS}"
+        ) from error
+    for name, content in entry.files.items():
+        if not (folder / name).exists() or checksum(folder / name) != content.sha256:
+            raise NoHead(
+                f"{folder / name} is not the file that it should be (its checksum differs): remove {folder}, and fetch "
+                "the head again"
+            )
+    return folder
 
 
 def name_of(target: PreTrainedModel) -> str:

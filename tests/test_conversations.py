@@ -4,12 +4,29 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.messages import read_prompts
+from specdec.pictures import marks_of
+from specdec.training.corpus import corpus, write_corpus
+from specdec.training.recipe import Recipe
+from specdec.training.run_folder import RunFolder
+from tests import pictured, tiny
 from tests.training import (
     words,
     written,
+)
+
+SHOWN = [
+    {"role": "user", "content": [{"type": "image", "url": "x.png"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "b "}, {"type": "text", "text": "c"}]},
+]
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}> "
+    "{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ 'z' if part.type == 'image' else part.text }} {% endfor %}{% endif %}"
+    " <end> \n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
@@ -62,7 +79,15 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
         ([{"prompt": 5, "response": "a"}], "line 1: prompt must be a string"),
         ([{"messages": 5}], "line 1: messages must be a list"),
         ([{"messages": [{"role": ["user"], "content": "a"}]}], "line 1: a message needs a role"),
-        ([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}], "a string as its content"),
+        (
+            [{"messages": [{"role": "user", "content": ["a"]}]}],
+            "as its content a string, or a list of parts that have a",
+        ),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}],
+            "as its content a string, or a list of parts",
+        ),
+        ([{"messages": SHOWN}], "line 1: .* the chat template puts no placeholder of the target's in their place"),
     ],
 )
 def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
@@ -165,3 +190,66 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
     for wrong in ({"tools": {"name": "t"}}, {"chat_template_kwargs": "think"}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
             list(read_texts([{"messages": messages} | wrong], told, 50))
+
+
+# Pictures
+
+
+@pytest.fixture
+def sees(tokenizer):
+    """A tokenizer whose template writes a placeholder, z, for each picture; and that token."""
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = PARTS
+    return made, made.convert_tokens_to_ids("z")
+
+
+def test_answers_about_a_picture_are_learnt_and_its_placeholder_is_not(sees):
+    tokenizer, mark = sees
+    picture = [{"type": "image"}, {"type": "text", "text": "d"}]
+    entries = [
+        {"messages": SHOWN},
+        {"messages": [SHOWN[0], {"role": "assistant", "content": picture}]},
+        {"text": "a z b"},
+    ]
+    with pytest.warns(UserWarning, match="3 of 4 texts show pictures, films or sounds, which are not read"):
+        texts = list(read_texts([*entries, {"text": "a b c"}], tokenizer, 50, [mark]))
+    assert [words(tokenizer, text.ids) for text in texts[:3]] == [
+        "<user> z a <end> <assistant> b c <end>",
+        "<user> z a <end> <assistant> z d <end>",
+        "a z b",
+    ]
+    assert [words(tokenizer, text.ids[text.learn]) for text in texts] == ["b c <end>", "d <end>", "a b", "a b c"]
+
+
+def test_a_template_for_strings_alone_is_said(sees):
+    tokenizer, mark = sees
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="does not fit the chat template: can only concatenate str"):
+        list(read_texts([{"messages": SHOWN}], tokenizer, 50, [mark]))
+
+
+def test_prompts_with_pictures_are_not_answered_without_them():
+    with pytest.raises(ValueError, match="entry 0: the conversation shows pictures, .* would be answered without them"):
+        list(read_prompts([{"messages": SHOWN[:1]}]))
+    [(_, asked)] = read_prompts([{"messages": [{"role": "user", "content": SHOWN[1]["content"]}]}])
+    assert asked.messages == [{"role": "user", "content": "b c"}]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", "llava"])
+def test_what_stands_in_the_place_of_pictures_is_known_by_the_config(name):
+    model = pictured.model(name)
+    assert int(pictured.prompts(name, 5)["input_ids"].max()) in marks_of(model.config)
+    assert not marks_of(tiny.model("llama").config)
+
+
+def test_a_run_learns_no_placeholder_of_its_targets(sees, files, tmp_path):
+    tokenizer, mark = sees
+    config = AutoConfig.from_pretrained(files / "model")
+    config.image_token_id = mark
+    config.save_pretrained(tmp_path / "model")
+    data = written(tmp_path / "data.jsonl", *[{"messages": SHOWN}, {"text": "a z b"}] * 2)
+    folder = RunFolder(tmp_path / "out")
+    with pytest.warns(UserWarning, match="No placeholder is learnt"):
+        write_corpus(Recipe(str(tmp_path / "model"), data, folder.path, held_out=2), folder, tokenizer, "")
+    for texts in corpus(folder):
+        assert [words(tokenizer, text.ids[text.learn]) for text in texts] in (["b c <end>"] * 2, ["a b"] * 2)

@@ -154,6 +154,7 @@ COMMAND = "import sys; from specdec.__main__ import main; sys.argv[0] = 'specdec
         ("generate /no/such/model text", 2),
         ("chat MODEL --proposer draft:/no/such/model", 2),
         ("serve /no/such/model", 2),
+        ("serve-states /no/such/model", 2),
         ("doctor MODEL ngram --prompts /no/such/file", 2),
         ("doctor MODEL ngram --prompts EMPTY", 2),
         ("bench MODEL --prompts EMPTY", 2),

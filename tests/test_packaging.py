@@ -1,6 +1,7 @@
 """The distribution: its name beside PyPI's other one, its version, its extras, and a wheel that works on its own."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -13,7 +14,8 @@ from zipfile import ZipFile
 import pytest
 
 import specdec
-from specdec import namesake
+from specdec import namesake, registry
+from tests.shop import Shop
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = """
@@ -110,22 +112,54 @@ def test_an_index_shows_the_readme_without_a_link_that_leads_nowhere(sdist, tmp_
         assert all(words in page for picture, words, _ in here if not picture)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_wheel_works_on_its_own(sdist, tmp_path):
-    """In an environment of its own that shares the installed dependencies, and nothing of the checkout."""
-    run = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path}
-    build("--wheel", sdist, tmp_path)
-    [wheel] = tmp_path.glob("specdec_hf-*.whl")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], **run)
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def installed(sdist, tmp_path_factory):
+    """The wheel in an environment of its own that shares the installed dependencies, and nothing of the checkout.
+
+    Its Python, and where it lies.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    run = {"check": True, "capture_output": True, "text": True, "cwd": folder}
+    build("--wheel", sdist, folder)
+    [wheel] = folder.glob("specdec_hf-*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], **run)
+    python = folder / "venv" / "bin" / "python"
     purelib = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(purelib, **run).stdout.strip())
     install = ["--no-deps", "--no-index", "--target", str(site), str(wheel)]
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *install], **run)
     shared = [path for path in map(Path, sys.path) if path.name == "site-packages"]
     (site / "shared.pth").write_text("\n".join(map(str, shared)))
+    return python, site
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_wheel_works_on_its_own(installed, tmp_path):
+    python, site = installed
+    run = {"check": True, "capture_output": True, "text": True, "cwd": tmp_path}
     said = json.loads(subprocess.run([str(python), "-I", "-c", SMOKE], **run).stdout.splitlines()[-1])
     assert said == {"same": True, "folder": str(site / "specdec"), "version": specdec.__version__}
     help_text = subprocess.run([str(python), "-I", "-m", "specdec", "--help"], **run).stdout
     assert "doctor" in help_text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not (ROOT / "heads").exists(), reason="no checkout: the sdist has no heads")
+def test_the_wheel_downloads_every_head_that_a_checkout_has(installed, tmp_path):
+    """Their sizes and checksums stand in it."""
+    code = "from specdec import eagle3, registry, shipped\n"
+    code += "for known in registry.HEADS:\n"
+    code += "    if known.files: print(eagle3.load(shipped.bring(known.head, known.files)).draft_to_target.numel())\n"
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    with Shop(ROOT / "heads").open() as address:
+        environment |= {"SPECDEC_HEADS": address, "SPECDEC_CACHE": str(tmp_path / "cache")}
+        command = [str(installed[0]), "-I", "-c", code]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    ours = [known for known in registry.HEADS if known.files]
+    assert len(done.stdout.split()) == len(ours) > 1
+    for known in ours:
+        for name in known.files:
+            copy = tmp_path / "cache" / "heads" / known.head / name
+            assert copy.read_bytes() == (ROOT / "heads" / known.head / name).read_bytes()

@@ -67,6 +67,16 @@ def test_it_says_what_a_run_then_takes(files, tmp_path, kind):
         assert planned.disk[what] == pytest.approx(size, rel=0.15, abs=30_000), what  # names and shapes are in it, too
 
 
+def test_a_target_that_is_run_elsewhere_takes_nothing_here(files, tmp_path, unread):
+    recipe = Recipe(str(files / "model"), files / "data.jsonl", tmp_path / "out", evaluate_every=0, **TRAINED)
+    here, elsewhere = plan(recipe), plan(replace(recipe, teacher="http://host:8100"))
+    assert {what.split(",")[0] for what in here.memory.keys() - elsewhere.memory.keys()} == {
+        "the target's weights",
+        "a pass of the target over 1024 tokens",
+    }
+    assert here.work["the target's passes"] > elsewhere.work["the target's passes"] == 0
+
+
 @pytest.mark.parametrize("kind", PLANNED)
 def test_the_command_reads_no_weights_and_writes_nothing(files, tmp_path, unread, kind):
     said = run(files, tmp_path / "out", "--dry-run", "--kind", kind)

@@ -1,8 +1,8 @@
 """Which head belongs to which target."""
 
 import copy
-import hashlib
 import os
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +11,18 @@ import pytest
 import torch
 from typer.main import get_command
 
-from specdec import BlockProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator, registry
+from specdec import (
+    BlockProposer,
+    Eagle3Proposer,
+    HybridProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    registry,
+    shipped,
+)
 from specdec.blocks.layouts import save as save_block
 from specdec.cli import app
+from specdec.download import Content, checksum, size_of
 from specdec.eagle3 import save
 from specdec.registry import Known, NoHead
 from tests import blocks, eagle3, tiny
@@ -46,10 +55,10 @@ def drafter(target, tmp_path, monkeypatch):
 
 def registered(monkeypatch, folder, **changes):
     """Ahead of all others, for the tiny target. Returns its file of weights."""
-    weights = folder / "model.safetensors"
-    entry = Known("tiny-llama", folder.name, sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), **changes)
+    files = {path.name: Content(checksum(path), size_of(path)) for path in sorted(folder.iterdir())}
+    entry = Known("tiny-llama", folder.name, files=files, **changes)
     monkeypatch.setattr(registry, "HEADS", (entry, *registry.HEADS))
-    return weights
+    return folder / "model.safetensors"
 
 
 def test_a_known_head_is_found(target, ours):
@@ -115,9 +124,13 @@ def test_without_a_known_head(target, monkeypatch):
     assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
 
 
-def test_a_head_that_is_not_there(target, ours):
-    ours.unlink()
-    with pytest.raises(NoHead, match="is not on this machine"):
+def test_a_head_that_is_not_there(target, ours, monkeypatch):
+    shutil.rmtree(ours.parent)
+    monkeypatch.setenv("SPECDEC_HEADS", "off")
+    where = f"into {ours.parent}, or set SPECDEC_HEADS to a folder or an address that has tiny-head/model.safetensors"
+    with pytest.raises(
+        NoHead, match=f"is not on this machine: .*Copy config.json and model.safetensors from .*{where}"
+    ):
         SpeculativeGenerator(target, "eagle3")
     with pytest.warns(UserWarning, match='"auto" drafts with n-grams: the head tiny-head is not on this machine'):
         assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
@@ -136,14 +149,14 @@ def test_hub_ids_are_given_as_they_are(target):
 
 def test_every_head_of_ours_is_in_the_checkout_and_whole(target):
     for known in registry.HEADS:
-        if known.sha256 is not None:
+        if known.files:
             target.config._name_or_path = known.target
             assert registry.find(target, known.kind).endswith(known.head)
 
 
 # The recipes
 
-RECIPES = sorted(registry.places()[0].glob("*/recipe.sh"))
+RECIPES = sorted(shipped.places()[0].glob("*/recipe.sh"))
 FAKE = """#!/bin/sh
 printf '%s\\0' "$@" >> "$LOG"; printf '\\n' >> "$LOG"
 [ "$1" = regenerate ] && cp "$3" "$4"

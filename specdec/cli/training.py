@@ -64,6 +64,9 @@ def train(
         help='Where the target lies: "none": whole in each process; "devices": over all of one process (device_map); '
         '"tp", "fsdp": over the processes.',
     ),
+    teacher: str | None = typer.Option(
+        None, help="http://HOST:PORT of `specdec serve-states`: the target is run there, its weights lie here, too."
+    ),
     flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
     max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
     held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),

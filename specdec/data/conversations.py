@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.entries import FORMATS, read_entries
@@ -20,17 +21,20 @@ from specdec.data.messages import Asked, Message, asked_in, extra_of
 from specdec.data.texts import Text
 
 
-def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Iterator[Text]:
+def read_texts(
+    data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int, marks: Sequence[int] = ()
+) -> Iterator[Text]:
     """Texts through the tokenizer's chat template, cut to `max_tokens`.
 
     Args:
         data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
+        marks: see `encode`.
     """
-    count = kept = cut = lost = 0
+    count = kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
         count += 1
         try:
-            whole = encode(entry, tokenizer)
+            whole = encode(entry, tokenizer, marks)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{place}: {error}") from error
         text = Text(whole.ids[:max_tokens], whole.learn[:max_tokens])
@@ -38,7 +42,14 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
             kept += 1
             cut += len(whole.ids) > max_tokens
             lost += int(whole.learn[max_tokens:].sum())
+            marked += bool(_marked(text.ids, marks).any())
             yield text
+    if marked:
+        warnings.warn(
+            f"{marked} of {count} texts show pictures, films or sounds, which are not read: the target sees their "
+            "placeholders alone, as one token each, and the head learns what it writes behind these. No placeholder is "
+            "learnt"
+        )
     if cut:
         warnings.warn(
             f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut: {lost} tokens that could be "
@@ -51,8 +62,22 @@ def read_texts(data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerB
         )
 
 
-def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """One entry of a training file."""
+def encode(entry: Any, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int] = ()) -> Text:
+    """One entry of a training file.
+
+    Args:
+        marks: tokens that stand in the place of pictures, see `pictures.marks_of`: they are never learnt.
+    """
+    text = _encoded(entry, tokenizer, marks)
+    return Text(text.ids, text.learn & ~_marked(text.ids, marks))
+
+
+def _marked(ids: Tensor, marks: Sequence[int]) -> Tensor:
+    """(T,) bool: which tokens are marks."""
+    return torch.isin(ids, torch.tensor(list(marks), dtype=ids.dtype))
+
+
+def _encoded(entry: Any, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int]) -> Text:
     if not isinstance(entry, dict):
         raise ValueError(f"expected {FORMATS}")
     for name in ("text", "prompt", "response"):
@@ -75,8 +100,14 @@ def encode(entry: Any, tokenizer: PreTrainedTokenizerBase) -> Text:
     asked, cut = asked_in(entry), entry.get("finish") == "length"
     if tokenizer.chat_template is None and [message["role"] for message in asked.messages] == ["user", "assistant"]:
         prompt, response = (message["content"] for message in asked.messages)
-        return encode({"prompt": prompt, "response": response, "finish": entry.get("finish")}, tokenizer)
-    return _conversation(asked, tokenizer, cut)
+        return _encoded({"prompt": prompt, "response": response, "finish": entry.get("finish")}, tokenizer, marks)
+    text = _conversation(asked, tokenizer, cut)
+    if asked.shows and not bool(_marked(text.ids, marks).any()):
+        raise ValueError(
+            "the conversation shows pictures, films or sounds, and the chat template puts no placeholder of the "
+            "target's in their place: it is for text alone"
+        )
+    return text
 
 
 def _conversation(asked: Asked, tokenizer: PreTrainedTokenizerBase, cut: bool) -> Text:
@@ -124,7 +155,7 @@ def _rendered(
         encoded = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=generation, return_dict=True, **template
         )
-    except TemplateError as error:
+    except (TemplateError, TypeError) as error:  # TypeError: a template for strings, and a content in parts
         raise ValueError(f"the conversation does not fit the chat template: {error}") from error
     return list(encoded["input_ids"])
 

@@ -22,12 +22,19 @@ class Asked:
     """A conversation, and what its chat template is told beside it.
 
     Attributes:
-        messages: each with its role and content, and what `KEPT` names. extra: what stands in the entry beside them:
-            the `tools` it may call, and `chat_template_kwargs`, say `{"enable_thinking": False}`.
+        messages: each with its role and content, and what `KEPT` names. A content is a string, or, where it shows more
+            than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
+        extra: what stands in the entry beside them: the `tools` it may call, and `chat_template_kwargs`, say
+            `{"enable_thinking": False}`.
     """
 
     messages: list[Message]
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def shows(self) -> bool:
+        """Is there anything beside text?"""
+        return any(not isinstance(message["content"], str) for message in self.messages)
 
     @property
     def template(self) -> dict[str, Any]:
@@ -53,6 +60,11 @@ def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Asked]
             raise ValueError(f"{place}: {error}") from error
         if not any(message["role"] == "user" for message in asked.messages):
             raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
+        if asked.shows:
+            raise ValueError(
+                f"{place}: the conversation shows pictures, films or sounds, and would be answered without them: only "
+                "texts to train on may show some"
+            )
         yield place, asked
 
 
@@ -112,7 +124,23 @@ def _message(message: Any) -> Message:
     kept = {name: message[name] for name in KEPT if message.get(name)}
     if content is None and "tool_calls" in kept:
         content = ""
-    if role is None or not isinstance(content, str):
+    content = _joined(content)
+    if role is None or content is None:
         names = ", ".join(sorted(ROLES))
-        raise ValueError(f"a message needs a role ({names}) and a string as its content, got {message}")
+        raise ValueError(
+            f"a message needs a role ({names}) and as its content a string, or a list of parts that have a type, got "
+            f"{message}"
+        )
     return {"role": role, "content": content} | kept
+
+
+def _joined(content: Any) -> str | list[dict[str, Any]] | None:
+    """Parts that are text alone as one string, which every chat template takes; None for what is no content."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
+        return None
+    texts = [part.get("text") for part in content if part["type"] == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        return None
+    return "".join(texts) if len(texts) == len(content) else content

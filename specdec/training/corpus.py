@@ -14,6 +14,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
 from specdec.data.texts import Text, Texts, keep, kept_texts
+from specdec.pictures import marks_of
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 
@@ -46,12 +47,13 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     before = folder.identity() or {}
     if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
         return
-    texts = islice(read_texts(recipe.data, tokenizer, recipe.length), recipe.max_texts)
+    marks = marks_of(AutoConfig.from_pretrained(recipe.target))
+    texts = islice(read_texts(recipe.data, tokenizer, recipe.length, marks), recipe.max_texts)
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
     learnt = keep(texts, folder.learnt)
-    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length), folder.held_out)
+    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks), folder.held_out)
     seen = _among(held_out, learnt)
     if seen:
         warnings.warn(f"{seen} of the {len(held_out)} texts to evaluate on are learnt from, too")

@@ -1,10 +1,11 @@
-"""`plain`: a layer of a target's with weights that can be copied: all of them, and not quantised."""
+"""`plain`: a layer of a target's with weights that can be copied: all of them here, and not quantised."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import torch
+from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
 from specdec.step import spread
@@ -15,11 +16,14 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def plain(module: M) -> M | nn.Linear:
-    """The module itself, if it is so; else a copy: of one in several processes, all of which must ask, or of a linear
-    layer that is quantised, in the format in which it multiplies.
+    """The module itself, if it is so; else a copy: of one in several processes, all of which must ask, of one that
+    accelerate keeps elsewhere, or of a linear layer that is quantised, in the format in which it multiplies.
     """
     if spread(module):
         return whole(module)
+    if any(type(weight) is nn.Parameter and weight.is_meta for weight in module.parameters(recurse=False)):
+        with align_module_device(module):
+            return whole(module)
     if not isinstance(module, nn.Linear) or type(module.weight) in (Tensor, nn.Parameter):
         return module
     # Every kind of quantised layer stores its numbers in a way of its own, but all multiply.

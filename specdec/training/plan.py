@@ -173,14 +173,16 @@ class Arithmetic:
         read = batch_tokens_of(self.processes.device)
         text = self.target.config.get_text_config(decoder=True)
         wide = getattr(text, "intermediate_size", 4 * H)
-        return {
+        passes = {
             f"the target's weights, {_name(self.target.dtype)}": parameters(self.target) * theirs,
+            f"a pass of the target over {read} tokens": read * (2 * self._states * H + 3 * wide) * theirs,
+        }
+        return ({} if self.recipe.teacher else passes) | {
             "of its embedding and readout, a copy": (V + K) * H * theirs,
             "the head, its gradients and their moments": 4 * (own * (2 + several) + self._moments) + halves,
             f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
             "what the head keeps for its gradients": self.outline.kept_for_gradients(rows),
             "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
-            f"a pass of the target over {read} tokens": read * (2 * self._states * H + 3 * wide) * theirs,
         }
 
     def disk(self) -> dict[str, float]:
@@ -197,10 +199,11 @@ class Arithmetic:
         epochs, H, V = self.recipe.epochs, self._H, self._V
         K, W, steps = self.head.draft_vocab_size, self.outline.width, self.recipe.drafted
         passes = 1.0 if self.recipe.cache_states else epochs
+        here = 0 if self.recipe.teacher else passes
         readout = parameters(self.target.get_output_embeddings())
         scored = min(self.learnt, self.rows * self.outline.learnt_per_row)  # of each step
         return {
-            "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * passes,
+            "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * here,
             "its whole vocabulary's logits": 2 * V * H * self.learnt * passes,
             "the head's passes, there and back": 3 * self.outline.forward_work() * self.rows * epochs,
             "logits of drafts and their gradients": 2 * K * (H * self.learnt + 3 * steps * W * scored) * epochs,

@@ -34,9 +34,13 @@ def without_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def as_fast_as_it_reads(target: PreTrainedModel) -> PreTrainedModel:
-    """In float32 in place of a bfloat16 that its device only emulates. The weights' values stay what they are."""
-    return target.float() if read_in(target.dtype, target.device) != target.dtype else target
+def as_fast_as_it_reads(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+    """In float32 in place of a bfloat16 that its device only emulates. The weights' values stay what they are.
+
+    Args:
+        device: of a target whose weights are on the disk: where they come to.
+    """
+    return target.float() if read_in(target.dtype, device or target.device) != target.dtype else target
 
 
 def read_in(saved: torch.dtype, device: torch.device) -> torch.dtype:

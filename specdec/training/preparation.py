@@ -28,6 +28,7 @@ from specdec.training.heads import Head, StandAlone
 from specdec.training.progress import in_bytes
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
+from specdec.training.served_teacher import ServedTeacher, described
 from specdec.training.split_teacher import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.starting_head import keep_start, kept_start, starting_head
 from specdec.training.states import DONE, bytes_per_token, extract
@@ -76,15 +77,18 @@ class Preparation:
         return kept_start(self.recipe, self.folder), teacher
 
     def _from_target(self) -> tuple[Head, Teacher] | None:
+        if self.recipe.teacher is not None:
+            described(self.recipe.teacher)  # before anything is read
         target = self._load()
-        if capability(target).masks is None:
+        if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(f"{self.recipe.target} cannot be decoded speculatively: {capability(target).reason}")
         identity = self._refuse_others(fingerprint(target))
         head = starting_head(self.recipe, self.given, target, self.learnt, self.folder, self.processes)
         if self.processes.is_main_process:
-            print(precision.in_words(target))
+            if self.recipe.teacher is None:
+                print(precision.in_words(target))
             self.folder.claim(identity)
-        teacher = KINDS[self.recipe.shard].of(target, head)
+        teacher = self._teacher(target, identity["weights"], head)
         if not self.recipe.cache_states:
             return head, teacher
         first = self.processes.is_local_main_process
@@ -96,8 +100,16 @@ class Preparation:
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
 
+    def _teacher(self, target: PreTrainedModel, weights: str, head: Head) -> LocalTeacher:
+        if self.recipe.teacher is not None:
+            return ServedTeacher.of(target, head, address=self.recipe.teacher, fingerprint=weights)
+        return KINDS[self.recipe.shard].of(target, head)
+
     def _load(self) -> PreTrainedModel:
         name, count = self.recipe.target, self.processes.num_processes
+        if self.recipe.teacher is not None:
+            on_disk = load_model(name, device_map={"": "disk"})
+            return precision.as_fast_as_it_reads(on_disk, self.processes.device)
         if self.recipe.shard == "none":
             return precision.as_fast_as_it_reads(load_model(name).to(self.processes.device))
         if self.recipe.shard == "devices":

@@ -16,7 +16,7 @@ DRAFT_VOCAB = 8192
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
 # What may differ between two runs of one recipe.
-FREE = "data held_out_data out device shard evaluate_every max_minutes rows_at_once flex report_to".split()
+FREE = "data held_out_data out device shard teacher evaluate_every max_minutes rows_at_once flex report_to".split()
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Recipe:
         rounded_states: compute them in 8 bits, see `in_eight_bits`.
         shard: where the target's weights lie: "none": all of them on each process's device; "devices": over the
             devices of the one process; "tp", "fsdp": over the processes, in parts of its layers or of its weights.
+        teacher: address of a server of the target's states (`served_teacher`), which is then not loaded here.
         flex: use flex attention, see `unroll`.
         max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
         held_out_data: texts only evaluated on, in a file of their own, in place of those.
@@ -76,6 +77,7 @@ class Recipe:
     cache_states: bool = False
     rounded_states: bool = False
     shard: Sharding = "none"
+    teacher: str | None = None
     flex: bool = False
     max_texts: int | None = None
     held_out: int = 16
@@ -117,6 +119,7 @@ class Recipe:
         check_choice("optimizer", self.optimizer_name, OptimizerName)
         check_choice("shard", self.shard, Sharding)
         self._check_shard()
+        self._check_teacher()
         check_choice("report_to", self.report_to, Tracker)
         if self.report_to != "none" and self.report_to not in get_available_reporting_integrations():
             raise ValueError(
@@ -149,6 +152,22 @@ class Recipe:
                     raise ValueError(f"{option} wants all of the target in a process: leave out --shard {self.shard}")
         if self.shard == "tp" and self.cache_states:
             raise ValueError("processes that keep states each read texts of their own: use --shard fsdp")
+
+    def _check_teacher(self) -> None:
+        if self.teacher is None:
+            return
+        if not self.teacher.startswith(("http://", "https://")):
+            raise ValueError(f"--teacher is an address, as in http://host:8100; got {self.teacher!r}")
+        for option, given in {
+            "--kind mtp": self.kind == "mtp",
+            "--from-target": self.start_from_target is not None,
+            "--rounded-states": self.rounded_states,
+            f"--shard {self.shard}": self.shard != "none",
+        }.items():
+            if given:
+                raise ValueError(f"{option} wants the target here, and --teacher has it run elsewhere: leave out one")
+        if self.evaluate_every:
+            raise ValueError("the target is run elsewhere and decodes nothing here: give --evaluate-every 0, too")
 
     def check_processes(self, count: int) -> None:
         """Raise ValueError if the target cannot lie in so many processes as it is to."""

@@ -102,9 +102,9 @@ class LocalTeacher(Teacher):
         self.reader = Reader(target, [*taps, FINAL], batch_tokens)
 
     @classmethod
-    def of(cls, target: PreTrainedModel, head: Head) -> LocalTeacher:
-        """That gives what `head` reads of its target."""
-        return cls(target, taps_of(head, target), normed=not isinstance(head, DFlashHead))
+    def of(cls, target: PreTrainedModel, head: Head, **more: Any) -> LocalTeacher:
+        """That gives what `head` reads of its target. more: of the class."""
+        return cls(target, taps_of(head, target), normed=not isinstance(head, DFlashHead), **more)
 
     @property
     def embedding(self) -> Tensor:  # type: ignore[override]
