@@ -187,12 +187,12 @@ class Transcript:
             stops = self._stops(column)
             if self.streamer is not None:
                 self._stream(column)
+            ended = [alive and stop for alive, stop in zip(self._unfinished, stops, strict=True)]
             self._unfinished = [alive and not stop for alive, stop in zip(self._unfinished, stops, strict=True)]
             self.done = not any(self._unfinished)
             if self.pad_token is not None:
-                for b, alive in enumerate(self._unfinished):
-                    if not alive:
-                        self._close(b)
+                for b in (b for b, now in enumerate(ended) if now):
+                    self._close(b)
         if not self.done and not any(self.active) and not any(self.padding):
             raise RuntimeError(
                 f"no row can gain a token behind column {self.settled}, and yet the stopping criteria do not end the "
@@ -233,9 +233,10 @@ class Transcript:
         return min(open_ends) if open_ends else max(self.ends)
 
     def _close(self, b: int) -> None:
-        """Row b is finished with the column just settled: what it wrote behind it was never asked for."""
-        if self.closed[b]:
-            return
+        """Row b is finished with the column just settled: what it wrote behind it was never asked for, be it an end
+        token that it ran ahead to."""
+        if self.closed[b] and self._column(self.settled - 1)[b] in self._end_tokens:
+            return  # behind it there is padding alone
         self.closed[b] = True
         self.tokens[b, self.settled :] = self.filler
         del self.written[b][self.settled - self.start :]

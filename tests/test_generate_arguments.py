@@ -303,6 +303,35 @@ def test_stop_strings(spec, inputs, tokenizer, stop):
     same(spec, lambda: {**inputs, "stop_strings": stop[0], "tokenizer": tokenizer, "streamer": Recorder()})
 
 
+class FirstRowEnds(StoppingCriteria):
+    def __init__(self, width):
+        self.width = width
+
+    def __call__(self, input_ids, scores, **kwargs):
+        ended = torch.zeros(len(input_ids), dtype=torch.bool)
+        ended[0] = input_ids.shape[1] >= self.width
+        return ended
+
+
+@pytest.mark.parametrize(
+    "wanted", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["ids", "scores"]
+)
+def test_an_end_token_that_a_row_ran_ahead_to(llama, wanted):
+    """In one draft, behind the column at which it is stopped."""
+    inputs = tiny.prompts(9, 5)
+    T = inputs["input_ids"].shape[1]
+    written = llama.generate(**inputs, do_sample=False, max_new_tokens=NEW)[:, T:].tolist()
+    end = next(i for i in range(3, 7) if written[0][i] not in written[0][:i] + written[1][:8])
+    spec = SpeculativeGenerator(llama, DraftModelProposer(llama), draft_length=8)
+
+    def arguments():
+        criteria = StoppingCriteriaList([FirstRowEnds(T + end - 1)])
+        return {**inputs, **wanted, "eos_token_id": written[0][end], "pad_token_id": 0, "stopping_criteria": criteria}
+
+    same(spec, arguments)
+    assert spec.report.mean_acceptance_length > end + 1
+
+
 def test_stop_strings_in_the_generation_config(spec, inputs, tokenizer, stop):
     def arguments():
         config = GenerationConfig(stop_strings=stop, max_new_tokens=NEW, pad_token_id=0)
