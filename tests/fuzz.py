@@ -79,6 +79,18 @@ class EndsAfter(StoppingCriteria):
         return (input_ids[:, self.start :] == self.token).sum(-1) >= 2
 
 
+class EndsSoon(StoppingCriteria):
+    """Stops the first row within a draft's length or so, whatever it runs ahead to."""
+
+    def __init__(self, remainder: int):
+        self.remainder = remainder
+
+    def __call__(self, input_ids, scores, **kwargs):
+        ends = input_ids[:, -2:].sum(-1) % 3 == self.remainder
+        ends[1:] = False
+        return ends
+
+
 class AllTogether(StoppingCriteria):
     """Looks at all rows: stops them together, once the last tokens add up to a multiple of five."""
 
@@ -162,6 +174,10 @@ def case(seed: int, models: tuple[str, ...] = MODELS) -> tuple[dict[str, Any], d
     maybe("pad_token_id", lambda: r.randrange(tiny.VOCAB), 0.05)
     maybe("inputs_embeds", lambda: True, 0.08)
     maybe("use_cache", lambda: False, 0.04)
+    if more.random() < 0.1:  # a row that is stopped where it ran ahead to an end token
+        kwargs["stopping_criteria"] = StoppingCriteriaList([EndsSoon(more.randrange(3))])
+        kwargs["eos_token_id"] = more.sample(range(1, tiny.VOCAB), 12)
+        setup |= {"proposer": "itself", "draft_length": 7}
     maybe("num_beams", lambda: 2, 0.04)
     maybe("guidance_scale", lambda: 1.5, 0.04)
     maybe("cache_implementation", lambda: "static", 0.04)
