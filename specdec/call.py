@@ -5,11 +5,11 @@ Owns the translation between transformers' arguments and the loop's parts.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.utils import GenerateOutput
 
@@ -20,24 +20,41 @@ from specdec.source import Source
 from specdec.transcript import Records, Transcript
 
 
-def transcript(
-    input_ids: Tensor,
-    criteria: StoppingCriteriaList,
-    config: GenerationConfig,
-    streamer: Any,
-    conversation: Conversation,
-) -> Transcript:
-    B = len(input_ids)
+@dataclass(frozen=True)
+class Call:
+    """As transformers has prepared it.
+
+    Attributes:
+        input_ids: (B, T) int64, the prompts, or what a decoder starts from. model_kwargs: for the model's passes.
+        source: what an encoder read. text_kwargs: `model_kwargs` without it, as if the decoder were alone.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+    source: Source | None
+    text_kwargs: dict[str, Any]
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.config.do_sample)
+
+
+def transcript(call: Call, conversation: Conversation) -> Transcript:
+    B, config, criteria = len(call.input_ids), call.config, call.criteria
     wanted = config.return_dict_in_generate
     ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     pad = config._pad_token_tensor
     return Transcript(
-        prompt=input_ids,
+        prompt=call.input_ids,
         pads=conversation.text_pads,
         order=conversation.text_order,
         criteria=criteria,
         pad_token=int(pad) if ends_on_tokens and pad is not None else None,
-        streamer=streamer,
+        streamer=call.streamer,
         max_length=criteria.max_length,
         records=Records(
             scores=[[] for _ in range(B)] if wanted and config.output_scores else None,
@@ -48,18 +65,12 @@ def transcript(
     )
 
 
-def prefill(
-    target: ModelRunner,
-    input_ids: Tensor,
-    conversation: Conversation,
-    text: Transcript,
-    config: GenerationConfig,
-    embeds: Tensor | None,
-) -> Output:
+def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: Transcript) -> Output:
     """Read what is new, in chunks of `prefill_chunk_size` if asked; logits (B, 1, V) after it."""
-    given, pads = conversation.unread((input_ids if embeds is None else embeds).to(device_of(target.model)))
+    embeds = call.text_kwargs.get("inputs_embeds")
+    given, pads = conversation.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
-    chunk = config.prefill_chunk_size or given.shape[1]
+    chunk = call.config.prefill_chunk_size or given.shape[1]
     outputs = []
     for start in range(0, given.shape[1], chunk):
         part = given[:, start : start + chunk]

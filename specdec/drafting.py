@@ -1,17 +1,22 @@
-"""`Drafting`: a proposer beside one target, and what calls have learnt of the two.
+"""`Drafting`: a proposer beside one target, and what calls have learnt of the two; `Draftings`: those of a generator.
 
 Owns what a call's pacing starts from. Knows nothing of rounds.
 """
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from collections.abc import Callable
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.graphs import Graphs
 from specdec.kept_costs import KeptCosts
 from specdec.learnt import Learnt
 from specdec.pacing import Pacer
-from specdec.proposers import Proposer
+from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
+from specdec.proposers.named import as_proposer
+from specdec.wrapped import bare
 
 
 class Drafting:
@@ -50,3 +55,44 @@ class Drafting:
     def keep(self, batch_size: int, pacer: Pacer) -> None:
         """Leave a call's costs to other processes."""
         self._kept[batch_size].keep(pacer.learnt.verify, pacer.learnt.draft)
+
+
+class Draftings:
+    """A generator's own, and those that its calls ask for, which are prepared once."""
+
+    def __init__(self, proposer: Proposer, target: PreTrainedModel):
+        self.own = Drafting(proposer, target)
+        self.asked_for: dict[Any, Drafting] = {}
+        self._target = target
+
+    def of_call(
+        self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any], warn: Callable[[str], None]
+    ) -> Drafting:
+        """The generator's, unless the call asks for another, in the order in which transformers looks (5.23).
+
+        Args:
+            assistant: a draft model. tokenizers: the target's and the assistant's, where the call has them. warn: is
+                told what cannot draft for this target.
+        """
+        asked: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
+        if config.prompt_lookup_num_tokens is not None:
+            asked = "ngram"
+        elif asked is None and assistant is not None:
+            asked = bare(assistant)
+        if asked is None or _drafts_with(self.own.proposer, asked):
+            return self.own
+        if asked not in self.asked_for:
+            try:
+                self.asked_for[asked] = Drafting(as_proposer(asked, self._target, tokenizers), self._target)
+            except ValueError as error:
+                field = "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
+                warn(f"{field} is ignored, {type(self.own.proposer).__name__} drafts: {error}")
+                self.asked_for[asked] = self.own
+        return self.asked_for[asked]
+
+
+def _drafts_with(proposer: Proposer, asked: Any) -> bool:
+    """It is what a call asks for: n-grams, or a draft model."""
+    if asked == "ngram":
+        return isinstance(proposer, NgramProposer)
+    return isinstance(proposer, DraftModelProposer) and proposer.model is asked

@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from threading import Lock
 from time import perf_counter
 from typing import Any, Literal, overload
@@ -16,23 +17,31 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput
 
-from specdec.call import prefill, returned, transcript
+from specdec.call import Call, prefill, returned, transcript
 from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.conversation import conversation
-from specdec.drafting import Drafting
+from specdec.drafting import Drafting, Draftings
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
-from specdec.hook import NOT_HANDED_OVER, Installed, callers_level, further_arguments, generate_frame, in_common, plain
+from specdec.hook import (
+    NOT_HANDED_OVER,
+    Installed,
+    callers_level,
+    further_arguments,
+    generate_frame,
+    in_common,
+    plain,
+    with_stop_strings,
+)
 from specdec.lenient import Lenient
 from specdec.logits import NodeProcessors
 from specdec.loop import Loop
 from specdec.noise import noise_of_call
 from specdec.pictures import look, shown
-from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
+from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
 from specdec.recorded_pass import RecordedPass
 from specdec.recording import Recorder
@@ -40,7 +49,7 @@ from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
 from specdec.rules import verification, walks
 from specdec.runner import ModelRunner, device_of
-from specdec.source import Source, source_of
+from specdec.source import source_of
 from specdec.step import Step, in_step
 from specdec.support import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.wrapped import bare, entrance
@@ -99,8 +108,7 @@ class SpeculativeGenerator:
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.compile = compile
-        self._drafting = Drafting(self.proposer, self.model)
-        self._asked_for: dict[Any, Drafting] = {}  # by calls: "ngram", or a draft model
+        self._draftings = Draftings(self.proposer, self.model)
         self.report, self.last_report = Report(), Report()
         self._watched: list[Round] | None = None
         self._warned: set[str] = set()
@@ -166,7 +174,7 @@ class SpeculativeGenerator:
     ):
         given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
-        generation_config, kwargs = self._with_stop_strings(generation_config, kwargs)
+        generation_config, kwargs = with_stop_strings(self.model, generation_config, kwargs)
         plain_generate = type(self._entrance).generate
         first = () if inputs is None else (inputs,)  # Whisper's has another name for it
         outside = decided_before(self.model, generation_config, kwargs)
@@ -272,90 +280,60 @@ class SpeculativeGenerator:
     ):
         report.num_rows = len(input_ids)
         source, text_kwargs = source_of(model, input_ids, inputs_tensor, model_kwargs)
-        watch = Stopwatch(report, device_of(model))
-        step = in_step(in_common(model, synced_gpus), device_of(model))
-        reason = why_plain(
-            model,
-            self.capability,
+        call = Call(
             input_ids,
             logits_processor,
+            stopping_criteria,
             generation_config,
+            streamer,
+            model_kwargs,
+            source,
             text_kwargs,
-            walks=walks(self.rule, bool(generation_config.do_sample)),
         )
+        watch = Stopwatch(report, device_of(model))
+        step = in_step(in_common(model, synced_gpus), device_of(model))
+        reason = why_plain(model, self.capability, call, walks(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"
         if reason:
             self._fall_back(reason, report)
-            output = plain(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                step is not None,
-                model_kwargs,
-            )
+            output = plain(model, call, step is not None)
             sequences = output if isinstance(output, Tensor) else output.sequences
             report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
         else:
             for name in ignored_fields(generation_config):
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
-            drafting = self._drafting_of_call(generation_config, assistant_model, tokenizers)
+            drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
             with torch.no_grad():
-                output = self._speculate(
-                    drafting,
-                    input_ids,
-                    logits_processor,
-                    stopping_criteria,
-                    generation_config,
-                    streamer,
-                    text_kwargs,
-                    source,
-                    watch,
-                    step,
-                )
+                output = self._speculate(drafting, call, watch, step)
         report.total_seconds = watch.elapsed()
         return output
 
-    def _speculate(
-        self,
-        drafting: Drafting,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        config: GenerationConfig,
-        streamer: Any,
-        model_kwargs: dict[str, Any],
-        source: Source | None,
-        watch: Stopwatch,
-        step: Step | None,
-    ):
+    def _speculate(self, drafting: Drafting, call: Call, watch: Stopwatch, step: Step | None):
         group = group_of(self.model)
         if group is not None:
-            stopping_criteria = group.stopping(stopping_criteria)
-        talk = conversation(self.model, input_ids, config, model_kwargs)
-        text = transcript(input_ids, stopping_criteria, config, streamer, talk)
-        pictures = shown(model_kwargs)
+            call = replace(call, criteria=group.stopping(call.criteria))
+        talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
+        text = transcript(call, talk)
+        pictures = shown(call.text_kwargs)
         graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
         recorder = Recorder() if graphs is not None and self._launches else None
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, source)
+        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, call.source)
         target.places.pads = talk.pads
-        processors, sampling = NodeProcessors(logits_processor), bool(config.do_sample)
+        processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
-            group.share_random_numbers(input_ids.device)
+            group.share_random_numbers(device)
         fresh, looked = talk.fresh, None
         if pictures:
-            talk, looked = look(target, input_ids, talk, model_kwargs)
+            talk, looked = look(target, call.input_ids, talk, call.text_kwargs)
         with talk.in_rows(target) as columns:
-            read = looked or prefill(target, input_ids, talk, text, config, model_kwargs.get("inputs_embeds"))
+            read = looked or prefill(target, call, talk, text)
             coupled = sampling and walks(self.rule, sampling)
             size = (text.batch_size, read.logits.shape[-1])
-            with noise_of_call(*size, input_ids.device) if coupled else nullcontext() as noise:
+            with noise_of_call(*size, device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
                 proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
-                verify = verification(self.rule, processors, noise, sampling, input_ids.device)
+                verify = verification(self.rule, processors, noise, sampling, device)
                 loop = Loop(
                     target=target,
                     proposer=proposer if group is None else group.drafting(proposer),
@@ -380,7 +358,7 @@ class SpeculativeGenerator:
                 if step is not None:
                     step.wait(target.idle)
             columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
-        return returned(text, talk, source) if config.return_dict_in_generate else text.sequences
+        return returned(text, talk, call.source) if call.config.return_dict_in_generate else text.sequences
 
     @property
     def _launches(self) -> bool:
@@ -398,31 +376,6 @@ class SpeculativeGenerator:
         graphs = drafting.capture()
         return None if graphs.refused else graphs
 
-    def _drafting_of_call(
-        self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any] = (None, None)
-    ) -> Drafting:
-        """The generator's own, unless the call asks for another, in the order in which transformers looks (5.23).
-
-        tokenizers: the target's and the assistant's, where the call has them.
-        """
-        asked = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
-        if config.prompt_lookup_num_tokens is not None:
-            asked = "ngram"
-        elif asked is None and assistant is not None:
-            asked = bare(assistant)
-        if asked is None:
-            return self._drafting
-        if _drafts_with(self.proposer, asked):
-            return self._drafting
-        if asked not in self._asked_for:
-            try:
-                self._asked_for[asked] = Drafting(as_proposer(asked, self.model, tokenizers), self.model)
-            except ValueError as error:  # it cannot draft for this target
-                field = "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
-                self._warn(f"{field} is ignored, {type(self.proposer).__name__} drafts: {error}")
-                self._asked_for[asked] = self._drafting
-        return self._asked_for[asked]
-
     def _fall_back(self, reason: str, report: Report) -> None:
         if self.on_unsupported == "error":
             raise Unsupported(f'cannot speculate: {reason}. Pass on_unsupported="plain" to run it as plain generate().')
@@ -434,29 +387,3 @@ class SpeculativeGenerator:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"specdec: {message}", stacklevel=callers_level())
-
-    def _with_stop_strings(
-        self, config: GenerationConfig | None, kwargs: dict[str, Any]
-    ) -> tuple[GenerationConfig | None, dict[str, Any]]:
-        """Turn `stop_strings` into a criterion: transformers hands no tokenizer to a custom_generate callable."""
-        given = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
-        given = given or getattr(self.model.generation_config, "stop_strings", None)
-        if not given:
-            return config, kwargs
-        tokenizer = kwargs.get("tokenizer")
-        if tokenizer is None:
-            raise ValueError(f"stop_strings={given!r} needs the tokenizer: pass tokenizer=... to generate()")
-        kwargs = {**kwargs, "stop_strings": None}
-        if config is not None and config.stop_strings:
-            config = copy.deepcopy(config)
-            config.stop_strings = None
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        criteria.append(StopStringCriteria(stop_strings=given, tokenizer=tokenizer))
-        return config, {**kwargs, "stopping_criteria": criteria}
-
-
-def _drafts_with(proposer: Proposer, asked: Any) -> bool:
-    """It is what a call asks for: n-grams, or a draft model."""
-    if asked == "ngram":
-        return isinstance(proposer, NgramProposer)
-    return isinstance(proposer, DraftModelProposer) and proposer.model is asked

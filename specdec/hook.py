@@ -5,15 +5,19 @@ The one place that touches its internals; versions read stand beside each touch.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType, MethodType
 from typing import Any
 
-from transformers import PreTrainedModel
-from transformers.generation import utils
-from transformers.generation.utils import GenerationMixin
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import StopStringCriteria, utils
+from transformers.generation.utils import GenerateOutput, GenerationMixin
+
+from specdec.call import Call
 
 NOT_HANDED_OVER = ("streamer", "synced_gpus", "assistant_model")  # by generate() to a custom_generate callable
 
@@ -39,22 +43,46 @@ class Installed:
         return MethodType(type(copied).generate, copied)
 
 
-def plain(model, input_ids, processors, criteria, config, streamer, synced_gpus, model_kwargs):
+def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutput | Tensor:
     """What `generate()` would have called without us, with the arguments it prepared (transformers 5.17 to 5.23)."""
-    kwargs = dict(model_kwargs)
+    config, streamer, kwargs = call.config, call.streamer, dict(call.model_kwargs)
     if synced_gpus:
         kwargs["synced_gpus"] = True
-    if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
-        model._validate_generation_mode(config.get_generation_mode(), config, {"streamer": streamer})
     mode = config.get_generation_mode()
+    if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
+        model._validate_generation_mode(mode, config, {"streamer": streamer})
     if mode.value not in ("sample", "greedy_search", "assisted_generation", "beam_search", "beam_sample"):
         raise ValueError(f"{mode.value} is handled before a custom_generate callable: call generate() without one")
     method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
     if method == "_sample":
         kwargs["streamer"] = streamer
     return getattr(type(model), method)(
-        model, input_ids, logits_processor=processors, stopping_criteria=criteria, generation_config=config, **kwargs
+        model,
+        call.input_ids,
+        logits_processor=call.processors,
+        stopping_criteria=call.criteria,
+        generation_config=config,
+        **kwargs,
     )
+
+
+def with_stop_strings(
+    model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]
+) -> tuple[GenerationConfig | None, dict[str, Any]]:
+    """Turn `stop_strings` into a criterion: transformers hands no tokenizer to a custom_generate callable."""
+    given = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
+    given = given or getattr(model.generation_config, "stop_strings", None)
+    if not given:
+        return config, kwargs
+    tokenizer = kwargs.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(f"stop_strings={given!r} needs the tokenizer: pass tokenizer=... to generate()")
+    if config is not None and config.stop_strings:
+        config = copy.deepcopy(config)
+        config.stop_strings = None
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(stop_strings=given, tokenizer=tokenizer))
+    return config, {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
 
 
 def further_arguments(values: Sequence[Any]) -> dict[str, Any]:

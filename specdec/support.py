@@ -8,10 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from specdec import conversation, pictures
+from specdec.call import Call
 from specdec.capability import Capability
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
@@ -75,19 +76,12 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
     return None
 
 
-def why_plain(
-    model: PreTrainedModel,
-    capability: Capability,
-    input_ids: Tensor,
-    processors: LogitsProcessorList,
-    config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    walks: bool,
-) -> str | None:
+def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks: bool) -> str | None:
     """Why this call must run as plain decoding, or None. Raises for input that is wrong either way.
 
     walks: it asks processors about reached nodes alone (`verification.Walk`).
     """
+    input_ids, processors, config, model_kwargs = call.input_ids, call.processors, call.config, call.text_kwargs
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION):
         return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"

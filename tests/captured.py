@@ -51,7 +51,7 @@ def try_capture(name: str) -> str:
             if spec.report.num_plain_calls:
                 return "runs as plain decoding"
             rounds += spec.last_report.num_rounds
-            taken = spec._drafting.graphs
+            taken = spec._draftings.own.graphs
             if taken is None or taken.refused:
                 break
     if warned:

@@ -15,7 +15,7 @@ from typing import Any
 from specdec.learnt import Learnt
 from specdec.pacing import Pacer
 from specdec.proposers import HybridProposer, Proposer
-from specdec.proposers.autoregressive import CONFIDENCES
+from specdec.proposers.expected import CONFIDENCES
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
 # with AVX-512 BF16, a GPU that is never full, and a machine that works in powers of two.

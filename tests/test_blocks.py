@@ -8,7 +8,7 @@ from specdec.blocks import DFlashConfig
 from specdec.blocks.parallel import ParallelRunner
 from specdec.blocks.runner import DFlashRunner
 from specdec.eagle3.runner import Lent
-from specdec.proposers.autoregressive import bin_of
+from specdec.proposers.expected import bin_of
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter, NaiveParallel
 

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile, zip_longest
+from itertools import takewhile
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,9 @@ from specdec.acceptance import sample
 from specdec.outcome import Outcome
 from specdec.pacing import Pacer
 from specdec.products import clock
+from specdec.proposers import expected
 from specdec.proposers.base import Context, Proposer
+from specdec.proposers.expected import TreeGains
 from specdec.proposers.fixed_tree import draw_without_replacement, fitted, top
 from specdec.proposers.stepped import Stepped
 from specdec.transfer import uploaded
@@ -28,8 +30,6 @@ from specdec.tree import Candidates, DraftTree, DynamicTree, Ranking, Verdict
 
 Read = TypeVar("Read")
 Same = TypeVar("Same", bound="AutoregressiveProposer")
-CONFIDENCES = 20  # bins of a probability of the draft's
-RECENT = 0.3  # weight of the last tree's gains among those before
 
 
 class AutoregressiveProposer(Proposer):
@@ -55,7 +55,7 @@ class AutoregressiveProposer(Proposer):
         self._stepped = 0  # nodes of the last draft, in their order behind the root, that the model was run over
         self._pacer: Pacer | None = None
         self._rows: list[int] = []  # that the last draft was for
-        self._tree_gains: list[float] | None = None  # as `_gains`, of this call's last dynamic trees
+        self._gains = TreeGains()
 
     def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
         """The same model with drafts of another shape, for calls of their own: what it has read is shared."""
@@ -91,11 +91,15 @@ class AutoregressiveProposer(Proposer):
 
     # Drafting
 
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        self._gains = TreeGains()  # of this call
+
     def propose(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
         limit = min(self._deepest(pacer), max((context.room[b] for b in context.rows), default=0))
         self._stepped, self._rows = 0, context.rows
-        chances, left = _chances(context, pacer.expected_rate), max(context.room)
+        chances, left = expected.chances(context, pacer.expected_rate), max(context.room)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
         return self._draft(context, limit)
@@ -122,26 +126,11 @@ class AutoregressiveProposer(Proposer):
             return
         looked = draft.tokens.device.type == "cpu"
         if "chances" in outcome.notes:
-            self._book_tree(pacer, outcome, accepted)
+            expected.book_tree(pacer, outcome, accepted, self._rows)
             if not looked:
-                gains = self._expected(outcome.notes["chances"], pacer)
-                pairs = zip_longest(self._tree_gains or gains, gains, fillvalue=0.0)
-                self._tree_gains = [old + RECENT * (new - old) for old, new in pairs]
+                self._gains.observe(pacer, outcome.notes["chances"], self._rows)
         elif outcome.keys is not None and not looked and self._rows:
-            for depth in range(1, draft.size):
-                keys = [outcome.keys[b][depth] for b in self._rows]
-                rates = [pacer.acceptance.rate(key, prior=key / CONFIDENCES) for key in keys]
-                pacer.observe_expectation(sum(rates) / len(rates))
-
-    def _book_tree(self, pacer: Pacer, outcome: Outcome, accepted: Sequence[int]) -> None:
-        for b in self._rows:
-            on_path = set(outcome.path[b][: accepted[b] + 1])
-            chances = [1.0, *outcome.notes["chances"][b]]  # of the draft's nodes, and of those that came behind
-            for node, (parent, chance) in enumerate(zip(outcome.parents[b], chances, strict=False)):
-                if parent >= 0:
-                    pacer.acceptance.observe(_bin(chance), node in on_path, prior=chance)
-            for depth in range(min(accepted[b] + 1, outcome.deepest[b])):
-                pacer.observe_expectation(float(depth < accepted[b]))
+            expected.book_chain(pacer, outcome.keys, draft.size, self._rows)
 
     def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
         """For each row, which of the draft model's steps of this round the accepted nodes were, as far as they were.
@@ -169,7 +158,7 @@ class AutoregressiveProposer(Proposer):
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         keys: list[Tensor] = []
-        chances = _chances(context, 1.0)
+        chances = expected.chances(context, 1.0)
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor | None]:
             scores = self._processed(context, logits, stepped, 1)[:, 0]  # (B, V)
@@ -179,7 +168,7 @@ class AutoregressiveProposer(Proposer):
         while True:
             if pacer.length is None:
                 keys.append(self._confidence(scores, q))
-                chances = _onward(context, chances, keys[-1], len(drafts))
+                chances = expected.along_chain(context, chances, keys[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
             token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
@@ -203,12 +192,8 @@ class AutoregressiveProposer(Proposer):
         )
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        """(B,) int64, how sure the draft is of its next token, in bins: by its top probability.
-
-        Args:
-            scores: (B, V). q: (B, V), of them; None: the token is not drawn.
-        """
-        return bin_of(q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp())
+        """(B,) int64, see `expected.sureness`."""
+        return expected.sureness(scores, q)
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
@@ -256,7 +241,7 @@ class AutoregressiveProposer(Proposer):
         stepped = Stepped.none(context.root, context.short_room(limit))
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
-            if not pacer.worth(self._onward_tree(context, candidates, depth), depth, draft_steps=1):
+            if not pacer.worth(expected.below(context, candidates, depth), depth, draft_steps=1):
                 break
             frontier, above = candidates.frontier(tree.top_k)
             ruled_out = None
@@ -277,43 +262,10 @@ class AutoregressiveProposer(Proposer):
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
         return top_children(self._processed(context, logits, stepped, n), k)
 
-    def _onward_tree(self, context: Context, candidates: Candidates, depth: int) -> list[float]:
-        """Per row, the chance that one more depth has an accepted node."""
-        rate = context.pacer.expected_rate
-        looks = context.looks_are_free
-        reached = candidates.level_mass().tolist() if looks else [rate**depth] * context.batch_size
-        return [
-            rate * min(1.0, mass) if active and room > depth else 0.0
-            for mass, active, room in zip(reached, context.active, context.room, strict=True)
-        ]
-
     def _size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
-        """How many of so many candidates are worth verifying; best: they, where they can be looked at."""
-        pacer = context.pacer
-        if tree.size is not None or pacer.length is not None:
-            return count
-        gains = self._gains(context, count, best)
-        size = pacer.best_length(gains, context.batch_size)
-        if size == 0 and gains:  # drafts that are not made cannot show their acceptance
-            pacer.observe_expectation(gains[0] / max(1, len(context.rows)))
-        return size
-
-    def _gains(self, context: Context, count: int, best: Ranking | None) -> list[float]:
-        """Per rank among the candidates, how many of the rows' nodes are expected to be accepted."""
-        if context.looks_are_free and best is not None:
-            return self._expected(best.probabilities().tolist(), context.pacer)
-        if self._tree_gains is None:  # as in a chain
-            return [len(context.rows) * context.pacer.expected_rate ** (1 + rank) for rank in range(count)]
-        return self._tree_gains[:count]
-
-    def _expected(self, chances: Sequence[Sequence[float]], pacer: Pacer) -> list[float]:
-        """`_gains` of candidates with these chances, the row's most probable first."""
-        gains = [0.0] * len(chances[0])
-        for b in self._rows:
-            for rank, probability in enumerate(chances[b]):
-                if probability > 0:
-                    gains[rank] += pacer.acceptance.rate(_bin(probability), prior=probability)
-        return sorted(gains, reverse=True)
+        """How many of so many candidates are to be verified; best: they, where they can be looked at."""
+        fixed = tree.size is not None or context.pacer.length is not None
+        return count if fixed else self._gains.size(context, count, best)
 
     def _step_and(
         self,
@@ -371,34 +323,3 @@ def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     top = scores.topk(min(k, scores.shape[-1]), -1)
     log_probs = top.values - scores.logsumexp(-1, keepdim=True)
     return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf
-
-
-def _bin(probability: float) -> int:
-    """1 to CONFIDENCES; 1 also where a processor's +inf left no probability to speak of."""
-    if probability != probability:
-        return 1
-    return 1 + int(probability * (CONFIDENCES - 1e-3))
-
-
-def bin_of(chances: Tensor) -> Tensor:
-    """(B,) int64 bins of chances (B,): 1 to CONFIDENCES."""
-    return 1 + (chances.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
-
-
-def _chances(context: Context, rate: float) -> list[float]:
-    """`rate` for each row worth drafting for, 0 for the others: they take part in the passes for nothing."""
-    return [rate if active and room > 0 else 0.0 for active, room in zip(context.active, context.room, strict=True)]
-
-
-def _onward(context: Context, chances: Sequence[float], keys: Tensor, drafted: int) -> list[float]:
-    """Per row, the chance that this token and all before it are accepted. keys: its confidence in all rows (B,)."""
-    acceptance, rows = context.pacer.acceptance, context.rows
-    if context.looks_are_free:
-        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys.tolist()]
-        context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
-    else:  # the round will tell
-        rates = [context.pacer.expected_rate] * context.batch_size
-    return [
-        chance * rate if room > drafted else 0.0
-        for chance, rate, room in zip(chances, rates, context.room, strict=True)
-    ]

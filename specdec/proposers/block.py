@@ -18,8 +18,8 @@ from specdec.blocks.runner import DFlashRunner
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.runner import Lent
 from specdec.pacing import Pacer
-from specdec.proposers.autoregressive import bin_of
 from specdec.proposers.base import Context
+from specdec.proposers.expected import bin_of
 from specdec.proposers.head import HeadProposer
 from specdec.proposers.stepped import Stepped
 from specdec.tree import DynamicTree

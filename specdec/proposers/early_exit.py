@@ -68,6 +68,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         return self._shorter
 
     def begin(self, context: Context) -> None:
+        super().begin(context)
         assert context.target is not None
         assert context.cache is not None
         self.runner = ModelRunner(shorter(context.target, self.layers), capability(context.target).masks)
