@@ -37,7 +37,7 @@ from specdec.taps import FINAL, decoder_layers
 from specdec.training import HeadTrainer, initialize, precision
 from specdec.training.dataset import StateDataset, collate
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.objective import LOSSES
+from specdec.training.losses import LOSSES
 from specdec.training.recipe import DRAFT_VOCAB
 from specdec.training.run_folder import RunFolder
 from specdec.training.states import states_of

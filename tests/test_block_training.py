@@ -17,7 +17,7 @@ from specdec.training.block_objective import BlockObjective
 from specdec.training.block_unroll import reading_weight, unroll_blocks
 from specdec.training.dataset import PackedTexts
 from specdec.training.evaluation import evaluate
-from specdec.training.objective import LOSSES
+from specdec.training.losses import LOSSES
 from specdec.training.teacher import LocalTeacher
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specdec.training.objective import LOSSES, Eagle3Objective
+from specdec.training.losses import LOSSES
+from specdec.training.objective import Eagle3Objective
 from specdec.training.target_logits import TargetLogits
 from specdec.training.unroll import unroll
 from tests import eagle3, tiny
@@ -107,7 +108,7 @@ def test_gradients_are_autograds(loss, monkeypatch):
     wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
 
     head.zero_grad()
-    monkeypatch.setattr("specdec.training.objective.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("specdec.training.losses.ROWS_AT_ONCE", 7)
     objective = Eagle3Objective(head, embedding, target_logits, steps=3, loss=loss)
     found = objective(*batch_of(target, ids, learn, state, documents))["loss"]
     assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))

@@ -26,7 +26,7 @@ from specdec.training.block_initialisation import block_config_for
 from specdec.training.corpus import check_length, corpus, write_corpus
 from specdec.training.dataset import PackedTexts
 from specdec.training.initialisation import config_for
-from specdec.training.objective import ROWS_AT_ONCE
+from specdec.training.losses import ROWS_AT_ONCE
 from specdec.training.outline import META, Outline, parameters
 from specdec.training.progress import in_bytes
 from specdec.training.reading import batch_tokens_of

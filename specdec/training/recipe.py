@@ -35,7 +35,7 @@ class Recipe:
         attention_bias: a fresh EAGLE head's attention has biases if the target's has.
         steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.
         loss: "ce"; "lk" to go on from a head with; "ce+lk", half of each; "tv", which a DSpark drafter is trained with
-            (see `objective`). None: what the kind's paper has.
+            (see `losses`). None: what the kind's paper has.
         optimizer: "muon" (see `optimizer`), or "adamw" for all weights. None: "muon" for EAGLE-3's heads.
         length: tokens per packed row.
         batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. The

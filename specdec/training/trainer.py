@@ -41,7 +41,7 @@ class HeadTrainer(Trainer):
     Args:
         head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers. teacher: that gives what
             this head reads: `LocalTeacher.of(target, head)`.
-        steps: drafted tokens to train. loss: of `objective.LOSSES`. optimizer: "muon", or the one that `args` names.
+        steps: drafted tokens to train. loss: of `losses.LOSSES`. optimizer: "muon", or the one that `args` names.
         state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
         flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
     """
