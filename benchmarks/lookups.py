@@ -104,10 +104,10 @@ def decoded(
     """Tokens of each pass that it takes to write the answer behind its first token."""
     text, end, pacer = prompt + answer, len(prompt) + 1, Pacer(None, learnt)
     rounds: list[int] = []
-    proposer.begin(_context(text, len(prompt), len(prompt), pacer))
+    proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
     while end < len(text):
-        draft = proposer.propose(_context(text, len(prompt), end, pacer))
-        accepted = _accepted(draft, text[end:-1])
+        draft = proposer.propose(context_of(text, len(prompt), end, pacer))
+        accepted = accepted_of(draft, text[end:-1])
         pacer.observe_drafting(0.0)
         pacer.observe_round(draft.size, 1, 0.0, seconds(draft.size), 1 + accepted)
         rounds.append(draft.size)
@@ -148,7 +148,8 @@ def curve(costs: str) -> Callable[[int], float]:
     return seconds
 
 
-def _context(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
+def context_of(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
+    """Of a lone row whose text is known: `prompt` tokens were given, `end` are there by now."""
     return Context(
         tokens=torch.tensor([text[:end]]),
         pads=[0],
@@ -164,7 +165,8 @@ def _context(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
     )
 
 
-def _accepted(draft: DraftTree, following: list[int]) -> int:
+def accepted_of(draft: DraftTree, following: list[int]) -> int:
+    """How many nodes of a lone row's draft are the tokens that follow."""
     tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
     node = 0
     for depth, token in enumerate(following):

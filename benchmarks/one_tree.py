@@ -1,0 +1,109 @@
+"""What lookups would add to the rounds of the proposer that they take turns with, were both drafts in one tree.
+
+    python benchmarks/one_tree.py --target PATH --draft draft:PATH --prompts questions.jsonl
+
+Texts are written with both in turns, and every round is looked at. Where the other one drafted, a lookup drafts, too,
+as long a chain as it finds, and what it has right beyond the other's accepted nodes is counted: what one tree could
+gain at most, were its nodes free. The counts are the same however busy the machine is, but for whose turn it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from lookups import METHODS, accepted_of, context_of
+from options import Bench, Options
+from table import number, percent, table
+from transformers.utils import logging
+
+from specdec import HybridProposer, SpeculativeGenerator
+from specdec.learnt import Learnt
+from specdec.pacing import Pacer
+from specdec.proposers import Lookup
+from specdec.proposers.named import as_proposer
+from specdec.rounds import Round
+
+LENGTH = 10  # tokens that a lookup drafts at most
+COLUMNS = ["group", "lookup", "tokens per pass in turns", "its rounds", "in one tree at most", "more tokens"]
+app = typer.Typer(add_completion=False)
+
+
+@dataclass
+class Counts:
+    """Of texts written in turns: passes, those that the lookup drafted for, tokens, and how many more there were."""
+
+    rounds: int = 0
+    looked_up: int = 0
+    tokens: int = 0
+    more: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def row(self, group: str, name: str) -> list[str]:
+        per_pass, gain = self.tokens / self.rounds, self.more / self.tokens
+        its = percent(self.looked_up, self.rounds)
+        return [group, name, number(per_pass), its, number(per_pass * (1 + gain)), f"{100 * gain:.1f}%"]
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
+    draft: Annotated[str, typer.Option(help='What takes turns with a lookup: "draft:PATH", "eagle3:PATH", ...')],
+    prompts: Annotated[Path, typer.Option(help="Questions (JSONL).", exists=True, dir_okay=False)],
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(min=8)] = 96,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    logging.set_verbosity_error()
+    bench = Bench(
+        Options(
+            target,
+            prompts,
+            per_category=per_category,
+            coding_apart=True,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            threads=threads,
+        )
+    )
+    other, rows = as_proposer(draft, bench.target), []
+    for name, make in METHODS.items():
+        spec = SpeculativeGenerator(bench.target, HybridProposer(other, make()))
+        found: dict[str, Counts] = {}
+        for job in bench.jobs:
+            prompt = job.prompts[0]
+            with spec.watch() as rounds:
+                spec.generate(prompt[None], max_new_tokens=max_new_tokens, do_sample=False)
+            found[job.group] = found.get(job.group, Counts()) + counted(make(), prompt.tolist(), rounds)
+        rows += [counts.row(group, name) for group, counts in found.items()]
+        rows.append(sum(found.values(), Counts()).row("all", name))
+    print(table(COLUMNS, rows))
+
+
+def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[Round]) -> Counts:
+    text = prompt + rounds[0].tokens[:1] + [token for each in rounds for token in each.new_tokens]
+    own = type(lookup).__name__
+    counts = Counts(len(rounds), sum(each.drafted_by == own for each in rounds), len(text) - len(prompt) - 1)
+    for each, right in zip(rounds, _right(lookup, text, len(prompt), rounds), strict=True):
+        if each.drafted_by != own:
+            counts.more += max(0, right - (len(each.path) - 1))
+    return counts
+
+
+def _right(lookup: Lookup, text: list[int], prompt: int, rounds: Sequence[Round]) -> Iterator[int]:
+    """In each round, how many of the tokens that the lookup finds are the text's."""
+    pacer = Pacer(LENGTH, Learnt())
+    lookup.begin(context_of(text, prompt, prompt, pacer))
+    for each in rounds:
+        end = prompt + each.position
+        yield accepted_of(lookup.propose(context_of(text, prompt, end, pacer)), text[end:])
+
+
+if __name__ == "__main__":
+    app()
