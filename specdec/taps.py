@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import finalize
@@ -71,24 +72,26 @@ def _trace(listener: tuple[int, dict[int, Tensor]] | None) -> None:
 
 
 def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: int) -> Any:
-    """Knows the taps by their key alone, so that they can go when nobody holds them."""
-
-    def keep(state: Tensor) -> None:
-        listener = _traced if torch.compiler.is_compiling() else _listener.get()
-        if listener is not None and listener[0] == key:
-            listener[1][tap] = state
-
-    def keep_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        keep(args[0] if args else kwargs["hidden_states"])
-
-    def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        keep(output if isinstance(output, Tensor) else output[0])
-
+    """Knows the taps by their key alone, so that they can go when nobody holds them; a model is pickled with it."""
     if tap == FINAL:
-        return model.get_decoder().register_forward_hook(keep_output)
+        return model.get_decoder().register_forward_hook(partial(_keep_output, tap, key))
     if tap == len(layers):
-        return layers[-1].register_forward_hook(keep_output)
-    return layers[tap].register_forward_pre_hook(keep_input, with_kwargs=True)
+        return layers[-1].register_forward_hook(partial(_keep_output, tap, key))
+    return layers[tap].register_forward_pre_hook(partial(_keep_input, tap, key), with_kwargs=True)
+
+
+def _keep_input(tap: int, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _keep(tap, key, args[0] if args else kwargs["hidden_states"])
+
+
+def _keep_output(tap: int, key: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    _keep(tap, key, output if isinstance(output, Tensor) else output[0])
+
+
+def _keep(tap: int, key: int, state: Tensor) -> None:
+    listener = _traced if torch.compiler.is_compiling() else _listener.get()
+    if listener is not None and listener[0] == key:
+        listener[1][tap] = state
 
 
 def _remove(handles: Sequence[Any]) -> None:

@@ -1,5 +1,6 @@
 """The EAGLE-3 head: against a naive one, against its own simulation, and through the decoder."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -175,6 +176,17 @@ def test_tap_of_the_last_layers_output_is_before_the_final_norm():
     with torch.no_grad():
         wanted = target(tiny.prompts(5)["input_ids"], output_hidden_states=True).hidden_states[-1]
     torch.testing.assert_close(target.model.norm(features), wanted)
+
+
+def test_a_model_whose_states_are_taken_can_be_pickled():
+    """Heads and MTP layers leave hooks on it for as long as their generator lives."""
+    target = tiny.model("llama", seed=5)  # on which nobody else has left hooks: transformers does, too
+    listener = Taps(target, (0, 1, 2, FINAL))
+    copied, ids = pickle.loads(pickle.dumps(target)), torch.arange(5, device=tiny.DEVICE)[None]
+    with listener.listening() as taken:
+        target(input_ids=ids)
+    assert len(taken) == 4
+    assert torch.equal(copied(input_ids=ids).logits, target(input_ids=ids).logits)
 
 
 def test_a_tap_that_is_not_there():
