@@ -14,7 +14,7 @@ from specdec.data.texts import Text
 from specdec.eagle3 import load, save
 from specdec.training import Recipe, initialize, states, transfer
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.initialisation import extend_vocabulary
+from specdec.training.initialisation import with_vocabulary
 from specdec.training.objective import Eagle3Objective
 from specdec.training.starting_head import given_head
 from specdec.training.transfer import transfer_head, translate
@@ -35,7 +35,7 @@ def test_frequent_tokens():
 
 
 @torch.no_grad()
-def test_a_head_that_can_draft_more():
+def test_a_head_that_drafts_other_tokens():
     """Its own tokens' logits stay, in whatever order it had them; new rows drift as its own did."""
     target, head = tiny.model("llama"), eagle3.head(draft_vocab_size=50)
     theirs, drift = target.get_output_embeddings().weight, torch.randn(32, 32)
@@ -43,13 +43,17 @@ def test_a_head_that_can_draft_more():
     head.d2t.copy_(own - torch.arange(50))
     head.lm_head.weight.copy_(theirs[own] @ drift)
     more = torch.arange(60)
-    bigger = extend_vocabulary(head, target, more)
+    bigger = with_vocabulary(head, target, more)
     assert bigger.draft_to_target.tolist() == more.tolist()
     h = torch.randn(1, 2, 32)
     before, after = torch.zeros(2, 1, 2, tiny.VOCAB)
     before[..., own], after[..., more] = head.logits(h), bigger.logits(h)
     torch.testing.assert_close(after[..., own], before[..., own])
     torch.testing.assert_close(bigger.lm_head.weight[50:], theirs[50:60] @ drift, rtol=0.02, atol=0.02)
+    others = torch.arange(40, 56)  # some of its own, and some that it did not draft
+    moved = with_vocabulary(head, target, others)
+    assert moved.draft_to_target.tolist() == others.tolist()
+    torch.testing.assert_close(moved.lm_head.weight, bigger.lm_head.weight[40:56])
 
 
 def test_a_fresh_heads_attention_may_go_without_biases(tmp_path):
@@ -186,6 +190,8 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     first, more = (set(load(tmp_path / name / "head").draft_to_target.tolist()) for name in ("first", "more"))
     assert first < more
     assert len(more) == 40
+    assert run(files, tmp_path / "fewer", *start, "--draft-vocab", "12").exit_code == 0
+    assert set(load(tmp_path / "fewer" / "head").draft_to_target.tolist()) < first
 
 
 def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
@@ -228,7 +234,6 @@ def test_another_targets_head_needs_its_name_and_the_same_tokens(files, tokenize
     ("changes", "options", "message"),
     [
         ({}, ["--intermediate-size", "8"], "leave out --intermediate-size"),
-        ({}, ["--draft-vocab", "8"], "choose a larger --draft-vocab"),
         ({"target_hidden_size": 64}, [], "belongs to another model"),
         (None, [], "neither a folder"),
     ],

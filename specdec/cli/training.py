@@ -28,7 +28,10 @@ def train(
         None, "--from-target", help="What the head of --from is for, if another: a smaller model with the same tokens."
     ),
     draft_vocab: int | None = typer.Option(
-        None, min=2, help="Tokens that can be drafted: the most frequent 8192; with --from, those it has and more."
+        None,
+        min=2,
+        help="Tokens that can be drafted: the most frequent 8192; more than a head of --from has are added to its own, "
+        "else they are chosen anew.",
     ),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
     layers: int | None = typer.Option(None, min=1, help="Of a fresh head: 1, of a drafter of blocks 2."),

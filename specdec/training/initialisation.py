@@ -1,5 +1,5 @@
-"""`initialize`: a fresh head for a target, which starts out from what the target knows; `extend_vocabulary`: one that
-can draft more.
+"""`initialize`: a fresh head for a target, which starts out from what the target knows; `with_vocabulary`: one that
+drafts other tokens.
 
 The LM head is made of the target's own rows, the layer of its last one's weights: they need not be learnt anew.
 """
@@ -92,26 +92,27 @@ def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_voca
 
 
 @torch.no_grad()
-def extend_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
-    """A head that drafts the tokens of `draft_vocab`, (K,) int64 ascending, all its own among them.
+def with_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
+    """The head, drafting the tokens of `draft_vocab`, (K,) int64 ascending.
 
-    Its other weights and its LM head's rows are kept. These are no longer the target's (a drift that they share changes
-    no probability, and training does not hold it back), so new rows are the target's translated by the linear map
-    that takes the others nearest to what they have become.
+    Its other weights and its LM head's rows of these tokens are kept. They are no longer the target's (a drift that
+    they share changes no probability, and training does not hold it back), so rows of tokens that it did not draft are
+    the target's, translated by the linear map that takes its own tokens' nearest to what they have become.
     """
-    bigger = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_vocab))).to(head.device, head.dtype)
+    draft_vocab, known = draft_vocab.to(head.device), head.draft_to_target
+    changed = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_vocab))).to(head.device, head.dtype)
     weights = head.state_dict()
-    target_logits = TargetLogits.of(target, draft_vocab)
-    theirs = target_logits.weight.to(head.device, torch.float32)  # (K, target H)
-    draft_vocab = draft_vocab.to(head.device)
-    own = torch.searchsorted(draft_vocab, head.draft_to_target)
-    square = theirs[own].T @ theirs[own]
+    ours, ids = weights["lm_head.weight"].float(), torch.cat([draft_vocab, known]).unique()
+    theirs = TargetLogits.of(target, ids.cpu()).weight.to(head.device, torch.float32)  # (tokens, target H)
+    own = theirs[torch.searchsorted(ids, known)]
+    square = own.T @ own
     ridge = 1e-4 * square.diagonal().mean() * torch.eye(len(square), device=head.device)
-    rows = theirs @ torch.linalg.solve(square + ridge, theirs[own].T @ weights["lm_head.weight"].float())
-    rows[own] = weights["lm_head.weight"].float()
+    rows = theirs[torch.searchsorted(ids, draft_vocab)] @ torch.linalg.solve(square + ridge, own.T @ ours)
+    stays = torch.isin(known, draft_vocab)
+    rows[torch.searchsorted(draft_vocab, known[stays])] = ours[stays]
     d2t = draft_vocab - torch.arange(len(draft_vocab), device=head.device)
-    bigger.load_state_dict(weights | {"lm_head.weight": rows.to(head.dtype), "d2t": d2t})
-    return bigger
+    changed.load_state_dict(weights | {"lm_head.weight": rows.to(head.dtype), "d2t": d2t})
+    return changed
 
 
 def _copy_layer(ours: Any, theirs: nn.Module) -> None:

@@ -28,9 +28,10 @@ class Recipe:
         start_from: a head to go on from, a folder or hub id. None: a fresh one.
         start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
         kind: of head: EAGLE-3's, DFlash's or DSpark's drafters of blocks, or MTP layers.
-        draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has. None:
-            8,192, or those it has. MTP layers draft all tokens, and learn from drafts of these; None: of all.
-            intermediate_size: of a fresh head's MLP; None: the target's.
+        draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has if it
+            is to draft more. None: 8,192, or those it has. MTP layers draft all tokens, and learn from drafts of these;
+            None: of all.
+        intermediate_size: of a fresh head's MLP; None: the target's.
         layers: of a fresh head; None: 1, of a drafter of blocks 2.
         attention_bias: a fresh EAGLE head's attention has biases if the target's has.
         steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.

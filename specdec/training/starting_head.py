@@ -25,7 +25,7 @@ from specdec.registry import WEIGHTS
 from specdec.training.block_initialisation import initialize_block
 from specdec.training.draft_vocabulary import frequent_tokens, token_counts
 from specdec.training.heads import Head, StandAlone
-from specdec.training.initialisation import extend_vocabulary, initialize
+from specdec.training.initialisation import initialize, with_vocabulary
 from specdec.training.mtp_initialisation import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
@@ -89,17 +89,15 @@ def starting_head(
     else:
         if recipe.start_from_target is None:
             Eagle3Proposer(given).check(target)
-        if recipe.draft_vocab is not None and recipe.draft_vocab < len(given.d2t):
-            raise ValueError(
-                f"{recipe.start_from} drafts {len(given.d2t)} tokens already: choose a larger --draft-vocab or none"
-            )
         head = given
         if recipe.start_from_target is not None:
             head = _transferred(recipe, given, recipe.start_from_target, target, texts, folder, processes)
         if recipe.draft_vocab is not None:
             known = head.config.vocab_size
-            counts = written[:known].index_fill(0, head.draft_to_target, written.sum() + 1)
-            head = extend_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab, read[:known]))
+            counts = written[:known]
+            if recipe.draft_vocab > len(head.draft_to_target):  # its own, and more
+                counts = counts.index_fill(0, head.draft_to_target, written.sum() + 1)
+            head = with_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab, read[:known]))
     ids = head.draft_to_target
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
