@@ -174,6 +174,22 @@ def test_rows_in_several_passes_train_the_same_head(files, tmp_path):
     assert one == pytest.approx(two, rel=1e-3)
 
 
+def test_a_run_may_begin_with_fewer_steps(tmp_path):
+    """In its first half; what is held out is measured over all of them at any time."""
+    target, head = tiny.model("llama", num_hidden_layers=4), eagle3.head()
+    rows, teacher = PackedTexts(some_texts(target), 60), LocalTeacher.of(target, head)
+    measured = []
+    for begin_with in (None, 2):
+        args = quiet_arguments(tmp_path, 4, 1)
+        trainer = HeadTrainer(deepcopy(head), teacher, args, begin_with=begin_with, train_dataset=rows)
+        trainer.objective.steps = begin_with or 3
+        measured.append(trainer.held_out(rows))
+    assert measured[0] == measured[1]
+    trainer.train()
+    logged = [sum(name.startswith("accuracy_") for name in entry) for entry in trainer.state.log_history]
+    assert logged[:-1] == [2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
     """However many rows a pass takes, and though it was learnt from others before."""

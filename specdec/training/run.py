@@ -106,7 +106,7 @@ def _trainer(
     processes: PartialState,
 ) -> HeadTrainer:
     per_pass = recipe.per_pass(processes)
-    on_cpu = processes.device.type == "cpu"
+    on_cpu, fresh = processes.device.type == "cpu", recipe.start_from is None
     args = TrainingArguments(
         output_dir=str(folder.checkpoints),
         per_device_train_batch_size=per_pass,
@@ -133,10 +133,11 @@ def _trainer(
         teacher,
         args,
         steps=recipe.drafted,
+        begin_with=recipe.drafted - 1 if recipe.kind == "eagle3" and fresh else None,
         loss=recipe.loss_name,
         optimizer=recipe.optimizer_name,
         anchors=recipe.anchors,
-        state_weight=STATE_WEIGHT if recipe.start_from is None else 0.0,
+        state_weight=STATE_WEIGHT if fresh else 0.0,
         flex=recipe.flex,
         train_dataset=dataset,
     )

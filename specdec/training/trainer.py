@@ -41,7 +41,8 @@ class HeadTrainer(Trainer):
     Args:
         head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers. teacher: that gives what
             this head reads: `LocalTeacher.of(target, head)`.
-        steps: drafted tokens to train. loss: of `losses.LOSSES`. optimizer: "muon", or the one that `args` names.
+        steps: drafted tokens to train. begin_with: as many in the first half of the updates; None: as ever. loss: of
+            `losses.LOSSES`. optimizer: "muon", or the one that `args` names.
         state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
         flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
     """
@@ -53,6 +54,7 @@ class HeadTrainer(Trainer):
         args: TrainingArguments,
         *,
         steps: int = 3,
+        begin_with: int | None = None,
         loss: LossName = "ce",
         optimizer: OptimizerName = "adamw",
         state_weight: float = STATE_WEIGHT,
@@ -85,6 +87,7 @@ class HeadTrainer(Trainer):
         # Losses of the passes of an update add up: none is divided by their number.
         self.model_accepts_loss_kwargs = True
         self.head, self.teacher, self.steps, self._muon = head, teacher, steps, optimizer == "muon"
+        self._begin_with = min(steps, begin_with or steps)
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
 
@@ -102,8 +105,9 @@ class HeadTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The passes of an update, and of how many drafts (steps,) of each step it learns, in all processes."""
         batches = list(islice(epoch_iterator, num_batches))
-        self.objective.update = self.state.global_step
-        counts = torch.zeros(self.steps, device=device)
+        update, updates = self.state.global_step, self.state.max_steps
+        self.objective.update, self.objective.steps = update, self._begin_with if 2 * update < updates else self.steps
+        counts = torch.zeros(self.objective.steps, device=device)
         for batch in batches:
             counts += self._counts(batch).to(device)
         # DDP takes the mean of the processes' gradients: over the mean of their counts it is that of all rows together.
@@ -148,6 +152,7 @@ class HeadTrainer(Trainer):
             for start in range(0, len(rows), at_once)
         ]
         self.objective.state_weight, self.objective.update = 0.0, 0  # the same anchors every time
+        self.objective.steps = self.steps
         counts = [self._counts(batch) for batch in batches]
         whole = torch.stack(counts).sum(0)
         loss, hits = 0.0, torch.zeros(self.steps, device=whole.device)
@@ -160,7 +165,7 @@ class HeadTrainer(Trainer):
         return {"eval_loss": round(loss, 4), "eval_simulated_length": length}
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
-        """(steps,) int64, drafts of a batch that are learnt from."""
+        """(steps of the objective,) int64, drafts of a batch that are learnt from."""
         return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
