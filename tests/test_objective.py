@@ -57,7 +57,8 @@ def test_gradients_reach_every_parameter():
 
 
 @torch.no_grad()
-def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many():
+def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many(monkeypatch):
+    """Where rows are long: many short ones are a pass together."""
     target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2))
     torch.manual_seed(0)
     ids = torch.randint(3, tiny.VOCAB, (2, 24))
@@ -67,6 +68,7 @@ def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many():
     ids, learn, documents, states, over_all = batch_of(target, ids, learn, states)
     counts = objective.drafts(ids, learn, documents).sum((1, 2))
     passes = []
+    monkeypatch.setattr("specdec.training.objective.LONG", 24)
     hook = head.register_forward_pre_hook(lambda _, given: passes.append(tuple(given[0].shape[:2])))
     whole = objective(ids, learn, documents, states, over_all)["loss"]
     hook.remove()

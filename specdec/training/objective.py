@@ -22,6 +22,8 @@ from specdec.training.losses import LOSSES, LossOfRows, Truth, places
 from specdec.training.target_logits import TargetLogits
 from specdec.training.unroll import unroll
 
+LONG = 256  # tokens of a row that is worth a pass of its own on a CPU
+
 
 @dataclass(frozen=True)
 class Drafted:
@@ -167,8 +169,8 @@ class Eagle3Objective(Objective):
         T = ids.shape[1]
         # Row i drafts token i + 2 + step.
         wanted = torch.stack([nn.functional.pad(learn[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
-        # Rows want unlike numbers of drafts, and those of a pass are filled up to the most: on a CPU each has its own.
-        at_once = 1 if ids.device.type == "cpu" else len(ids)
+        # Rows want unlike numbers of drafts, and those of a pass are filled up to the most: on CPUs long ones go alone.
+        at_once = max(1, LONG // T) if ids.device.type == "cpu" else len(ids)
         batch = (given.split(at_once) for given in (self._embed(ids), taps, documents, wanted))
         each = [
             unroll(self.head, embeds, states, steps, texts, wanted=drafts, flex=self.flex)
