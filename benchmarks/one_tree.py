@@ -45,7 +45,7 @@ class Counts:
         return Counts(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
 
     def row(self, group: str, name: str) -> list[str]:
-        per_pass, gain = self.tokens / self.rounds, self.more / self.tokens
+        per_pass, gain = self.tokens / max(1, self.rounds), self.more / max(1, self.tokens)
         its = percent(self.looked_up, self.rounds)
         return [group, name, number(per_pass), its, number(per_pass * (1 + gain)), f"{100 * gain:.1f}%"]
 
@@ -87,9 +87,11 @@ def main(
 
 
 def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[Round]) -> Counts:
-    text = prompt + rounds[0].tokens[:1] + [token for each in rounds for token in each.new_tokens]
+    """Of one text. Without rounds it ended with its first token, which comes with the prompt."""
+    first = [each.tokens[0] for each in rounds[:1]]
+    text = prompt + first + [token for each in rounds for token in each.new_tokens]
     own = type(lookup).__name__
-    counts = Counts(len(rounds), sum(each.drafted_by == own for each in rounds), len(text) - len(prompt) - 1)
+    counts = Counts(len(rounds), sum(each.drafted_by == own for each in rounds), len(text) - len(prompt + first))
     for each, right in zip(rounds, _right(lookup, text, len(prompt), rounds), strict=True):
         if each.drafted_by != own:
             counts.more += max(0, right - (len(each.path) - 1))

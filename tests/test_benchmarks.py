@@ -13,10 +13,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from specdec import Report
+from specdec import NgramProposer, Report
 from specdec.data.texts import Text, keep
 from specdec.eagle3 import load, save
 from specdec.eagle3.config import default_taps
+from specdec.rounds import Round
 from specdec.taps import decoder_layers
 from specdec.training import initialize
 from specdec.training.dataset import StateDataset
@@ -31,6 +32,7 @@ import compare
 import long_prompts
 import lookups
 import losses
+import one_tree
 import overhead
 import repeated
 import second_turn
@@ -510,6 +512,25 @@ class TestLookups:
             ["math", "ngram", "1"],
             ["math", "suffix", "1"],
         ]
+
+    def test_what_it_would_add_to_anothers_rounds(self):
+        """The text's first rounds wrote a token each where the prompt has three of them, and two, in a row; the last
+        round is the lookup's own."""
+        rounds = [
+            Round(0, 1, "Other", [1], [-1], [1.0], [[]], [0], 2),
+            Round(0, 2, "Other", [2], [-1], [1.0], [[]], [0], 3),
+            Round(0, 3, "NgramProposer", [3, 4], [-1, 0], [1.0, 1.0], [[], []], [0, 1], 9),
+        ]
+        found = one_tree.counted(NgramProposer(), [1, 2, 3, 4, 5], rounds)
+        assert found == one_tree.Counts(rounds=3, looked_up=1, tokens=4, more=3 + 2)
+        assert found.row("qa", "ngram") == ["qa", "ngram", "1.33", "33.3%", "3", "125.0%"]
+        assert one_tree.counted(NgramProposer(), [1, 2], []) == one_tree.Counts()
+
+    def test_both_drafts_in_one_tree(self, files):
+        command = f"--target {files}/target --draft draft:{files}/draft --prompts {files}/questions.jsonl"
+        result = CliRunner().invoke(one_tree.app, [*command.split(), "--max-new-tokens", "8", "--dtype", "float32"])
+        assert result.exit_code == 0, result.output
+        assert proposers_of("all", result.output) == ["ngram", "suffix"]
 
 
 def test_long_prompts_measure_in_a_process_of_their_own(files):

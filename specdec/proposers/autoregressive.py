@@ -55,7 +55,6 @@ class AutoregressiveProposer(Proposer):
         self._stepped = 0  # nodes of the last draft, in their order behind the root, that the model was run over
         self._pacer: Pacer | None = None
         self._rows: list[int] = []  # that the last draft was for
-        self._gains = TreeGains()
 
     def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
         """The same model with drafts of another shape, for calls of their own: what it has read is shared."""
@@ -93,7 +92,7 @@ class AutoregressiveProposer(Proposer):
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        self._gains = TreeGains()  # of this call
+        self._gains = TreeGains()
 
     def propose(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
