@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from specdec.rounds import Round
 from specdec.taps import decoder_layers
 from specdec.training import initialize
 from specdec.training.dataset import StateDataset
+from specdec.training.evaluation import accepted_lengths
 from specdec.training.states import extract
 from specdec.training.teacher import LocalTeacher
 from tests.tiny import randomised
@@ -39,6 +41,7 @@ import second_turn
 import shapes
 import small_pair
 import spec_bench
+import teacher_forcing
 from identity import compare_texts
 from measure import Measurement
 from methods import PLAIN, Method, assisted, select
@@ -663,3 +666,48 @@ def test_a_chart_shows_what_the_tables_say(tmp_path):
     assert "AMD EPYC" in (tmp_path / "a" / "chart.svg").read_text(encoding="utf-8")
     with pytest.raises(ValueError, match="no table of speed-ups"):
         chart.read(chart.RESULTS / "coupling.md")
+
+
+class TestTeacherForcing:
+    @pytest.fixture
+    def head(self, pair, tmp_path):
+        save(initialize(pair[0], torch.arange(60)), tmp_path / "head")
+        return tmp_path / "head"
+
+    def test_lengths_behind_all_positions_of_answers(self, pair, head):
+        """Those that have a whole chain's tokens behind them: 9 - 3 of a text, and of another 12 - 3."""
+        target, steps = pair[0].eval(), 3
+        jobs = [Job(name, "words", (torch.tensor(prompt),)) for name, prompt in (("a", [5, 9, 2]), ("b", [7, 7]))]
+        answers, whole = {}, []
+        for job, n in zip(jobs, (9, 12), strict=True):
+            prompt = job.prompts[0]
+            text = target.generate(prompt[None], max_new_tokens=n, min_new_tokens=n, do_sample=False)[0]
+            answers[job.id] = text[len(prompt) :].tolist()
+            whole += accepted_lengths(load(head), target, text, steps, len(prompt) - 1)[len(prompt) - 1 : -1 - steps]
+        assert len(whole) == 6 + 9
+        found = teacher_forcing.of_groups(load(head), target, jobs, answers, steps)["words"]
+        assert found[0] == pytest.approx(1 + sum(whole) / len(whole))
+        assert 1 < found[1] < 2  # random weights
+
+    @pytest.mark.parametrize(("known", "expected"), [(1.0, 4), (0.5, 1.875)])
+    def test_what_is_accepted_at_temperature_one(self, pair, monkeypatch, known, expected):
+        """What the target says is accepted whole; where a head has half of it alone, 1/2 of it each time."""
+        target, prompt = pair[0].eval(), torch.tensor([5, 9, 2])
+        text = target.generate(prompt[None], max_new_tokens=9, min_new_tokens=9, do_sample=False)[0]
+        logits = target(text[None]).logits[0].detach()
+        p = torch.cat([known * logits.softmax(-1), torch.full((len(text), 1), 1 - known)], -1)
+        told = [p[1 + step : -1].log() for step in range(3)]
+        head = SimpleNamespace(draft_to_target=torch.tensor([*range(logits.shape[-1]), 0]))
+        monkeypatch.setattr(teacher_forcing, "drafted_logits", lambda *rest: iter(told))
+        jobs, answers = [Job("a", "words", (prompt,))], {"a": text[3:].tolist()}
+        found = teacher_forcing.of_groups(head, target, jobs, answers, 3)["words"]
+        assert found[1] == pytest.approx(expected, rel=1e-2)
+        assert known < 1 or found[0] == 4
+
+    def test_it_runs_and_keeps_the_answers(self, files, head, tmp_path):
+        command = f"--target {files}/target --prompts {files}/questions.jsonl --answers {tmp_path}/answers.jsonl"
+        command += f" --head eagle3:{head} --max-new-tokens 12 --draft-length 3"
+        first, again = (CliRunner().invoke(teacher_forcing.app, command.split()) for _ in range(2))
+        assert first.exit_code == 0, first.output
+        assert first.stdout == again.stdout
+        assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(QUESTIONS)

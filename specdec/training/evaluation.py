@@ -149,20 +149,31 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     Args:
         first: the first position that is asked for; before it they may be 0.
     """
+    ids = text.to(head.device)
+    right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
+    for step, logits in enumerate(drafted_logits(head, target, text, steps, first)):
+        assert head.draft_to_target is not None
+        right[: len(logits), step] = (head.draft_to_target[logits.argmax(-1)] == ids[2 + step :]).long()
+    lengths = right.cumprod(-1).sum(-1)
+    lengths[:first] = 0
+    return lengths.tolist()
+
+
+@torch.no_grad()
+def drafted_logits(head: Head, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0) -> Iterator[Tensor]:
+    """Of each step, (n, K): what a head with K tokens to draft says of token i + 2 + step of a text (T,), for each
+    position i that has one. The tokens between are the text's: teacher forcing.
+
+    Args:
+        first: the first position that is asked for; rows before it may be of anything.
+    """
     listener = Taps(target, taps_of(head, target), head.device)
     with listener.listening() as taken:
         target.get_decoder()(input_ids=text[None], use_cache=False)
     states, ids = listener.features(taken).to(head.dtype), text[None].to(head.device)
     wanted = (torch.arange(len(text), device=head.device) >= first)[None]
-    right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
-    for step, logits in enumerate(_logits(head, target, ids, states, steps, wanted)):
-        rows = len(text) - 2 - step
-        if rows < 1:
-            break
-        assert head.draft_to_target is not None
-        drafted = head.draft_to_target[logits[0, :rows].argmax(-1)]
-        right[:rows, step] = (drafted == ids[0, 2 + step :]).long()
-    return (right.cumprod(-1).sum(-1) * wanted[0]).tolist()
+    for step, logits in enumerate(_logits(head, target, ids, states, min(steps, len(text) - 2), wanted)):
+        yield logits[0, : len(text) - 2 - step]
 
 
 def _logits(

@@ -1,0 +1,121 @@
+"""How many tokens of heads' drafts are right in what the target itself writes, by group of questions.
+
+    python benchmarks/teacher_forcing.py --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
+
+Behind every position of the target's greedy answers a chain is drafted, in a few passes over the text: minutes where
+decoding takes an hour, all heads at the same positions, and the same counts however busy the machine is. At T = 1 a
+chain's length is what the chances that its places are accepted make of it. Answers are kept as they come; what is there
+is not written again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from options import Bench, Options
+from prompts import Job
+from table import number, table
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from specdec import SpeculativeGenerator
+from specdec.proposers.named import as_proposer
+from specdec.training.evaluation import drafted_logits
+from specdec.training.heads import Head
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
+    head: Annotated[list[str], typer.Option(help='As a generator takes it: "eagle3:PATH", "dflash:PATH"; "eagle3".')],
+    prompts: Annotated[Path, typer.Option(help="Questions (JSONL).", exists=True, dir_okay=False)],
+    answers: Annotated[Path, typer.Option(help="Where the target's answers are kept (JSONL).", dir_okay=False)],
+    per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 10,
+    max_new_tokens: Annotated[int, typer.Option(min=8)] = 200,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are shortened.")] = None,
+    draft_length: Annotated[int, typer.Option(min=1, help="Of the chains.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1)] = None,
+) -> None:
+    logging.set_verbosity_error()
+    bench = Bench(
+        Options(
+            target,
+            prompts,
+            per_category=per_category,
+            coding_apart=True,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            dtype=dtype,
+            threads=threads,
+        )
+    )
+    written = _answers(bench, head[0], answers)
+    groups = sorted({job.group for job in bench.jobs})
+    rows = []
+    for name in head:
+        found = of_groups(as_proposer(name, bench.target).head, bench.target, bench.jobs, written, draft_length)
+        mean = torch.stack([found[group] for group in groups]).nanmean(0)  # all of a group may be too short
+        rows.append([name, *(_both(found[group]) for group in groups), _both(mean)])
+    print(table(["head", *groups, "mean"], rows))
+
+
+def _both(lengths: Tensor) -> str:
+    return " / ".join(number(length) for length in lengths.tolist())
+
+
+def _answers(bench: Bench, proposer: str, file: Path) -> dict[str, list[int]]:
+    """By the job's id, in the file's order. Whatever proposer is used, the text is the target's."""
+    written = {}
+    if file.exists():
+        written = {entry["id"]: entry["tokens"] for entry in map(json.loads, file.read_text().splitlines())}
+    generator = SpeculativeGenerator(bench.target, proposer)
+    with file.open("a") as out:
+        for job in bench.jobs:
+            if job.id not in written:
+                prompt = job.prompts[0]
+                text = generator.generate(prompt[None], **bench.options.generate_arguments)[0]
+                written[job.id] = text[len(prompt) :].tolist()
+                print(json.dumps({"id": job.id, "tokens": written[job.id]}), file=out, flush=True)
+    return written
+
+
+def of_groups(
+    head: Head, target: PreTrainedModel, jobs: list[Job], answers: Mapping[str, list[int]], steps: int
+) -> dict[str, Tensor]:
+    """By group, (2,): tokens a chain brings at T = 0 and at T = 1, its round's own token with it."""
+    sums: dict[str, Tensor] = {}
+    for job in jobs:
+        prompt = job.prompts[0]
+        text = torch.cat([prompt, prompt.new_tensor(answers[job.id])])
+        sums[job.group] = sums.get(job.group, torch.zeros(3)) + _of_text(head, target, text, len(prompt), steps)
+    return {group: 1 + total[:2] / total[2] for group, total in sums.items()}
+
+
+@torch.no_grad()
+def _of_text(head: Head, target: PreTrainedModel, text: Tensor, prompt: int, steps: int) -> Tensor:
+    """(3,): tokens accepted at T = 0 and at T = 1 behind all positions of an answer that have `steps` tokens behind
+    them, and how many positions these are.
+    """
+    first, last = prompt - 1, len(text) - 1 - steps  # token `first` + 1 is the answer's first one
+    places = max(0, last - first)
+    chances = torch.zeros(2, steps, places)
+    assert head.draft_to_target is not None
+    p = target(text[None], use_cache=False).logits[0].float().softmax(-1)
+    for step, logits in enumerate(drafted_logits(head, target, text, steps, first)):
+        q, asked = logits[first:last].float().softmax(-1), slice(first + 1 + step, last + 1 + step)
+        chances[0, step] = head.draft_to_target[q.argmax(-1)] == text[first + 2 + step : last + 2 + step]
+        chances[1, step] = torch.minimum(p[asked][:, head.draft_to_target], q).sum(-1)
+    return torch.tensor([*chances.cumprod(1).sum((1, 2)).tolist(), places])
+
+
+if __name__ == "__main__":
+    app()
