@@ -109,9 +109,9 @@ def _of_text(head: Head, target: PreTrainedModel, text: Tensor, prompt: int, ste
     places = max(0, last - first)
     chances = torch.zeros(2, steps, places)
     assert head.draft_to_target is not None
-    p = target(text[None], use_cache=False).logits[0].float().softmax(-1)
+    p = target(text[None], use_cache=False, logits_to_keep=len(text) - first).logits[0].float().softmax(-1)
     for step, logits in enumerate(drafted_logits(head, target, text, steps, first)):
-        q, asked = logits[first:last].float().softmax(-1), slice(first + 1 + step, last + 1 + step)
+        q, asked = logits[first:last].float().softmax(-1), slice(1 + step, places + 1 + step)
         chances[0, step] = head.draft_to_target[q.argmax(-1)] == text[first + 2 + step : last + 2 + step]
         chances[1, step] = torch.minimum(p[asked][:, head.draft_to_target], q).sum(-1)
     return torch.tensor([*chances.cumprod(1).sum((1, 2)).tolist(), places])
