@@ -26,8 +26,10 @@ from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
 from specdec.proposers.named import as_proposer
+from specdec.taps import Taps
 from specdec.training.evaluation import drafted_logits
 from specdec.training.heads import Head
+from specdec.training.teacher import taps_of
 
 app = typer.Typer(add_completion=False)
 
@@ -109,8 +111,11 @@ def _of_text(head: Head, target: PreTrainedModel, text: Tensor, prompt: int, ste
     places = max(0, last - first)
     chances = torch.zeros(2, steps, places)
     assert head.draft_to_target is not None
-    p = target(text[None], use_cache=False, logits_to_keep=len(text) - first).logits[0].float().softmax(-1)
-    for step, logits in enumerate(drafted_logits(head, target, text, steps, first)):
+    listener = Taps(target, taps_of(head, target), head.device)
+    with listener.listening() as taken:
+        p = target(text[None], use_cache=False, logits_to_keep=len(text) - first).logits[0].float().softmax(-1)
+    states = listener.features(taken)
+    for step, logits in enumerate(drafted_logits(head, target, text, states, steps, first)):
         q, asked = logits[first:last].float().softmax(-1), slice(1 + step, places + 1 + step)
         chances[0, step] = head.draft_to_target[q.argmax(-1)] == text[first + 2 + step : last + 2 + step]
         chances[1, step] = torch.minimum(p[asked][:, head.draft_to_target], q).sum(-1)

@@ -6,7 +6,6 @@ import math
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -690,14 +689,15 @@ class TestTeacherForcing:
         assert 1 < found[1] < 2  # random weights
 
     @pytest.mark.parametrize(("known", "expected"), [(1.0, 4), (0.5, 1.875)])
-    def test_what_is_accepted_at_temperature_one(self, pair, monkeypatch, known, expected):
+    def test_what_is_accepted_at_temperature_one(self, pair, head, monkeypatch, known, expected):
         """What the target says is accepted whole; where a head has half of it alone, 1/2 of it each time."""
         target, prompt = pair[0].eval(), torch.tensor([5, 9, 2])
         text = target.generate(prompt[None], max_new_tokens=9, min_new_tokens=9, do_sample=False)[0]
         logits = target(text[None]).logits[0].detach()
         p = torch.cat([known * logits.softmax(-1), torch.full((len(text), 1), 1 - known)], -1)
         told = [p[1 + step : -1].log() for step in range(3)]
-        head = SimpleNamespace(draft_to_target=torch.tensor([*range(logits.shape[-1]), 0]))
+        head, vocabulary = load(head), torch.tensor([*range(logits.shape[-1]), 0])
+        monkeypatch.setattr(type(head), "draft_to_target", vocabulary)
         monkeypatch.setattr(teacher_forcing, "drafted_logits", lambda *rest: iter(told))
         jobs, answers = [Job("a", "words", (prompt,))], {"a": text[3:].tolist()}
         found = teacher_forcing.of_groups(head, target, jobs, answers, 3)["words"]

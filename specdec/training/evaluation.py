@@ -149,9 +149,12 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     Args:
         first: the first position that is asked for; before it they may be 0.
     """
+    listener = Taps(target, taps_of(head, target), head.device)
+    with listener.listening() as taken:
+        target.get_decoder()(input_ids=text[None], use_cache=False)
     ids = text.to(head.device)
     right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
-    for step, logits in enumerate(drafted_logits(head, target, text, steps, first)):
+    for step, logits in enumerate(drafted_logits(head, target, text, listener.features(taken), steps, first)):
         assert head.draft_to_target is not None
         right[: len(logits), step] = (head.draft_to_target[logits.argmax(-1)] == ids[2 + step :]).long()
     lengths = right.cumprod(-1).sum(-1)
@@ -160,19 +163,19 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
 
 
 @torch.no_grad()
-def drafted_logits(head: Head, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0) -> Iterator[Tensor]:
+def drafted_logits(
+    head: Head, target: PreTrainedModel, text: Tensor, states: Tensor, steps: int, first: int = 0
+) -> Iterator[Tensor]:
     """Of each step, (n, K): what a head with K tokens to draft says of token i + 2 + step of a text (T,), for each
     position i that has one. The tokens between are the text's: teacher forcing.
 
     Args:
-        first: the first position that is asked for; rows before it may be of anything.
+        states: (1, T, n * H), what the head reads of the target. first: the first position that is asked for; rows
+            before it may be of anything.
     """
-    listener = Taps(target, taps_of(head, target), head.device)
-    with listener.listening() as taken:
-        target.get_decoder()(input_ids=text[None], use_cache=False)
-    states, ids = listener.features(taken).to(head.dtype), text[None].to(head.device)
-    wanted = (torch.arange(len(text), device=head.device) >= first)[None]
-    for step, logits in enumerate(_logits(head, target, ids, states, min(steps, len(text) - 2), wanted)):
+    ids, wanted = text[None].to(head.device), (torch.arange(len(text), device=head.device) >= first)[None]
+    steps = min(steps, len(text) - 2)
+    for step, logits in enumerate(_logits(head, target, ids, states.to(head.dtype), steps, wanted)):
         yield logits[0, : len(text) - 2 - step]
 
 
