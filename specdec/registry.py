@@ -43,13 +43,10 @@ class Known:
 HEADS = (
     Known(
         "qwen2.5-coder-0.5b-instruct",
-        "qwen2.5-coder-0.5b-instruct",
+        "qwen2.5-coder-0.5b-instruct-2",
         files={
-            "config.json": Content("e0fd2da3217026634b7c443db35ae4277535ee749ac00fdbeaa310ade32a647c", 1001),
-            "o_proj_bias.safetensors": Content(
-                "fb5d3bce8fb01c86e2ec1f8bd7d9e11b9665aacdd159755d251b70291340e753", 1920
-            ),
-            WEIGHTS: Content("fb86cb98d84317c51c3218ed8c358df44b4628cf5961c93532bb7313e7057bcd", 43_842_912),
+            "config.json": Content("3a3b805a2c7dbb2238d14f865afd880b47f9eb00d1733c57e63edf6882acb045", 1072),
+            WEIGHTS: Content("3d3921fd10298707d8cc9b24dcb4856be3a1cc363239a4b3cb082d463a3b682c", 29_725_864),
         },
         fingerprint="24-896-151936-f8fa0ac93ef31395",
     ),

@@ -112,8 +112,9 @@ def test_vllm_sees_windows_and_the_number_of_taps(layout, tmp_path):
     assert load(tmp_path).config.sliding_window == 6
 
 
-def test_heads_we_ship_are_what_vllm_takes_them_for():
-    folder = Path(__file__).parents[1] / "heads" / "qwen2.5-coder-0.5b-instruct"
+def test_heads_we_ship_are_what_vllm_takes_them_for(tmp_path):
+    save(load(Path(__file__).parents[1] / "heads" / "qwen2.5-coder-0.5b-instruct-2"), tmp_path / "head")
+    folder = tmp_path / "head"
     config = json.loads((folder / "config.json").read_text())
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 12, 21]
     assert config["num_aux_hidden_states"] == 3

@@ -172,7 +172,7 @@ def test_heads_that_cannot_be_carried_over():
 @pytest.mark.slow
 def test_training_goes_on_from_a_head(files, tmp_path):
     adamw = ["--optimizer", "adamw"]  # which small heads get on faster by
-    assert run(files, tmp_path / "first", "--epochs", "30", *adamw).exit_code == 0
+    assert run(files, tmp_path / "first", "--epochs", "10", *adamw).exit_code == 0
     start = ["--from", str(tmp_path / "first" / "head"), "--epochs", "5", *adamw]
     assert run(files, tmp_path / "still", *start, "--learning-rate", "0").exit_code == 0
     assert same_heads(tmp_path / "first", tmp_path / "still")
