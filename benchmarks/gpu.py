@@ -40,6 +40,7 @@ os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = {0.6: 3, 0.8: 6, 0.9: 8}  # tokens to draft, by the share of them that is right
+LAUNCHED: dict[str, Any] = {"": False, ", recorded": "auto", ", compiled": True}  # `compile`, by what is said of it
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 Row = dict[str, Any]
@@ -82,7 +83,7 @@ def bandwidth(setting: Setting) -> Iterator[Row]:
 
 
 def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
-    """All ways to generate, one row, a prompt of 128 tokens."""
+    """All ways to generate, one row, a prompt of 128 tokens; rounds as kernels one by one, and recorded."""
 
     def part(setting: Setting) -> Iterator[Row]:
         target = setting.model(shape)
@@ -91,57 +92,54 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
         head = counting.head_for(target)
         for name, generate in plain_ways(target).items():
             yield measured(setting, target, name, generate, ids)
+        for said in ("", ", recorded"):
+            for right in LENGTHS if said else (0.8,):
+                spec = replayed(setting, target, ids, right)
+                yield in_way(setting, target, f"specdec replay, {right}", said, spec, ids)
+            spec = replayed(setting, target, ids, 0.8, head)
+            yield in_way(setting, target, "specdec EAGLE-3 chain, 0.8", said, spec, ids)
+            spec = SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8)
+            yield in_way(setting, target, "specdec EAGLE-3 tree, 0", said, spec, ids)
+            spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
+            yield in_way(setting, target, "specdec draft model, 0.8", said, spec, ids)
         yield measured(setting, target, "assisted, 0.8", in_assisted(target, draft), ids)
-        for right in LENGTHS:
-            yield measured(setting, target, f"specdec replay, {right}", replayed(setting, target, ids, right), ids)
-        spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
-        yield measured(setting, target, "specdec draft model, 0.8", spec, ids)
-        spec = replayed(setting, target, ids, 0.8, head)
-        yield measured(setting, target, "specdec EAGLE-3 chain, 0.8", spec, ids)
 
     return part
 
 
-def graphs(setting: Setting) -> Iterator[Row]:
-    """Beside compiled `generate()`: rounds as kernels one by one, and as recordings of compiled passes."""
+def compiled(setting: Setting) -> Iterator[Row]:
+    """Rounds whose passes have code of their own, recorded, too."""
     if setting.small:
         captured.BACKEND = "eager"  # no code is generated
     target = setting.model("llama-8b")
     ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
-    head = counting.head_for(target)
-    yield measured(setting, target, "generate(), static", plain_ways(target)["generate(), static"], ids)
-    for compile in (False, True):
-        ways = {
-            "replay, 0.8": replayed(setting, target, ids, 0.8),
-            "EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
-            "EAGLE-3 tree": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
-        }
-        for name, spec in ways.items():
-            spec.compile = compile
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                row = measured(setting, target, f"specdec {name}{', graphs' * compile}", spec, ids)
-            yield row | {"warned": [str(warning.message) for warning in said if "specdec" in str(warning.message)]}
+    ways = {"replay": replayed(setting, target, ids, 0.8)}
+    ways["EAGLE-3 chain"] = replayed(setting, target, ids, 0.8, counting.head_for(target))
+    for name, spec in ways.items():
+        yield in_way(setting, target, f"specdec {name}, 0.8", ", compiled", spec, ids)
 
 
 def batches(setting: Setting) -> Iterator[Row]:
     target = setting.model("llama-8b")
     for rows in setting.batches():
         ids = counting.prompts(rows, setting.lengths()[0], target.config.vocab_size, setting.device)
-        yield from against_plain(setting, target, ids)
+        yield from against_plain(setting, target, ids, static=rows == setting.batches()[-2])
 
 
 def long_prompts(setting: Setting) -> Iterator[Row]:
     target = setting.model("qwen3-4b")
     for length in setting.lengths():
         ids = counting.prompts(1, length, target.config.vocab_size, setting.device)
-        yield from against_plain(setting, target, ids)
+        yield from against_plain(setting, target, ids, static=length == setting.lengths()[1])
 
 
-def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor) -> Iterator[Row]:
+def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static: bool) -> Iterator[Row]:
+    """static: beside a static cache, too, which is compiled for half a minute."""
+    for said in (", recorded", ""):
+        yield in_way(setting, target, "specdec replay, 0.8", said, replayed(setting, target, ids, 0.8), ids)
     for name, generate in plain_ways(target).items():
-        yield measured(setting, target, name, generate, ids)
-    yield measured(setting, target, "specdec replay, 0.8", replayed(setting, target, ids, 0.8), ids)
+        if static or "static" not in name:
+            yield measured(setting, target, name, generate, ids)
 
 
 def launches(setting: Setting) -> Iterator[Row]:
@@ -149,17 +147,21 @@ def launches(setting: Setting) -> Iterator[Row]:
     target = setting.model("llama-8b")
     ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
     head = counting.head_for(target)
-    ways: dict[str, Any] = {
-        **plain_ways(target),
-        "specdec replay, 0.8": replayed(setting, target, ids, 0.8),
-        "specdec EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
-        "specdec EAGLE-3 tree": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
-    }
+    ways: dict[str, Any] = plain_ways(target)
+    for said in ("", ", recorded"):
+        ways |= {
+            f"specdec replay, 0.8{said}": replayed(setting, target, ids, 0.8),
+            f"specdec EAGLE-3 chain, 0.8{said}": replayed(setting, target, ids, 0.8, head),
+            f"specdec EAGLE-3 tree, 0{said}": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
+        }
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if setting.device.type == "cuda" else []
     for name, way in ways.items():
-        counts = []
-        for new in (2, 2 + setting.new_tokens // 4):  # their difference is without the prompt's part
+        counts, recorded = [], name.endswith(", recorded")
+        if recorded:
+            way.compile = LAUNCHED[", recorded"]
+        few = 32 if recorded and "tree" not in name else 12  # by then what is replayed has been recorded
+        for new in (few, few + 8):  # their difference is without the prompt's part
             write(way, ids, new)
             with torch.profiler.profile(activities=activities) as profile:
                 write(way, ids, new)
@@ -167,7 +169,7 @@ def launches(setting: Setting) -> Iterator[Row]:
             counts.append([sum(seen.get(key, 0) for key in keys) for keys in (LAUNCHES, WAITS)])
             counts[-1].append(passes(way, new) or 0)
         launched, waited, rounds = (b - a for a, b in zip(*counts, strict=True))
-        yield {"method": name, "launches a pass": launched / rounds, "waits a pass": waited / rounds}
+        yield {"method": name, "launches a pass": launched / max(rounds, 1), "waits a pass": waited / max(rounds, 1)}
 
 
 def parity(setting: Setting) -> Iterator[Row]:
@@ -181,13 +183,13 @@ def parity(setting: Setting) -> Iterator[Row]:
 PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # seconds it may take
     "bandwidth": (30, bandwidth),
     "llama-8b": (120, methods("llama-8b")),
-    "graphs": (150, graphs),
     "launches": (60, launches),
-    "parity": (120, parity),
-    "batches": (120, batches),
-    "long prompts": (120, long_prompts),
+    "batches": (90, batches),
+    "long prompts": (90, long_prompts),
     "qwen3-4b": (90, methods("qwen3-4b")),
-    "mixture of experts": (120, methods("qwen3-30b-a3b, half its layers")),
+    "mixture of experts": (90, methods("qwen3-30b-a3b, half its layers")),
+    "parity": (90, parity),
+    "compiled": (200, compiled),
 }
 
 
@@ -210,7 +212,9 @@ def in_assisted(target: PreTrainedModel, draft: PreTrainedModel) -> Any:
     return assisted
 
 
-def replayed(setting: Setting, target: PreTrainedModel, ids: Tensor, right: float, head: Eagle3Head | None = None):
+def replayed(
+    setting: Setting, target: PreTrainedModel, ids: Tensor, right: float, head: Eagle3Head | None = None
+) -> SpeculativeGenerator:
     """specdec on a replay, at the cost of the head's drafts where there is one."""
     vocab_size = target.config.vocab_size
     texts = counting.counted(ids, setting.new_tokens + 64, vocab_size)
@@ -221,15 +225,28 @@ def replayed(setting: Setting, target: PreTrainedModel, ids: Tensor, right: floa
 # Measuring
 
 
+def in_way(
+    setting: Setting, target: PreTrainedModel, name: str, said: str, spec: SpeculativeGenerator, ids: Tensor
+) -> Row:
+    """`measured`, launched as `LAUNCHED` says, with what was warned of."""
+    spec.compile = LAUNCHED[said]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        row = measured(setting, target, name + said, spec, ids)
+    warned = [str(warning.message) for warning in caught if "specdec" in str(warning.message)]
+    return row | ({"warned": warned} if warned else {})
+
+
 def measured(setting: Setting, target: PreTrainedModel, name: str, way: Any, ids: Tensor) -> Row:
     """Seconds per token behind the first. `way`: called like `generate()`, or has it."""
     B, new = len(ids), setting.new_tokens
     write(way, ids, new)  # compiles, and finds out what passes cost
     first = least(setting, lambda: write(way, ids, 1))
-    whole = least(setting, lambda: write(way, ids, new))
     if setting.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    output, count = write(way, ids, new), passes(way, new)
+    outputs: list[Tensor] = []
+    whole = least(setting, lambda: outputs.append(write(way, ids, new)))
+    output, count = outputs[-1], passes(way, new)
     row: Row = {
         "method": name,
         "batch": B,
@@ -260,7 +277,7 @@ def passes(way: Any, new: int) -> int | None:
     return None if way.__name__ == "assisted" else new
 
 
-def least(setting: Setting, work: Callable[[], Any], repeats: int = 3) -> float:
+def least(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
     """Seconds of the fastest, the device's end included."""
     taken = []
     for _ in range(repeats):

@@ -45,11 +45,11 @@ class Drafting:
             self.learnt.setdefault((batch_size, sampling), learnt)  # unless another thread did
         return Pacer(draft_length, self.learnt[batch_size, sampling])
 
-    def capture(self) -> Graphs:
-        """The target's passes are captured from now on, and so are a draft model's."""
-        if self.graphs is None:
-            self.proposer.capture()
-            self.graphs = Graphs(self._target, self.taps)
+    def capture(self, compiled: bool) -> Graphs:
+        """The target's passes are captured from now on, and so are a draft model's; compiled: see `Graphs`."""
+        if self.graphs is None or self.graphs.compiled != compiled:
+            self.proposer.capture(compiled)
+            self.graphs = Graphs(self._target, self.taps, compiled)
         return self.graphs
 
     def keep(self, batch_size: int, pacer: Pacer) -> None:

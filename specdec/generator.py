@@ -80,9 +80,10 @@ class SpeculativeGenerator:
             "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution. So is a
             `Lenient(gap, budget)`, also at T = 0: drafts that are hardly worse than the target's choice are accepted.
         on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
-        compile: capture the target's passes over drafts, and a draft model's, as graphs of few sizes (`torch.compile`;
-            a size takes seconds to minutes at its second use). On CUDA whole drafts and rounds are then replayed as one
-            launch each (CUDA graphs). "auto": on GPUs. A model that cannot be captured runs as ever, with one warning.
+        compile: "auto": on CUDA whole drafts and rounds are recorded, and replayed as one launch each (CUDA graphs),
+            in passes of few sizes. True: with code of their own for these passes, too, anywhere (`torch.compile`; a
+            size takes seconds to minutes at its second use). A model that cannot be captured runs as ever, with one
+            warning.
 
     Attributes:
         report: counts over all calls. last_report: those of the call that finished last.
@@ -373,7 +374,7 @@ class SpeculativeGenerator:
         if reason is not None:
             self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
             return None
-        graphs = drafting.capture()
+        graphs = drafting.capture(compiled=self.compile is True)
         return None if graphs.refused else graphs
 
     def _fall_back(self, reason: str, report: Report) -> None:

@@ -1,7 +1,8 @@
-"""`Graphs`: a model's passes over drafts, captured as one full graph per size by `torch.compile`.
+"""`Graphs`: a model's passes over drafts, of few sizes and of nothing but tensors, so that they can be captured.
 
 Owns the sizes there are, what a captured pass is given instead of Python state, and capturing: at a size's second use,
-and only if the graph's logits are the model's. Knows nothing of sampling, of trees, or of when a draft pays.
+and only if the graph's logits are the model's; as the model's own kernels, or with code by `torch.compile`. How a
+device launches it is `recording`'s affair. Knows nothing of sampling, of trees, or of when a draft pays.
 """
 
 from __future__ import annotations
@@ -112,13 +113,14 @@ class Graphs:
 
     Args:
         model: as it is, not a `quick` view: which way to multiply is the compiler's affair. taps: states to take along.
+        compiled: one full graph per size by `torch.compile`, with code of its own; else the pass as it is.
 
     Attributes:
         refused: why nothing is captured any more; empty while it is.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Taps | None = None):
-        self.model, self.taps, self.refused = model, taps, ""
+    def __init__(self, model: PreTrainedModel, taps: Taps | None = None, compiled: bool = True):
+        self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
         self._graphs: dict[Key, Pass | None] = {}  # None: of a size that was met once
         self._told = False  # that it takes a while
 
@@ -149,12 +151,12 @@ class Graphs:
         start = perf_counter()
         gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
         name = type(self.model).__name__
-        if not self._told:
+        if self.compiled and not self._told:
             log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
-        self._told = True
-        log.info("compiling %s for %d nodes", name, right[0].shape[1])
+            self._told = True
+        log.info("capturing %s for %d nodes", name, right[0].shape[1])
         try:
-            graph = _compiled()
+            graph = _compiled() if self.compiled else _pass
             ours = graph(*arguments)[0].float()
         except Exception as error:  # what cannot be captured says so in many ways
             self._refuse(_said(error))

@@ -23,7 +23,7 @@ from specdec.report import Stopwatch
 from specdec.rounds import Round, rounds
 from specdec.runner import ModelRunner, Output
 from specdec.transcript import Transcript
-from specdec.transfer import uploaded
+from specdec.transfer import HOST, uploaded
 from specdec.tree import DraftTree
 from specdec.verification import Verification, Verified
 
@@ -61,6 +61,7 @@ class Loop:
             prefill: logits (B, 1, V) after the prompts, by now in the cache, and features of what was read of them.
             fresh: how many tokens of each row that was.
         """
+        self._unseen = type(self.proposer).__module__.partition(".")[0] != __package__  # drafts of others' code
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._fresh, self._features = list(fresh), prefill.features
@@ -188,13 +189,14 @@ class Loop:
         if N == 1:
             return DraftTree.root_only(root)
         tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
-        if tokens.device.type == "cpu":
-            self._check_nodes(tokens, parents, draft.chain, who)
+        if tokens.device.type == HOST.type or self._unseen:
+            self._check_nodes(tokens.to(HOST), parents.to(HOST), draft.chain, who)
+            self._unseen = False
         probs = None if draft.probs is None else draft.probs.to(root.device)
         return replace(draft, tokens=tokens, parents=parents, probs=probs)
 
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
-        """What only a look at the values shows: on a device it would cost a wait in every round."""
+        """What only a look at the values shows: on a device a wait, for others' first draft in a call alone."""
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
             raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
         node = torch.arange(tokens.shape[1])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-WARM = 2  # runs of a function before it is recorded: what is compiled in it is compiled by then
+WARM = 1  # runs of a function before it is recorded; it is run once more then, by which what it compiles is compiled
 MOST = 24  # recordings of a call
 WRONG = 1e-2  # by so much, relatively, what a replay gives may differ from what the run before it gave
 
@@ -64,7 +64,8 @@ class Recorder:
             recording = Recording(function, inputs, right, self._pool)
             ours = recording.replay(inputs)
         except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
-            self._refuse(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:160]}")
+            first = _cause(error)
+            self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
             return right
         differ = [name for name, given in right.items() if not _same(ours[name], given)]
         if differ:
@@ -104,6 +105,13 @@ class Recording:
             torch._foreach_copy_([self._inputs[name] for name in names], [inputs[name] for name in names])
         self._graph.replay()
         return self._outputs
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What went wrong first: that a recording ended badly is said behind it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def _same(ours: Tensor, right: Tensor) -> bool:

@@ -158,15 +158,17 @@ def eagle_head():
 @functools.cache
 def trained_eagle_head():
     """The same, trained on texts of the target's."""
-    head, model = eagle_head().train(), target()
+    model = target()
+    head = eagle_head().train().to(model.device)
     torch.manual_seed(3)
-    prompt = torch.tensor([PROMPT] * 256)
+    prompt = torch.tensor([PROMPT] * 256, device=model.device)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=NEW)
     states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
     logits = TargetLogits.of(model)
     target_logits = logits.restricted(head.draft_to_target)
     objective = Eagle3Objective(head, model.get_input_embeddings().weight, target_logits, steps=3)
-    learn, documents = torch.arange(ids.shape[1]).expand_as(ids) >= len(PROMPT), torch.zeros_like(ids)
+    learn = torch.arange(ids.shape[1], device=ids.device).expand_as(ids) >= len(PROMPT)
+    documents = torch.zeros_like(ids)
     over_all = logits.over_all(states, learn)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
     for _ in range(150):
@@ -394,7 +396,7 @@ def test_the_trained_head_drafts_better():
     for head in (eagle_head(), trained_eagle_head()):
         spec = SpeculativeGenerator(target(), Eagle3Proposer(head, branching=(1, 1, 1)), draft_length=3)
         torch.manual_seed(0)
-        prompt = torch.tensor([PROMPT] * 64)
+        prompt = torch.tensor([PROMPT] * 64, device=target().device)
         spec.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=12)
         lengths.append(spec.report.mean_acceptance_length)
     assert lengths[1] > lengths[0] + 0.5

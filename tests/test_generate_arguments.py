@@ -637,9 +637,9 @@ def test_empty_prompt(spec):
         spec.generate(torch.ones(1, 0, dtype=torch.long), max_new_tokens=4)
 
 
-def tree(context, parents, chain=False):
-    """Both rows draft tokens 1 behind these parents."""
-    tokens = torch.ones(2, len(parents), dtype=torch.long)
+def tree(context, parents, chain=False, token=1):
+    """Both rows draft this token behind these parents."""
+    tokens = torch.full((2, len(parents)), token)
     return DraftTree(tokens, torch.tensor([parents] * 2), chain=chain)
 
 
@@ -658,9 +658,10 @@ class Saying(Proposer):
     [
         (lambda c: c.chain([1, 2, 3]), TypeError, "a list of tokens for each of the 2 rows, got .1, 2, 3."),
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
-        (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
-        (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[10**7], [1]]), ValueError, "token is outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[-5], [1]]), ValueError, "token is outside of the target's vocabulary of 64"),
         (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows of 1 nodes, the batch has 2"),
+        (lambda c: tree(c, [-1, 0], token=64), ValueError, "Saying.propose drafted a token outside of the target's"),
         (lambda c: tree(c, [-1, 0, 3, 0]), ValueError, "a node before its parent"),
         (lambda c: tree(c, [0, 0, 1, 2]), ValueError, "the root's is -1"),
         (lambda c: tree(c, [-1, -1, 1, 2]), ValueError, "whose parent is padding"),

@@ -167,6 +167,8 @@ class Context:
         if len(drafts) != self.batch_size or any(isinstance(draft, int) for draft in drafts):
             raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
         cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
+        if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
+            raise ValueError(f"a drafted token is outside of the target's vocabulary of {self.vocab_size}")
         longest = max(map(len, cut), default=0)
         if longest == 0:
             return DraftTree.root_only(self.root)
@@ -199,8 +201,11 @@ class Proposer(ABC):
         """What drafts are made by passes of, if anything: their cost is known by its shape. Asked after `check`."""
         return None
 
-    def capture(self) -> None:
-        """Passes may be captured as graphs from now on (`SpeculativeGenerator(compile=True)`). Asked after `check`."""
+    def capture(self, compiled: bool) -> None:
+        """Passes may be captured as graphs from now on (`SpeculativeGenerator(compile=True)`). Asked after `check`.
+
+        compiled: see `Graphs`.
+        """
 
     @property
     def drafted_by(self) -> str:

@@ -120,9 +120,9 @@ class DraftModelProposer(RecordedDrafts):
         captured = self._graphs is not None and not self._graphs.refused
         return ModelRunner(self._view, graphs=self._graphs if captured else None, sized=sized)
 
-    def capture(self) -> None:
+    def capture(self, compiled: bool) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
-            self._graphs = Graphs(self.model)
+            self._graphs = Graphs(self.model, compiled=compiled)
 
     def propose(self, context: Context) -> DraftTree:
         return super().propose(self._within_positions(context))

@@ -82,8 +82,8 @@ class HybridProposer(Proposer):
     def drafting_model(self) -> nn.Module | None:
         return self.other.drafting_model()
 
-    def capture(self) -> None:
-        self.other.capture()
+    def capture(self, compiled: bool) -> None:
+        self.other.capture(compiled)
 
     def begin(self, context: Context) -> None:
         self.other, self.ngram = copy(self.other), copy(self.ngram)
