@@ -16,6 +16,7 @@ from specdec.learnt import Learnt
 from specdec.pacing import Pacer
 from specdec.proposers import DraftModelProposer, NgramProposer, Proposer
 from specdec.proposers.named import as_proposer
+from specdec.recording import Known
 from specdec.wrapped import bare
 
 
@@ -24,6 +25,7 @@ class Drafting:
 
     Attributes:
         learnt: by batch size, and whether the calls sample. graphs: of the target's passes, where they are captured.
+        recorded: see `Recorder`.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
@@ -32,6 +34,7 @@ class Drafting:
         self.learnt: dict[tuple[int, bool], Learnt] = {}
         self._target = target
         self.graphs: Graphs | None = None
+        self.recorded: Known = {}
         self._kept: dict[int, KeptCosts] = {}  # between processes, by batch size
 
     def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
@@ -50,6 +53,7 @@ class Drafting:
         if self.graphs is None or self.graphs.compiled != compiled:
             self.proposer.capture(compiled)
             self.graphs = Graphs(self._target, self.taps, compiled)
+            self.recorded = {}
         return self.graphs
 
     def keep(self, batch_size: int, pacer: Pacer) -> None:

@@ -318,7 +318,7 @@ class SpeculativeGenerator:
         text = transcript(call, talk)
         pictures = shown(call.text_kwargs)
         graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
-        recorder = Recorder() if graphs is not None and self._launches else None
+        recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None
         target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, call.source)
         target.places.pads = talk.pads
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device

@@ -72,6 +72,10 @@ class NodeProcessors:
         return not self.unknown
 
     @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(type(processor).__name__ for processor in self.processors)
+
+    @property
     def read_scores_alone(self) -> bool:
         """None of them looks at the text."""
         return all(_reads_scores_alone(processor) for processor in self.processors)

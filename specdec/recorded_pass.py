@@ -75,8 +75,8 @@ class RecordedPass:
         noise = self.verify.noise_for(full, text)
         if noise is not None:
             inputs["noise"] = noise
-        key = (id(self), full.chain, full.levels, sizes)
-        made = self.recorder(key, partial(self._made, full.chain, full.levels), inputs)
+        key = ("pass", self.verify.processors.names, full.chain, full.levels, sizes)
+        made = self.recorder(self, key, partial(self._made, full.chain, full.levels), inputs)
         target.pending = full.size
         verdict = Verdict(made["path"], made["accepted"], made["next_token"])
         gained = Gained(made["tokens"], made["pads"], made.get("states"))

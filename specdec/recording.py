@@ -2,13 +2,16 @@
 
 Owns the memory that recordings read from, and when to record. Knows nothing of drafts or models: a function of tensors
 is recorded, which may also write to buffers that stay where they are. Of Python's state nothing is asked in a replay.
+
+What one call found to be recordable, later ones record at once, without a run before and without looking whether the
+replay gives the same: an eager round of a large model takes several times a replayed one.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -22,17 +25,23 @@ WRONG = 1e-2  # by so much, relatively, what a replay gives may differ from what
 
 Named = dict[str, Tensor]
 Function = Callable[..., Named]
+Like = Mapping[str, tuple[torch.Size, torch.dtype]]  # of what a function gives
+Known = MutableMapping[Hashable, Like]  # by what functions do
 
 
 class Recorder:
     """Of one call.
 
+    Args:
+        known: what calls of the same models have recorded and found right; what this one does is added.
+
     Attributes:
         refused: why nothing is recorded any more; empty while it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         self.refused = ""
+        self._known: Known = {} if known is None else known
         self._runs: dict[Hashable, int] = {}
         self._recordings: dict[Hashable, Recording] = {}
         self._pool: Any = None  # memory for what is made on the way: of all recordings, as no two run at once
@@ -40,40 +49,49 @@ class Recorder:
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def __call__(self, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
-        """What the function gives for the inputs; valid until the same key comes again.
+    def __call__(self, owner: object, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+        """What the function gives for the inputs; valid until the same owner and key come again.
 
         Args:
+            owner: of the buffers that the function writes to, which are there; it lives as long as the call.
             key: what the function does but for its inputs and their sizes: everything in it that is Python's.
             function: of the inputs by name. It may be run twice in a row, the second time over what the first wrote.
         """
         if self.refused:
             return function(**inputs)
-        key = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
-        if key in self._recordings:
-            return self._recordings[key].replay(inputs)
-        runs = self._runs[key] = self._runs.get(key, 0) + 1
-        if runs <= WARM or len(self) == MOST:
+        kind = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
+        mine = (id(owner), kind)
+        if mine in self._recordings:
+            return self._recordings[mine].replay(inputs)
+        runs = self._runs[mine] = self._runs.get(mine, 0) + 1
+        if len(self) == MOST or (runs <= WARM and kind not in self._known):
             return function(**inputs)
-        return self._recorded(key, function, inputs)
-
-    def _recorded(self, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+        if kind in self._known:
+            made = self._recording(mine, function, inputs, self._known[kind])
+            return function(**inputs) if made is None else made
         right = {name: given.clone() for name, given in function(**inputs).items()}
+        like = {name: (given.shape, given.dtype) for name, given in right.items()}
+        ours = self._recording(mine, function, inputs, like)
+        differ = [] if ours is None else [name for name, given in right.items() if not _same(ours[name], given)]
+        if differ:
+            self._refuse(f"a replay gave other {', '.join(differ)}")
+        elif ours is not None:
+            self._known[kind] = like
+        return right
+
+    def _recording(self, mine: Hashable, function: Function, inputs: Mapping[str, Tensor], like: Like) -> Named | None:
+        """Record, and replay for the first time; None, and nothing is recorded any more, where that fails."""
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recording = Recording(function, inputs, right, self._pool)
+            recording = Recording(function, inputs, like, self._pool)
             ours = recording.replay(inputs)
         except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
             first = _cause(error)
             self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
-            return right
-        differ = [name for name, given in right.items() if not _same(ours[name], given)]
-        if differ:
-            self._refuse(f"a replay gave other {', '.join(differ)}")
-        else:
-            self._recordings[key] = recording
-            log.info("recorded %s", key)
-        return right
+            return None
+        self._recordings[mine] = recording
+        log.info("recorded %s", mine)
+        return ours
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
@@ -85,14 +103,12 @@ class Recording:
     """One function's kernels, and the memory in which they find their inputs and leave what they give.
 
     Neither lies in the pool: of what does, the replay of any other recording leaves nothing as it was.
-
-    Args:
-        like: what the function gives, of these sizes.
     """
 
-    def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Mapping[str, Tensor], pool: Any):
+    def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Like, pool: Any):
         self._inputs = {name: given.clone() for name, given in inputs.items()}
-        self._outputs = {name: given.clone() for name, given in like.items()}
+        device = next(iter(inputs.values())).device
+        self._outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in like.items()}
         dtypes = {given.dtype for given in inputs.values()}  # tensors of one are copied by one launch
         self._alike = [[name for name, given in inputs.items() if given.dtype == dtype] for dtype in dtypes]
         self._graph = torch.cuda.CUDAGraph()

@@ -29,8 +29,8 @@ def recorders(monkeypatch):
     made: list[Recorder] = []
 
     class Kept(Recorder):
-        def __init__(self):
-            super().__init__()
+        def __init__(self, known):
+            super().__init__(known)
             made.append(self)
 
     monkeypatch.setattr(generator_module, "Recorder", Kept)
@@ -172,7 +172,7 @@ def on_device(*numbers: float) -> torch.Tensor:
 
 
 def runs(recorder, function, times=WARM + 3):
-    return [recorder("key", function, {"x": on_device(float(n), 1.0)})["y"].tolist() for n in range(times)]
+    return [recorder(0, "key", function, {"x": on_device(float(n), 1.0)})["y"].tolist() for n in range(times)]
 
 
 def test_a_function_is_run_until_it_is_recorded_and_then_no_more():
@@ -185,6 +185,19 @@ def test_a_function_is_run_until_it_is_recorded_and_then_no_more():
     assert runs(recorder, doubled) == [[2.0 * n, 2.0 * n + 2] for n in range(WARM + 3)]
     assert len(calls) == WARM + 2  # once more to record it
     assert len(recorder) == 1
+
+
+def test_what_a_call_found_right_the_next_records_at_once():
+    known, calls = {}, []
+
+    def doubled(x):
+        calls.append(1)
+        return {"y": x * 2}
+
+    for _ in range(2):
+        calls.clear()
+        assert runs(Recorder(known), doubled) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+    assert len(calls) == 1  # to record it
 
 
 def test_buffers_are_written_in_replays():
@@ -225,5 +238,5 @@ def test_no_more_than_so_many_are_recorded():
     recorder = Recorder()
     for key in range(MOST + 2):
         for _ in range(WARM + 1):
-            recorder(key, lambda x: {"y": x + 1}, {"x": on_device(1.0)})
+            recorder(0, key, lambda x: {"y": x + 1}, {"x": on_device(1.0)})
     assert len(recorder) == MOST

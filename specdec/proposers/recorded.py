@@ -163,8 +163,11 @@ class RecordedDrafts(AutoregressiveProposer):
         assert context.recorder is not None
         wide = 1 if chain or self.tree is None else self.tree.top_k
         sizes = self.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, self._widest_pass))
-        key = (id(self.rows), chain, depth, sizes)
-        return LaunchedDraft(context.recorder(key, partial(self._made, context, depth, chain, key), inputs), depth, key)
+        key = (type(self).__name__, context.processors.names, chain, depth, sizes)
+        function = partial(self._made, context, depth, chain, key)
+        if self.rows.cache.filled:
+            return LaunchedDraft(context.recorder(self.rows, key, function, inputs), depth, key)
+        return LaunchedDraft(function(**inputs), depth, key)  # it makes the buffers that replays write to
 
     def _taken(self, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]) -> DraftTree:
         """For this round; missing: how many tokens of each row were read for it."""
