@@ -97,7 +97,7 @@ class SpeculativeGenerator:
         draft_length: int | None = None,
         rule: RuleName | Lenient = COUPLED,
         on_unsupported: OnUnsupported = "plain",
-        compile: bool | Literal["auto"] = False,
+        compile: bool | Literal["auto"] = "auto",
     ):
         if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
@@ -372,7 +372,8 @@ class SpeculativeGenerator:
             return None
         reason = cannot_capture(self.model) if self.capability.trees else "it makes masks of its own"
         if reason is not None:
-            self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
+            if self.compile is True:  # else nobody asked for them
+                self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
             return None
         graphs = drafting.capture(compiled=self.compile is True)
         return None if graphs.refused else graphs

@@ -5,8 +5,9 @@ Owns which rounds can be recorded. What is done in them is the target's runner's
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 
 from specdec.gained import Gained, of_nodes
 from specdec.graphs import nodes_of_size
-from specdec.recording import Named, Recorder
+from specdec.recording import WARM, Named, Recorder
 from specdec.runner import ModelRunner
 from specdec.transcript import Transcript
 from specdec.transfer import uploaded
 from specdec.tree import DraftTree, Verdict
 from specdec.verification import AllChoices, Verified, outcome_sent, written
+
+SELDOM = 4  # rounds of a call
+Shape = tuple[bool, int | None]  # of drafts: chains or not, and how deep they may be
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class RecordedPass:
     target: ModelRunner
     verify: AllChoices
     recorder: Recorder
+    _wanted: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # rounds by nodes
+    _run: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # as they were filled up
 
     @classmethod
     def of(cls, target: ModelRunner, verify: object, recorder: Recorder | None) -> RecordedPass | None:
@@ -65,7 +71,7 @@ class RecordedPass:
         return known and alone and not self.recorder.refused and scores <= AllChoices.MOST
 
     def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
-        full, target = _filled_up(draft), self.target
+        full, target = _filled_up(draft, self._size(draft)), self.target
         sizes = target.reserve(full.size)
         inputs = {
             "tokens": full.tokens,
@@ -81,6 +87,20 @@ class RecordedPass:
         verdict = Verdict(made["path"], made["accepted"], made["next_token"])
         gained = Gained(made["tokens"], made["pads"], made.get("states"))
         return LaunchedPass(verdict, gained, made["new"])
+
+    def _size(self, draft: DraftTree) -> int:
+        """Nodes to fill a draft up to: the next size, or a larger one that is recorded, while that is asked for seldom.
+
+        An eager pass, or to record one, takes longer than a replayed one over more nodes.
+        """
+        shape, own = (draft.chain, draft.levels), nodes_of_size(draft.size)
+        wanted, run = self._wanted[shape], self._run[shape]
+        wanted[own] += 1
+        size = own
+        if run[own] <= WARM and wanted[own] <= SELDOM:
+            size = min((nodes for nodes, rounds in run.items() if nodes > own and rounds > WARM), default=own)
+        run[size] += 1
+        return size
 
     def _made(
         self,
@@ -117,9 +137,9 @@ def _gained(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named:
     return made if gained.states is None else made | {"states": gained.states}
 
 
-def _filled_up(draft: DraftTree) -> DraftTree:
-    """With padding up to the next size of a pass."""
-    more = nodes_of_size(draft.size) - draft.size
+def _filled_up(draft: DraftTree, size: int) -> DraftTree:
+    """With padding."""
+    more = size - draft.size
     if not more:
         return draft
     tokens, parents = nn.functional.pad(draft.tokens, (0, more)), nn.functional.pad(draft.parents, (0, more), value=-1)

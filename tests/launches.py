@@ -75,7 +75,7 @@ def generator(name: str, automatic: bool) -> SpeculativeGenerator:
         "hybrid": lambda: HybridProposer(Eagle3Proposer(head, tree=tree)),
     }[name]()
     length = None if automatic else LARGE.depth if "tree" in name or name == "hybrid" else LENGTH
-    return SpeculativeGenerator(target, proposer, draft_length=length)
+    return SpeculativeGenerator(target, proposer, draft_length=length, compile=False)
 
 
 def prompts(batch_size: int) -> dict[str, torch.Tensor]:

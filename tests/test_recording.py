@@ -78,6 +78,14 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
         assert book.count("launches", launches.DRAFT, launches.TARGET) == 0
 
 
+@pytest.mark.skipif(not PRETENDED, reason="counts launches")
+def test_a_draft_of_a_size_that_is_seldom_runs_as_one_that_is_recorded(recorders):
+    """At the end of a text drafts have no room: each of their sizes comes once."""
+    spec, given = replaying("ngram", automatic=False), launches.prompts(1)
+    books = launches.counted(spec, do_sample=False, max_new_tokens=NEW, **given)
+    assert [launches.replays(book) for book in books[-4:]] == [1] * 4
+
+
 @pytest.mark.parametrize("shape", [{}, {"tree": DynamicTree(depth=3, top_k=2)}], ids=["chain", "tree"])
 def test_rows_whose_positions_have_run_out(shape, recorders):
     """Of a model with a table of positions: one row ends at its last one, while the others are drafted for."""
