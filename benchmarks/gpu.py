@@ -17,9 +17,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import counting
 import machine
@@ -35,6 +38,7 @@ from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec import graphs as captured
 from specdec.eagle3 import Eagle3Head
 from specdec.proposers import Eagle3Proposer, Proposer
+from specdec.report import Report
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
@@ -98,13 +102,63 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
                 yield in_way(setting, target, f"specdec replay, {right}", said, spec, ids)
             spec = replayed(setting, target, ids, 0.8, head)
             yield in_way(setting, target, "specdec EAGLE-3 chain, 0.8", said, spec, ids)
-            spec = SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8)
-            yield in_way(setting, target, "specdec EAGLE-3 tree, 0", said, spec, ids)
             spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
             yield in_way(setting, target, "specdec draft model, 0.8", said, spec, ids)
         yield measured(setting, target, "assisted, 0.8", in_assisted(target, draft), ids)
 
     return part
+
+
+def each_round(setting: Setting) -> Iterator[Row]:
+    """Of one call, recorded: how long its rounds take, and how long the device is busy in them."""
+    target = setting.model("llama-8b")
+    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+    head = counting.head_for(target)
+    ways = {
+        "replay, 0.8": replayed(setting, target, ids, 0.8),
+        "EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
+        "EAGLE-3 tree, 0": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
+    }
+    for name, spec in ways.items():
+        spec.compile = LAUNCHED[", recorded"]
+        new = setting.new_tokens if "tree" not in name else setting.new_tokens // 4  # a token a round
+        calls = [least(setting, partial(write, spec, ids, new), repeats=1) for _ in range(3)]
+        rounds = rounds_of(spec, ids, new)
+        row: Row = {"method": f"specdec {name}, recorded", "new tokens": new, "rounds": len(rounds)}
+        row |= {f"call {i} ms": 1e3 * seconds for i, seconds in enumerate(calls, start=1)}
+        yield row | {
+            "median round ms": 1e3 * median(rounds),
+            "slow rounds": sum(r > 1.5 * median(rounds) for r in rounds),
+        }
+        if setting.device.type == "cuda":
+            yield from busiest(spec, ids, new)
+
+
+def rounds_of(spec: SpeculativeGenerator, ids: Tensor, new: int) -> list[float]:
+    """Seconds of each round of a call."""
+    taken: list[float] = []
+    record = Report.record_round
+
+    def seen(report: Report, *args: Any) -> None:
+        taken.append(args[3])
+        record(report, *args)
+
+    with patch.object(Report, "record_round", seen):
+        write(spec, ids, new)
+    return taken
+
+
+def busiest(spec: SpeculativeGenerator, ids: Tensor, new: int) -> Iterator[Row]:
+    """Kernels by the device's time, per round of a call, its prompt's pass among them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        write(spec, ids, new)
+    rounds, events = spec.last_report.num_rounds, profile.key_averages()
+    events = sorted(events, key=lambda event: -event.device_time_total)
+    whole = sum(event.device_time_total for event in events)
+    yield {"method": "all kernels", "ms a round": whole / 1e3 / rounds}
+    for event in events[:8]:
+        ms = event.device_time_total / 1e3 / rounds
+        yield {"method": event.key[:60].replace("|", " "), "ms a round": ms, "times a round": event.count / rounds}
 
 
 def compiled(setting: Setting) -> Iterator[Row]:
@@ -135,8 +189,7 @@ def long_prompts(setting: Setting) -> Iterator[Row]:
 
 def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static: bool) -> Iterator[Row]:
     """static: beside a static cache, too, which is compiled for half a minute."""
-    for said in (", recorded", ""):
-        yield in_way(setting, target, "specdec replay, 0.8", said, replayed(setting, target, ids, 0.8), ids)
+    yield in_way(setting, target, "specdec replay, 0.8", ", recorded", replayed(setting, target, ids, 0.8), ids)
     for name, generate in plain_ways(target).items():
         if static or "static" not in name:
             yield measured(setting, target, name, generate, ids)
@@ -154,8 +207,9 @@ def launches(setting: Setting) -> Iterator[Row]:
             f"specdec EAGLE-3 chain, 0.8{said}": replayed(setting, target, ids, 0.8, head),
             f"specdec EAGLE-3 tree, 0{said}": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
         }
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if setting.device.type == "cuda" else []
+    kind = (
+        torch.profiler.ProfilerActivity.CUDA if setting.device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    )
     for name, way in ways.items():
         counts, recorded = [], name.endswith(", recorded")
         if recorded:
@@ -163,7 +217,7 @@ def launches(setting: Setting) -> Iterator[Row]:
         few = 32 if recorded and "tree" not in name else 12  # by then what is replayed has been recorded
         for new in (few, few + 8):  # their difference is without the prompt's part
             write(way, ids, new)
-            with torch.profiler.profile(activities=activities) as profile:
+            with torch.profiler.profile(activities=[kind]) as profile:
                 write(way, ids, new)
             seen = {event.key: event.count for event in profile.key_averages()}
             counts.append([sum(seen.get(key, 0) for key in keys) for keys in (LAUNCHES, WAITS)])
@@ -182,10 +236,11 @@ def parity(setting: Setting) -> Iterator[Row]:
 
 PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # seconds it may take
     "bandwidth": (30, bandwidth),
+    "rounds": (60, each_round),
     "llama-8b": (120, methods("llama-8b")),
-    "launches": (60, launches),
-    "batches": (90, batches),
+    "batches": (120, batches),
     "long prompts": (90, long_prompts),
+    "launches": (60, launches),
     "qwen3-4b": (90, methods("qwen3-4b")),
     "mixture of experts": (90, methods("qwen3-30b-a3b, half its layers")),
     "parity": (90, parity),
@@ -306,7 +361,7 @@ def main(
     if part is not None and part not in PARTS:
         raise typer.BadParameter(f"no part is called {part!r}; there are {', '.join(PARTS)}")
     out.mkdir(parents=True, exist_ok=True)
-    setting = Setting(device, small, new_tokens or (16 if small else 128))
+    setting = Setting(device, small, new_tokens or (16 if small else 96))
     if part is None:
         run_all(out, setting, 60 * minutes)
     else:

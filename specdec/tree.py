@@ -67,14 +67,14 @@ class DraftTree:
         """One continuation per row.
 
         Args:
-            root: (B,) int64.
+            root: (B,) int64, on any device.
             drafts: (B, K) int64, row b's first `lengths[b]` entries count.
             lengths: (B,) int64, or None when every row has K.
             probs: (B, K, V) float32, probs[:, i] is the q that drafts[:, i] was drawn from; None: deterministic.
             keys: (B, K) int64 confidence labels of the drafts.
         """
         B, K = drafts.shape
-        tokens = torch.cat([root[:, None], drafts], dim=1)  # (B, K + 1)
+        tokens = torch.cat([root[:, None].to(drafts.device), drafts], dim=1)  # (B, K + 1)
         parents = torch.arange(-1, K, device=drafts.device).expand(B, K + 1)
         if lengths is not None:
             index = torch.arange(K + 1, device=drafts.device)

@@ -76,7 +76,7 @@ def test_a_part_runs(part, tmp_path):
     result = CliRunner().invoke(gpu.app, given)
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == {"bandwidth": 1, "batches": 6}[part]
+    assert len(rows) == {"bandwidth": 1, "batches": 5}[part]
     assert all(row["right"] == 1 for row in rows if "right" in row)
 
 
