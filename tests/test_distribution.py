@@ -551,4 +551,5 @@ def test_a_constraint_that_knows_its_own_texts_only():
     sampling = {"top_k": 0, "prefix_allowed_tokens_fn": allowed}
     for proposer in ("chain", "n-gram", "garbage, chosen", "garbage, drawn", "tree, drawn", "dynamic tree", "eagle3"):
         spec = SpeculativeGenerator(target(), PROPOSERS[proposer](), draft_length=2)
+        torch.manual_seed(1)  # garbage is at times nothing, and there are few rounds
         assert departure(sampled(spec, 1, 300, **sampling), law(PROMPT, **sampling)) < EXACT
