@@ -207,13 +207,12 @@ def launches(setting: Setting) -> Iterator[Row]:
             f"specdec EAGLE-3 chain, 0.8{said}": replayed(setting, target, ids, 0.8, head),
             f"specdec EAGLE-3 tree, 0{said}": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
         }
-    kind = (
-        torch.profiler.ProfilerActivity.CUDA if setting.device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-    )
+    activities = torch.profiler.ProfilerActivity
+    kind = activities.CUDA if setting.device.type == "cuda" else activities.CPU
     for name, way in ways.items():
         counts, recorded = [], name.endswith(", recorded")
-        if recorded:
-            way.compile = LAUNCHED[", recorded"]
+        if isinstance(way, SpeculativeGenerator):
+            way.compile = LAUNCHED[", recorded" if recorded else ""]
         few = 32 if recorded and "tree" not in name else 12  # by then what is replayed has been recorded
         for new in (few, few + 8):  # their difference is without the prompt's part
             write(way, ids, new)
@@ -223,7 +222,7 @@ def launches(setting: Setting) -> Iterator[Row]:
             counts.append([sum(seen.get(key, 0) for key in keys) for keys in (LAUNCHES, WAITS)])
             counts[-1].append(passes(way, new) or 0)
         launched, waited, rounds = (b - a for a, b in zip(*counts, strict=True))
-        yield {"method": name, "launches a pass": launched / max(rounds, 1), "waits a pass": waited / max(rounds, 1)}
+        yield {"method": name, "launches a pass": launched / rounds, "waits a pass": waited / rounds}
 
 
 def parity(setting: Setting) -> Iterator[Row]:
