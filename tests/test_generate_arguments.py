@@ -658,8 +658,8 @@ class Saying(Proposer):
     [
         (lambda c: c.chain([1, 2, 3]), TypeError, "a list of tokens for each of the 2 rows, got .1, 2, 3."),
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
-        (lambda c: c.chain([[10**7], [1]]), ValueError, "token is outside of the target's vocabulary of 64"),
-        (lambda c: c.chain([[-5], [1]]), ValueError, "token is outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
         (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows of 1 nodes, the batch has 2"),
         (lambda c: tree(c, [-1, 0], token=64), ValueError, "Saying.propose drafted a token outside of the target's"),
         (lambda c: tree(c, [-1, 0, 3, 0]), ValueError, "a node before its parent"),

@@ -168,7 +168,7 @@ class Context:
             raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
         cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
-            raise ValueError(f"a drafted token is outside of the target's vocabulary of {self.vocab_size}")
+            raise ValueError(f"drafted a token outside of the target's vocabulary of {self.vocab_size}")
         longest = max(map(len, cut), default=0)
         if longest == 0:
             return DraftTree.root_only(self.root)
