@@ -35,6 +35,8 @@ VARIANTS = {
     "window": {"sliding_window": 5},
     "own embedding": {"own_embedding": True},
     "two taps": {"tap_ids": (0, 2)},
+    "narrow": {"hidden_size": 24},  # not as its target
+    "wide": {"hidden_size": 48},
 }
 
 

@@ -366,7 +366,6 @@ def test_that_check_finds_a_wrong_norm():
     [
         ({"target_hidden_size": 16}, "hidden states of 16, this one's have 32"),
         ({"vocab_size": 5000}, "vocabulary of 5000 tokens, the target's has 64"),
-        ({"hidden_size": 48, "head_dim": 12}, "48 wide and has no embedding of its own"),
         ({"tap_ids": (0, 1, 7)}, "2 layers: there is no tap 7"),
     ],
 )

@@ -17,6 +17,7 @@ from specdec.cli import app
 from specdec.eagle3 import Eagle3Head, load, save
 from specdec.eagle3.checkpoint import read
 from specdec.eagle3.config import default_taps, infer_convention
+from specdec.eagle3.widened import widened
 from tests import eagle3, tiny
 
 EXACT = [layout for layout in get_args(HeadLayout) if layout != "int8"]
@@ -27,7 +28,7 @@ def drafts(head, seed=0):
     generator = torch.Generator().manual_seed(seed)
     c = head.config
     states = torch.randn(1, 6, c.target_hidden_size * c.num_taps, generator=generator)
-    embeds = torch.randn(1, 6, c.hidden_size, generator=generator)
+    embeds = torch.randn(1, 6, c.embedding_size, generator=generator)
     with torch.no_grad():
         h = head(embeds, head.fuse(states), torch.arange(6)[None], None)
         return head.logits(head(embeds, h, torch.arange(6)[None], None))
@@ -416,6 +417,28 @@ def test_a_scale_that_belongs_to_nothing(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["narrow", "norm output", "two layers"])
+@torch.no_grad()
+def test_widened_drafts_the_same(name):
+    head = eagle3.head(name, hidden_size=24, attention_bias=True, fc_bias=True, rms_norm_eps=1e-12)
+    wide = widened(head)
+    assert wide.config.hidden_size == wide.config.target_hidden_size == 32
+    embeds, states = torch.randn(2, 1, 9, 32, device=head.device)
+    position = torch.arange(9, device=head.device)[None]
+    features = [each.fuse(states.repeat(1, 1, 3)) for each in (head, wide)]
+    for _ in range(2):  # the second pass is fed what the first put out
+        features = [each(embeds, h, position, None) for each, h in zip((head, wide), features, strict=True)]
+        logits = [each.logits(h) for each, h in zip((head, wide), features, strict=True)]
+        torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
+    assert widened(wide) is wide
+
+
+def test_a_head_wider_than_its_target_has_no_other_layout():
+    with pytest.raises(ValueError, match="48 wide, its target 32"):
+        widened(eagle3.head("wide"))
+    assert widened(own := eagle3.head("own embedding", hidden_size=48)) is own
+
+
 def test_export_refuses():
     with pytest.raises(ValueError, match="layout must be one of"):
         save(eagle3.head(), "nowhere", "onnx")
@@ -462,6 +485,10 @@ def test_inspect_says_what_is_wrong(tmp_path):
 def test_export_from_the_command_line(tmp_path):
     head = eagle3.head("3.1")
     save(head, tmp_path / "one", "sglang")
+    save(eagle3.head("narrow"), tmp_path / "narrow")
+    command = ["export", str(tmp_path / "narrow"), str(tmp_path / "as wide")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert load(tmp_path / "as wide").config.hidden_size == 32
     command = ["export", str(tmp_path / "one"), str(tmp_path / "two"), "--layout", "speculators"]
     assert CliRunner().invoke(app, command).exit_code == 0
     assert read(tmp_path / "two").format == "vLLM speculators"

@@ -79,7 +79,6 @@ def test_a_fresh_heads_feature_is_the_highest_state():
     assert all(bool((part != 0).any()) for part in head.fc.weight.grad.split(32, 1))
 
 
-@pytest.mark.parametrize("added", [0.0, transfer.ADDED])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -90,31 +89,29 @@ def test_a_fresh_heads_feature_is_the_highest_state():
         ("biases", {"fc_bias": True}),
         ("whole vocabulary", {}),
         ("two taps", {}),
+        ("two layers", {}),
     ],
 )
+@pytest.mark.parametrize("wide", [32, 48])
 @torch.no_grad()
-def test_a_head_carried_over_drafts_as_it_did(name, changes, added, monkeypatch):
+def test_a_head_carried_over_drafts_as_it_did(name, changes, wide, monkeypatch):
     """To a target whose states and embeddings are its donor's, turned within a wider space."""
-    monkeypatch.setattr(transfer, "ADDED", added)
     monkeypatch.setattr(transfer, "RIDGE", 1e-6)
     head = eagle3.head(name, **changes)
     torch.manual_seed(0)
-    turn = torch.linalg.qr(torch.randn(48, 48)).Q[:32]
+    turn = torch.linalg.qr(torch.randn(wide, wide)).Q[:32]
     old, states = torch.randn(tiny.VOCAB, 32), torch.randn(500, head.config.num_taps * 32) + 0.5
     read = torch.cat([part @ turn for part in states.chunk(head.config.num_taps, -1)], -1)
     seen = torch.ones(tiny.VOCAB, dtype=torch.long)
-    bigger = translate(head, head.fuse(states), read, old, old @ turn, seen, (0, 2, 3)[: head.config.num_taps])
-    assert bigger.config.target_hidden_size == bigger.config.hidden_size == 48
-    assert torch.equal(bigger.draft_to_target, head.draft_to_target)
+    carried = translate(head, head.fuse(states), read, old, old @ turn, seen, (0, 2, 3)[: head.config.num_taps])
+    assert (carried.config.target_hidden_size, carried.config.hidden_size) == (wide, 32)
+    assert torch.equal(carried.draft_to_target, head.draft_to_target)
     ids, position = torch.randint(tiny.VOCAB, (1, 500)), torch.arange(500)[None]
-    before, after = head.fuse(states[None]), bigger.fuse(read[None])
+    before, after = head.fuse(states[None]), carried.fuse(read[None])
     for _ in range(2):  # the second pass is fed what the first put out
         before = head(old[ids], before, position, None)
-        after = bigger((old @ turn)[ids], after, position, None)
-        expected, found = head.logits(before), bigger.logits(after)
-        if added == 0:
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-        assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+        after = carried((old @ turn)[ids], after, position, None)
+        torch.testing.assert_close(carried.logits(after), head.logits(before), rtol=1e-3, atol=1e-3)
 
 
 @torch.no_grad()
@@ -140,33 +137,6 @@ def test_the_linear_map_is_weighted_least_squares(monkeypatch):
     root = weight.sqrt()[:, None]
     expected = torch.linalg.lstsq(x * root, y * root).solution.T
     torch.testing.assert_close(transfer._linear_map(x, y, weight), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_the_added_part_is_seen_once_training_has_begun():
-    """No gradient is 0 because all weights of a product are."""
-    donor = tiny.model("llama", num_hidden_layers=4)
-    target = tiny.model("llama", num_hidden_layers=6, hidden_size=48, num_attention_heads=4)
-    head = transfer_head(eagle3.head("biases"), donor, target, some_texts(target, 8, 20))
-    assert head.config.taps(6) == (2, 3, 3)
-    text = some_texts(target, 1)[0]
-    state = states.states_of(target, (*head.config.taps(6), -1), [text])[0]
-    objective = Eagle3Objective(head.train(), *target_logits_of(target, head))
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        objective(*batch_of(target, text.ids[None], text.learn[None], state[None].float()))["loss"].backward()
-        optimizer.step()
-    assert bool((head.lm_head.weight.grad[:, 32:] != 0).any())
-    for name in ("fc", "layers.0.self_attn.o_proj", "layers.0.mlp.down_proj"):
-        assert bool((head.get_submodule(name).weight.grad[32:] != 0).any()), name
-
-
-def test_heads_that_cannot_be_carried_over():
-    small, large = tiny.model("llama", num_hidden_layers=4), tiny.model("llama", hidden_size=16, num_hidden_layers=4)
-    with pytest.raises(ValueError, match="32 wide, of 1 layers, .* 16 wide: it needs"):
-        transfer_head(eagle3.head(), small, large, some_texts(small))
-    with pytest.raises(ValueError, match="of 2 layers"):
-        transfer_head(eagle3.head("two layers"), small, small, some_texts(small))
 
 
 @pytest.mark.slow
@@ -210,7 +180,8 @@ def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "carrying" in result.output
-    assert load(out / "head").config.hidden_size == 48
+    config = load(out / "head").config
+    assert (config.hidden_size, config.target_hidden_size) == (32, 48)
     kept = (out / "transferred" / "model.safetensors").stat().st_mtime_ns
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 0, again.output

@@ -39,6 +39,10 @@ class PerTokenConfig:
     def target_hidden_size(self) -> int:
         return self.hidden_size
 
+    @property
+    def embedding_size(self) -> int:
+        return self.hidden_size
+
 
 class HeadPerToken(nn.Module):
     """What borrows no LM head, and drafts any of the target's tokens."""

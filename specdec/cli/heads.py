@@ -69,9 +69,10 @@ def export(
             raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
         from specdec.eagle3 import load, save
         from specdec.eagle3.layouts import lost_in
+        from specdec.eagle3.widened import widened
 
         loaded = load(head)
-        save(loaded, out, layout, target)
+        save(loaded if layout == "int8" else widened(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
         typer.secho(f"warning: {lost}", fg="yellow", err=True)
     if layout == "speculators" and not target:

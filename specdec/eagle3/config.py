@@ -14,7 +14,7 @@ class LayerConfig:
     """Shape of a decoder layer, of Llama's or Qwen3's kind, and what its head drafts.
 
     Attributes:
-        hidden_size: H, width of the head. target_hidden_size: of the target's states.
+        hidden_size: H, width of the head. target_hidden_size: of the target's states, which may be others.
         vocab_size: V, the target's. draft_vocab_size: K, what the head can draft.
         num_layers: decoder layers.
         attention_bias: of the q, k and v projections. output_bias: of the o projection.
@@ -43,6 +43,11 @@ class LayerConfig:
     max_position_embeddings: int = 4096
     own_embedding: bool = False
     mask_token_id: int | None = None
+
+    @property
+    def embedding_size(self) -> int:
+        """Width of the embeddings it reads."""
+        return self.hidden_size
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
@@ -93,6 +98,13 @@ class Eagle3Config(LayerConfig):
     def drafted(self) -> int:
         """Tokens drafted in a pass."""
         return self.block_size
+
+    @property
+    def embedding_size(self) -> int:
+        """E, of the target's embeddings where it has none of its own. Only the first layer's projections see them:
+        nothing else of a head need be as wide as its target.
+        """
+        return self.hidden_size if self.own_embedding or self.version == 1 else self.target_hidden_size
 
     @property
     def num_taps(self) -> int:

@@ -90,7 +90,8 @@ class Eagle3Head(StateHead):
         """One pass over n tokens per row.
 
         Args:
-            embeds: (B, n, H) of tokens i+1. features: (B, n, H) of tokens i, from `fuse` or fed back.
+            embeds: (B, n, E) of tokens i+1; E is the config's `embedding_size`.
+            features: (B, n, H) of tokens i, from `fuse` or fed back.
             positions: (B, n) int64, i. visible: (B, n, slots) bool; a BlockMask: by flex
                 attention; None: causal over these n.
             cache: keys and values of earlier tokens.
@@ -127,15 +128,15 @@ class Eagle3Head(StateHead):
 
 
 class FusingLayer(nn.Module):
-    """The first layer: attention over [embedding, feature], both normed, twice the width."""
+    """The first layer: attention over [embedding, feature], both normed, E + H wide."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
-        H = config.hidden_size
+        E, H = config.embedding_size, config.hidden_size
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(E, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.self_attn = Attention(config, 0, 2 * H)
+        self.self_attn = Attention(config, 0, E + H)
         self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.mlp = GatedMLP(config)
 

@@ -118,9 +118,9 @@ class HeadProposer(FollowingProposer):
                 f"the head was made for a vocabulary of {head.vocab_size} tokens, the target's has {text.vocab_size}: "
                 "it belongs to another model"
             )
-        if self.head.embed_tokens is None and embedded[-1] != head.hidden_size:
+        if self.head.embed_tokens is None and embedded[-1] != head.embedding_size:
             raise ValueError(
-                f"the head is {head.hidden_size} wide and has no embedding of its own, the target's is "
+                f"the head reads embeddings {head.embedding_size} wide and has none of its own, the target's are "
                 f"{embedded[-1]} wide"
             )
         known = head.vocab_size if self.head.embed_tokens is not None else embedded[0]

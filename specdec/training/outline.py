@@ -118,4 +118,4 @@ def _of_blocks(head: DFlashHead, ids: Tensor, states: Tensor, steps: int, anchor
 
 
 def _embedded(head: StandAlone, tokens: Tensor) -> Tensor:
-    return torch.empty(*tokens.shape, head.config.hidden_size)
+    return torch.empty(*tokens.shape, head.config.embedding_size)

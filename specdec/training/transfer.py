@@ -1,8 +1,7 @@
 """`transfer_head`: a head for one target out of a head for another, usually smaller one with the same tokens.
 
 What the head has learnt about drafting is kept, what it reads is translated: a linear map takes the target's states to
-what the head made of its donor's, another one the embeddings. The head becomes as wide as the target; the added part of
-its states carries the target's highest state, which nothing in the head looks at until training finds a use for it.
+what the head made of its donor's, another one the embeddings. The head stays as wide as it was.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from specdec.training.states import states_of
 from specdec.training.teacher import embedding_of
 
 RIDGE = 1e-2  # of the inputs' variance
-ADDED = 0.25  # entries of the states' added part, relative to the size of the head's own
 PROJECTIONS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # of [embedding, feature]
-NORMS = ("layers.0.hidden_norm.weight", "layers.0.post_attention_layernorm.weight", "norm.weight")
 
 
 @torch.no_grad()
@@ -36,16 +33,10 @@ def transfer_head(
     """A head for `target`, float32, out of one for `donor`.
 
     Args:
-        head: EAGLE-3, of one layer. donor: what it drafts for; its token ids mean the same as the target's.
+        head: EAGLE-3. donor: what it drafts for; its token ids mean the same as the target's.
         texts: both are run on them; a few times as many tokens as the target's taps are wide.
     """
     Eagle3Proposer(head).check(donor)
-    wide, H = target.config.get_text_config(decoder=True).hidden_size, head.config.hidden_size
-    if wide < H or len(head.layers) > 1:
-        raise ValueError(
-            f"a head {H} wide, of {len(head.layers)} layers, cannot be carried over to {type(target).__name__}, {wide} "
-            "wide: it needs one layer and to be no wider than the target. Train a fresh one (without --from)"
-        )
     head = deepcopy(head).float().cpu()
     taps = default_taps(len(decoder_layers(target)))
     # Not the first token's states: in many models they are hundreds of times as large as all others.
@@ -70,15 +61,13 @@ def translate(
     """`transfer_head`, given what the models say of the texts, N tokens.
 
     Args:
-        features: (N, H) what the head makes of its donor's states. read: (N, taps * wide) the target's states.
-        old: (V, H) the embeddings it knows. new: (V, wide) the target's. seen: (V,) int64 counts of tokens.
+        features: (N, H) what the head makes of its donor's states. read: (N, taps * target H) the target's states.
+        old: (V, E) the embeddings it knows. new: (V, target E) the target's. seen: (V,) int64 counts of tokens.
         taps: whose states `read` holds, as `Taps` counts.
     """
-    H, wide = features.shape[-1], new.shape[-1]
     config = replace(
         head.config,
-        hidden_size=wide,
-        target_hidden_size=wide,
+        target_hidden_size=read.shape[-1] // len(taps),
         vocab_size=len(new),
         tap_ids=taps,
         tap_convention="entering",
@@ -87,35 +76,20 @@ def translate(
         fc_norm=False,
         own_embedding=False,
     )
-    bigger = Eagle3Head(config)
-    bigger.d2t.copy_(head.d2t)
+    carried = Eagle3Head(config)
     known = torch.cat([seen.nonzero()[:, 0], head.draft_to_target]).unique()
     known = known[known < min(len(old), len(new))]
-    embeds = bigger.layers[0].input_layernorm(new[known].float())  # a fresh norm, whose weights are ones
-    its_embeds = head.layers[0].input_layernorm(old[known].float())
-    translate = _linear_map(embeds, its_embeds, 1.0 + seen[known].float())  # (H, wide)
-    # A norm takes the mean square over more entries, of which the added ones are smaller.
-    shrunk = ((H + (wide - H) * ADDED**2) / wide) ** 0.5
-    weights = head.state_dict()
-    for name, mine in bigger.named_parameters():
-        if name == "fc.weight":
-            mine.zero_()
-            mine[:H] = _linear_map(read, features if head.fc.bias is None else features - head.fc.bias)
-            highest = read[:, -wide:]
-            mixed = torch.randn(wide - H, wide, generator=torch.Generator().manual_seed(0)) / _spread(highest)
-            mine[H:, -wide:] = ADDED * mixed * _size(features) / _size(highest @ mixed.T)
-        elif name == "layers.0.input_layernorm.weight":
-            continue  # the donor's is in the map
-        elif name in NORMS:
-            mine[:H] = shrunk * weights[name]
-        elif name in PROJECTIONS:
-            mine.zero_()
-            mine[:, :wide] = weights[name][:, :H] @ translate
-            mine[:, wide : wide + H] = weights[name][:, H:]
-        else:
-            mine.zero_()
-            mine[tuple(slice(size) for size in weights[name].shape)] = weights[name]
-    return bigger
+    embeds = carried.layers[0].input_layernorm(new[known].float())  # a fresh norm, whose weights are ones
+    its_embeds = head.layers[0].input_layernorm(old[known].float())  # the donor's weights are in the map
+    translate = _linear_map(embeds, its_embeds, 1.0 + seen[known].float())  # (E, target E)
+    weights = {name: tensor for name, tensor in head.state_dict().items() if name in carried.state_dict()}
+    weights["layers.0.input_layernorm.weight"] = carried.layers[0].input_layernorm.weight
+    weights["fc.weight"] = _linear_map(read, features if head.fc.bias is None else features - head.fc.bias)
+    for name in PROJECTIONS:
+        of_embeds, of_features = weights[name].split([old.shape[-1], head.config.hidden_size], 1)
+        weights[name] = torch.cat([of_embeds @ translate, of_features], 1)
+    carried.load_state_dict(weights)
+    return carried
 
 
 def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -134,8 +108,3 @@ def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
 
 def _spread(x: Tensor) -> Tensor:
     return x.std(0).clamp(min=1e-6)
-
-
-def _size(x: Tensor) -> Tensor:
-    """Root mean square of all entries."""
-    return x.square().mean().sqrt().clamp(min=1e-6)

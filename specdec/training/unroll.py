@@ -32,7 +32,7 @@ def unroll(
     """What the head puts out at each step, given the true tokens.
 
     Args:
-        embeds: (B, T, H) of the text's tokens 0 to T-1. states: (B, T, taps * target H) of the same tokens.
+        embeds: (B, T, E) of the text's tokens 0 to T-1. states: (B, T, taps * target H) of the same tokens.
         steps: drafted tokens. documents: (B, T) int64, texts packed in one row do not see each other.
         wanted: (B, T) bool, the rows whose output is used; of a head of one layer the others' is not computed, only
             their keys and values. None: all.
@@ -43,7 +43,7 @@ def unroll(
         For step j (B, T - 1 - j, H): row i drafts token i + 2 + j, after true states up to token i and true tokens up
         to i + 1 + j. Rows that are not wanted may be 0.
     """
-    B, T, H = embeds.shape
+    B, T = embeds.shape[:2]
     L = T - 1  # rows: the last token has no successor to pair with
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents
     documents = documents[:, :L]
@@ -66,7 +66,7 @@ def unroll(
             b, q, k = (torch.arange(size, device=embeds.device) for size in (B, n, keys.shape[1]))
             visible = sees(b[:, None, None], b[:1], q[:, None], k)
         features = head(_at(shifted, rows), features, position.gather(1, rows) + step, visible, cache)
-        whole = features.new_zeros(B, L, H)
+        whole = features.new_zeros(B, L, features.shape[-1])
         yield whole.scatter(1, rows[..., None].expand_as(features), features)[:, : L - step]
         keys = torch.cat([keys, rows], 1)
         steps_of = torch.nn.functional.pad(steps_of, (0, n), value=step + 1)
