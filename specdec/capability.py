@@ -59,34 +59,47 @@ class Capability:
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = WeakKeyDictionary()
 
 
-def capability(model: PreTrainedModel) -> Capability:
-    """`probe(model)`, once per model, precision, attention implementation, and mode (train or eval)."""
+def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
+    """`probe(model)`, once per model, precision, attention implementation, and mode (train or eval, checkpointing).
+
+    The call's random numbers stay what they are: a model in train mode draws some for its dropout.
+    """
     known = _found.setdefault(model, {})
     attention = model.config.get_text_config(decoder=True)._attn_implementation
-    key = (model.dtype, device_of(model), attention, model.training)
+    key = (drafts, model.dtype, device_of(model), attention, model.training, _checkpoints(model))
     if key not in known:
         log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
-        known[key] = probe(model)
+        device = device_of(model)
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            known[key] = probe(model, drafts)
     return known[key]
 
 
+def _checkpoints(model: PreTrainedModel) -> bool:
+    """Layers in train mode that compute their states anew for gradients may take no cache."""
+    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
 @torch.no_grad()
-def probe(model: PreTrainedModel) -> Capability:
-    """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts."""
+def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
+    """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts.
+
+    drafts: it is a draft model, whose logits may be a little off, by weights in 8 bits say.
+    """
     if not forward_parameters(model) & {"past_key_values", "cache_params"}:
         return Capability(None, "its forward pass takes no past_key_values")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            return _tried(model, model)
+            return _tried(model, model, drafts)
     try:
         view = _apart(model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        return _tried(model, view)
+        return _tried(model, view, drafts)
 
 
-def _tried(model: PreTrainedModel, view: PreTrainedModel) -> Capability:
+def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
     """What passes of `view`, which is `model` or has its weights, show."""
     reason = ""
     if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
@@ -94,12 +107,12 @@ def _tried(model: PreTrainedModel, view: PreTrainedModel) -> Capability:
         first = default_masks(model)
         kinds = layer_kinds(model.config.get_text_config(decoder=True))
         for masks in (first, other[first]) if kinds else (first,):
-            reason = _mismatch(view, _tree_trial, masks)
+            reason = _mismatch(view, _tree_trial, masks, drafts)
             if not reason:
                 return Capability(masks)
     else:
         reason = "its attention implementation takes no tree masks"
-    failure = _mismatch(view, _chain_trial, "own")
+    failure = _mismatch(view, _chain_trial, "own", drafts)
     if not failure:
         return Capability("own", f"batches and trees are out of reach: {reason}")
     if model.training:
@@ -117,7 +130,7 @@ def _more_than_keys(model: PreTrainedModel) -> str:
     return f"its cache holds more than keys, values and states ({', '.join(others)})" if others else ""
 
 
-def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
+def _mismatch(model: PreTrainedModel, trial, masks: str, drafts: bool) -> str:
     """Empty if the trial's logits agree with the model's own, else what went wrong."""
     try:
         ours, reference = trial(model, masks)
@@ -126,7 +139,7 @@ def _mismatch(model: PreTrainedModel, trial, masks: str) -> str:
         return f"its forward pass failed with {type(error).__name__}: {first_line}"
     difference = (ours.float() - reference.float()).abs().mean() / reference.float().std().clamp(min=1e-6)
     # Rounding is near 1e-6 in float32 and 1e-2 in bfloat16; a wrong mask or position shows as 0.1 to 1.
-    bound = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    bound = 1e-3 if model.dtype in (torch.float32, torch.float64) and not drafts else 0.1
     return "" if difference <= bound else f"its logits came out wrong by {float(difference):.2g} standard deviations"
 
 

@@ -47,11 +47,22 @@ def check_name(proposer: str) -> None:
     first, plus, last = proposer.rpartition("+")
     if plus and last == "ngram" and PROPOSERS.fullmatch(WITH_NGRAMS + first):
         raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
-    if PROPOSERS.fullmatch(proposer):
-        return
-    names = [*get_args(ProposerName), *NEED_A_PATH]
-    close = get_close_matches(proposer.lower(), names, n=1, cutoff=0.7)
-    meant = f' Did you mean "{close[0]}"?' if close else ""
-    if proposer in NEED_A_PATH:
-        meant = f' "{proposer}" needs to know which: "{proposer}:{NEED_A_PATH[proposer]}".'
-    raise ValueError(f"proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}.{meant}")
+    if not PROPOSERS.fullmatch(proposer):
+        raise ValueError(f"{_meant(proposer)}proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+
+
+def _meant(proposer: str) -> str:
+    """What somebody may have wanted who wrote this, or nothing."""
+    if proposer in (WITH_NGRAMS + "ngram", WITH_NGRAMS + "suffix"):
+        last = proposer.removeprefix(WITH_NGRAMS)
+        return f'both of {proposer!r} look texts up, one of them is enough ("{last}"): '
+    kind, colon, source = proposer.partition(":")
+    plain = kind.removeprefix(WITH_NGRAMS)
+    if plain in NEED_A_PATH:
+        return f'"{kind}" needs to know which, "{kind}:{NEED_A_PATH[plain]}": '
+    close = get_close_matches(kind.lower(), [*get_args(ProposerName), *NEED_A_PATH], n=1, cutoff=0.7)
+    if close:
+        return f'did you mean "{close[0]}{colon}{source}"? '
+    if "/" in proposer or "\\" in proposer:
+        return f'a path needs to be told what it holds, "draft:{proposer}" (a model) or "eagle3:{proposer}" (a head): '
+    return ""

@@ -52,7 +52,7 @@ from specdec.runner import ModelRunner, device_of
 from specdec.source import source_of
 from specdec.step import Step, in_step
 from specdec.support import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
-from specdec.wrapped import bare, entrance
+from specdec.wrapped import bare, entrance, require_lm_head
 
 
 class SpeculativeGenerator:
@@ -106,6 +106,7 @@ class SpeculativeGenerator:
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
         self.model, self._entrance = bare(model), entrance(model)
+        require_lm_head(self.model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.compile = compile
@@ -120,6 +121,12 @@ class SpeculativeGenerator:
         return (
             f"SpeculativeGenerator({type(self.model).__name__}, {type(self.proposer).__name__}, {settings})\n"
             f"{self.report!r}"
+        )
+
+    def __getstate__(self) -> Any:
+        """Of copies and pickles."""
+        raise TypeError(
+            "a SpeculativeGenerator is neither copied nor pickled: make another one of the model and the proposer"
         )
 
     @property

@@ -143,6 +143,11 @@ def _padding_problem(
         raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
     if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < width):
         return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
+    if embeds is None and not conversation.columns_in(conversation.cache_of(model_kwargs)):
+        for name in ("attention_mask", "position_ids"):  # transformers makes the second of the first, and drops ones
+            given = model_kwargs.get(name)
+            if given is not None and given.shape[-1] != width:
+                return f"attention_mask or position_ids have {given.shape[-1]} columns, the prompt {width}"
     real = conversation.real_columns(input_ids, config, model_kwargs)
     if not bool(real.any(1).all()):
         return f"row {int((~real.any(1)).nonzero()[0])} of the batch is all padding"

@@ -26,6 +26,14 @@ def bare(model: Any) -> PreTrainedModel:
     return inner
 
 
+def require_lm_head(model: PreTrainedModel) -> None:
+    """Raises for a model that gives hidden states alone, as `AutoModel` loads them."""
+    if not model.can_generate():
+        raise ValueError(
+            f"{type(model).__name__} has no LM head, so it gives no logits: load the model with AutoModelForCausalLM"
+        )
+
+
 def entrance(model: Any) -> Any:
     """Whose `generate()` to call: the outermost wrapper that has one of its own, else the model inside."""
     outer = getattr(model, "_orig_mod", model)  # torch.compile's only passes on

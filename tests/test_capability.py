@@ -89,6 +89,27 @@ def test_gradient_checkpointing_runs_as_plain_decoding():
     assert "train mode" in SpeculativeGenerator(model, "ngram").capability.reason
 
 
+def test_gradient_checkpointing_that_is_switched_on_later():
+    model = copy.deepcopy(tiny.model("llama")).train()
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3)
+    assert spec.capability.trees
+    model.gradient_checkpointing_enable()
+    inputs = tiny.prompts(9)
+    found = spec.generate(**inputs, do_sample=False, max_new_tokens=8)
+    assert torch.equal(found, model.generate(**inputs, do_sample=False, max_new_tokens=8))
+    assert spec.last_report.num_plain_calls == 1
+
+
+def test_the_probe_draws_none_of_the_calls_random_numbers():
+    """A model with dropout draws some when it is tried out in train mode, in a generator's first call."""
+    model, inputs = copy.deepcopy(tiny.model("llama", attention_dropout=0.5)).train(), tiny.prompts(9)
+    spec = SpeculativeGenerator(model, "ngram")
+    torch.manual_seed(1)
+    found = spec.generate(**inputs, do_sample=False, max_new_tokens=8)
+    torch.manual_seed(1)
+    assert torch.equal(found, model.generate(**inputs, do_sample=False, max_new_tokens=8))
+
+
 def test_a_model_that_cannot_be_copied_is_not_tried_out():
     model = copy.deepcopy(tiny.model("llama"))
     model.guard = threading.Lock()

@@ -1,13 +1,15 @@
 """`DraftModelProposer` beside its parity (test_parity.py): vocabularies, cheaper views, bad input."""
 
 import copy
+import functools
+import warnings
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator, TranslatedDraftProposer
 from specdec.draft_view import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
@@ -116,6 +118,7 @@ def test_large_drafts_on_cpus_are_read_as_int8(dtype):
         pytest.param({"vocab": torch.tensor([1, 10_000])}, "the draft knows 0 to", id="ids beyond the vocabulary"),
         pytest.param({"branching": ()}, "at least one child", id="empty tree"),
         pytest.param({"branching": (2, 0)}, "at least one child", id="childless depth"),
+        pytest.param({"branching": "32"}, "at least one child", id="no numbers"),
         pytest.param({"int8": True}, "needs a bfloat16 or float32 model", id="int8 in float32"),
     ],
 )
@@ -151,6 +154,46 @@ def test_a_draft_model_that_knows_less_than_the_target(less, shape, lengths):
     arguments = {"do_sample": False, "max_new_tokens": 20}
     assert torch.equal(spec.generate(**inputs, **arguments), target.generate(**inputs, **arguments))
     assert spec.report.num_draft_tokens > 0
+
+
+@functools.cache
+def bloom(seed=0):
+    shape = {"vocab_size": tiny.VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "pad_token_id": tiny.PAD}
+    config = AutoConfig.for_model("bloom", **shape, bos_token_id=1, eos_token_id=None)
+    return tiny.randomised(config, seed).to(tiny.DEVICE)
+
+
+@pytest.mark.parametrize("of_its_kind", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_draft_model_that_makes_its_own_masks(shape, of_its_kind):
+    """It drafts chains of one row."""
+    target, draft = bloom() if of_its_kind else tiny.model("llama"), bloom(seed=1)
+    arguments = {"do_sample": False, "max_new_tokens": 20}
+    for proposer in (DraftModelProposer(draft, **SHAPES[shape]), HybridProposer(DraftModelProposer(draft))):
+        spec = SpeculativeGenerator(target, proposer, draft_length=4)
+        for lengths in ((9,), (9, 5)):
+            inputs = tiny.prompts(*lengths)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found = spec.generate(**inputs, **arguments)
+            assert torch.equal(found, target.generate(**inputs, **arguments))
+            said = [str(each.message) for each in caught if "drafts nothing in a batch" in str(each.message)]
+            assert bool(said) == (len(lengths) > 1 and not of_its_kind)  # such a target runs plain
+            if len(lengths) == 1:
+                assert spec.last_report.num_draft_tokens > 0
+
+
+def test_a_draft_model_that_cannot_be_run():
+    target, draft = tiny.model("llama"), copy.deepcopy(bloom())
+    draft.forward = lambda input_ids, past_key_values=None: None
+    with pytest.raises(ValueError, match="BloomForCausalLM cannot draft: its forward pass"):
+        SpeculativeGenerator(target, draft)
+
+
+def test_models_without_an_lm_head(llama):
+    for arguments in ((llama.model, "ngram"), (llama, llama.model)):
+        with pytest.raises(ValueError, match="has no LM head.* load the model with AutoModelForCausalLM"):
+            SpeculativeGenerator(*arguments)
 
 
 def test_a_prompt_longer_than_the_draft_model_has_positions_for(llama):

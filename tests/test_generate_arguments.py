@@ -1,6 +1,7 @@
 """Every argument of `generate()`: the same sequences, side outputs, streams and errors as plain `generate()`."""
 
 import copy
+import pickle
 import threading
 from typing import get_args
 
@@ -229,6 +230,21 @@ def test_inputs_embeds(spec, inputs, ends):
 def test_position_ids(spec, inputs):
     own = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     same(spec, lambda: {**inputs, "position_ids": own})
+
+
+def test_a_mask_longer_than_the_prompt(spec, inputs):
+    mask = torch.nn.functional.pad(torch.ones_like(inputs["input_ids"]), (0, 1), value=1)
+    given = {"input_ids": inputs["input_ids"], "attention_mask": mask, "do_sample": False, "max_new_tokens": 6}
+    with tiny.specdec_warnings() as messages:
+        found = spec.generate(**given)
+    assert f"have {mask.shape[1]} columns, the prompt {mask.shape[1] - 1}" in messages[0]
+    assert torch.equal(found, spec.model.generate(**given))
+
+
+def test_a_generator_is_not_copied(spec):
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="make another one of the model and the proposer"):
+            copied(spec)
 
 
 def test_generation_config_of_the_model(llama, inputs, ends):

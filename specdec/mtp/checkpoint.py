@@ -78,7 +78,11 @@ def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, st
     else:
         single = _file(path, SINGLE, local)
         if single is None:
-            raise NoMtpLayers(f"{path or 'the target'} is not a folder or hub id with {SINGLE} or {INDEX}")
+            raise NoMtpLayers(
+                f"{path} is not a folder or hub id with {SINGLE} or {INDEX}"
+                if path
+                else 'the target comes from no folder or hub id that could hold MTP layers: name one, "mtp:PATH_OR_ID"'
+            )
         with safe_open(single, framework="pt") as opened:
             held = dict.fromkeys(opened.keys(), SINGLE)
     return {name: file for name, file in held.items() if _place(name, target_layers) is not None}

@@ -47,8 +47,8 @@ class AutoregressiveProposer(Proposer):
     """
 
     def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
-        if branching is not None and (not branching or any(width < 1 for width in branching)):
-            raise ValueError(f"branching needs at least one child at every depth, got {tuple(branching)}")
+        if branching is not None and (not branching or any(not isinstance(n, int) or n < 1 for n in branching)):
+            raise ValueError(f"branching needs at least one child at every depth, (3, 2, 1) say, got {branching!r}")
         if branching is not None and tree is not None:
             raise ValueError("branching is the shape of a fixed tree, tree of a dynamic one: give one of them")
         self.branching, self.tree, self.draw = branching, tree, draw

@@ -167,6 +167,8 @@ class Context:
         if len(drafts) != self.batch_size or any(isinstance(draft, int) for draft in drafts):
             raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
         cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
+        if any(int(token) != token for draft in cut for token in draft):
+            raise TypeError(f"chain() takes token ids, got {drafts!r}")
         if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
             raise ValueError(f"drafted a token outside of the target's vocabulary of {self.vocab_size}")
         longest = max(map(len, cut), default=0)

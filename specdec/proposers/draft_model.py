@@ -7,6 +7,7 @@ than the target: token ids it has none for are read as its last one, and behind 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from specdec.capability import Capability, capability
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.eagle3.checkpoint import is_block
 from specdec.graphs import Graphs, cannot_capture
@@ -32,7 +34,7 @@ from specdec.source import unfit
 from specdec.step import spread
 from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
-from specdec.wrapped import bare
+from specdec.wrapped import bare, require_lm_head
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class DraftModelProposer(RecordedDrafts):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._path = model if isinstance(model, str) else None  # then it goes where the target is
         self.model = load(model, like) if isinstance(model, str) else bare(model)
+        require_lm_head(self.model)
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
         self._settle()
@@ -92,6 +95,12 @@ class DraftModelProposer(RecordedDrafts):
                 f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "
                 f"draft.to('{device_of(target)}')"
             )
+        if type(self.model) is not type(target) and (able := capability(self.model, drafts=True)).masks is None:
+            raise ValueError(f"{type(self.model).__name__} cannot draft: {able.reason}")
+
+    def _capability(self, target: PreTrainedModel) -> Capability:
+        """How the draft model can be run. One of the target's class can do what that can: it need not be tried out."""
+        return capability(target) if type(self.model) is type(target) else capability(self.model, drafts=True)
 
     def _check_vocabulary(self, target: PreTrainedModel) -> None:
         differ = what_differs(self.model, target)
@@ -115,17 +124,24 @@ class DraftModelProposer(RecordedDrafts):
     def drafting_model(self) -> nn.Module:
         return self._view
 
-    def new_runner(self, sized: bool = False) -> ModelRunner:
-        """Of the draft model as it drafts, with a cache of its own; sized: its drafts may be recorded."""
-        captured = self._graphs is not None and not self._graphs.refused
-        return ModelRunner(self._view, graphs=self._graphs if captured else None, sized=sized)
+    def new_runner(self, masks: str | None = None, sized: bool = False) -> ModelRunner:
+        """Of the draft model as it drafts, with a cache of its own; masks: see there; sized: its drafts may be
+        recorded.
+        """
+        captured = self._graphs is not None and not self._graphs.refused and masks != "own"
+        return ModelRunner(self._view, masks, graphs=self._graphs if captured else None, sized=sized and masks != "own")
 
     def capture(self, compiled: bool) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
             self._graphs = Graphs(self.model, compiled=compiled)
 
     def propose(self, context: Context) -> DraftTree:
+        if self._idle:
+            return DraftTree.root_only(context.root)
         return super().propose(self._within_positions(context))
+
+    def _in_chains(self, context: Context) -> bool:
+        return self.runner.masks == "own" or super()._in_chains(context)
 
     @property
     def rows(self) -> CachedRows:
@@ -140,7 +156,12 @@ class DraftModelProposer(RecordedDrafts):
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        self.runner = self.new_runner(sized=context.recorder is not None)
+        assert context.target is not None
+        able = self._capability(context.target)
+        self._idle = not able.trees and context.batch_size > 1
+        if self._idle:
+            warnings.warn(f"{type(self.model).__name__} drafts nothing in a batch: {able.reason}")
+        self.runner = self.new_runner(able.masks, sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(self.model)
         self.runner.start(context.batch_size)
 

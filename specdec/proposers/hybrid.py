@@ -66,7 +66,9 @@ class HybridProposer(Proposer):
 
     def __init__(self, other: Proposer, ngram: Lookup | None = None):
         if not isinstance(other, Proposer):
-            raise TypeError(f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got {other!r}")
+            raise TypeError(
+                f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got a {type(other).__name__}"
+            )
         self.other = other
         self.ngram: Lookup = NgramProposer() if ngram is None else ngram
         self._rounds: WeakKeyDictionary[Learnt, Rounds] = WeakKeyDictionary()  # by what calls of a kind learnt

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from os import PathLike, fspath
+from reprlib import repr as shortened
 from typing import Any
 
 from torch import nn
@@ -56,9 +58,12 @@ def as_proposer(
         return proposer
     if isinstance(proposer, nn.Module):
         return _draft_model(proposer, target, tokenizers)
+    if isinstance(proposer, PathLike):
+        proposer = fspath(proposer)
     if not isinstance(proposer, str):
         raise ValueError(
-            f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got {proposer!r}"
+            f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got "
+            f"{shortened(proposer)}"
         )
     check_name(proposer)
     kind, _, source = proposer.partition(":")
