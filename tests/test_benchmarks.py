@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are sc
 
 import chart
 import compare
+import draft_cost
 import long_prompts
 import lookups
 import losses
@@ -541,6 +542,17 @@ def test_long_prompts_measure_in_a_process_of_their_own(files):
     assert result.exit_code == 0, result.output
     assert first_cells(result.output)[2] == "2"
     assert "2 x full" in result.output
+
+
+def test_what_a_draft_costs(files, monkeypatch):
+    monkeypatch.setattr(draft_cost, "DRAFTED", 20)
+    monkeypatch.setattr(draft_cost, "PROMPT", 9)
+    monkeypatch.setattr(draft_cost, "NEW", 6)
+    command = f"--target {files / 'target'} --lengths 2 --rounds 1"
+    result = CliRunner().invoke(draft_cost.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "EAGLE-3, 2 in a chain" in result.output
+    assert "DSpark, a block of 2" in result.output
 
 
 def test_a_second_turn_runs(files):
