@@ -52,10 +52,10 @@ HEADS = (
     ),
     Known(
         "qwen2.5-coder-1.5b-instruct",
-        "qwen2.5-coder-1.5b-instruct",
+        "qwen2.5-coder-1.5b-instruct-2",
         files={
-            "config.json": Content("9631dff60c85f259a5afa1b60510ee152bc6641f021962f90f6594273295c768", 1070),
-            WEIGHTS: Content("c5a4d9f6adbda6a9354d0b001ffff8407e1a81b721413e38a68ef8f22e137ed7", 40_660_664),
+            "config.json": Content("87d31d23135bb29225bbd1172d882142ab06f1b42afdc1f814ce06fe01ef8d3b", 1073),
+            WEIGHTS: Content("99424d0aefed78e4d8fa11f2936a9c24e4af795065cb45837ced403ed6592abe", 32_184_744),
         },
         fingerprint="28-1536-151936-88c9fbbe2593e0cb",
     ),
