@@ -162,6 +162,7 @@ class Loop:
             start=self.text.start,
             pacer=self.pacer,
             target=self.target.model,
+            masks=self.target.masks,
             fresh=self._fresh,
             features=self._features,
             written=text.written,

@@ -49,7 +49,7 @@ class Context:
             its root, which is still to come.
         features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
             a proposer without taps.
-        target: the model that verifies; a head borrows its embedding.
+        target: the model that verifies; a head borrows its embedding. masks: how it takes them, see `ModelRunner`.
         noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
         cache: the target's, which holds each row but its root; None where it has none of ours.
         source: what an encoder read, of a target that has one.
@@ -72,6 +72,7 @@ class Context:
     fresh: Sequence[int] = ()
     features: Tensor | None = None
     target: PreTrainedModel | None = None
+    masks: str | None = None
     noise: Noise | None = None
     start: int = 0
     written: Sequence[Sequence[int]] = ()

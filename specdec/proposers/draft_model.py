@@ -95,12 +95,13 @@ class DraftModelProposer(RecordedDrafts):
                 f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "
                 f"draft.to('{device_of(target)}')"
             )
-        if type(self.model) is not type(target) and (able := capability(self.model, drafts=True)).masks is None:
+        able = self._capability(target)
+        if able is not None and able.masks is None:
             raise ValueError(f"{type(self.model).__name__} cannot draft: {able.reason}")
 
-    def _capability(self, target: PreTrainedModel) -> Capability:
-        """How the draft model can be run. One of the target's class can do what that can: it need not be tried out."""
-        return capability(target) if type(self.model) is type(target) else capability(self.model, drafts=True)
+    def _capability(self, target: PreTrainedModel) -> Capability | None:
+        """How the draft model can be run; None: as a target of its class, without trying it out."""
+        return None if type(self.model) is type(target) else capability(self.model, drafts=True)
 
     def _check_vocabulary(self, target: PreTrainedModel) -> None:
         differ = what_differs(self.model, target)
@@ -158,10 +159,11 @@ class DraftModelProposer(RecordedDrafts):
         super().begin(context)
         assert context.target is not None
         able = self._capability(context.target)
-        self._idle = not able.trees and context.batch_size > 1
-        if self._idle:
+        self._idle = able is not None and not able.trees and context.batch_size > 1
+        if able is not None and self._idle:
             warnings.warn(f"{type(self.model).__name__} drafts nothing in a batch: {able.reason}")
-        self.runner = self.new_runner(able.masks, sized=context.recorder is not None)
+        masks = context.masks if able is None else able.masks
+        self.runner = self.new_runner(masks, sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(self.model)
         self.runner.start(context.batch_size)
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from specdec.capability import capability
 from specdec.mixers import has_states
 from specdec.products import clock
 from specdec.proposers.autoregressive import AutoregressiveProposer
@@ -71,7 +70,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         super().begin(context)
         assert context.target is not None
         assert context.cache is not None
-        self.runner = ModelRunner(shorter(context.target, self.layers), capability(context.target).masks)
+        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks)
         self.runner.cache = context.cache
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
