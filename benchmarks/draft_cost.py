@@ -61,7 +61,7 @@ def main(
 
 
 def drafting(model: PreTrainedModel, lengths: list[int]) -> Iterator[tuple[str, int, SpeculativeGenerator]]:
-    """Ways to draft, how many weights each multiplies, and their generators."""
+    """Ways to draft, how many weights each has (embeddings, too), and their generators."""
     vocab = torch.arange(DRAFTED)
     head = initialize(model, vocab).to(model.dtype).eval()
     for length in lengths:

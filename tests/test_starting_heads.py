@@ -139,6 +139,12 @@ def test_the_linear_map_is_weighted_least_squares(monkeypatch):
     torch.testing.assert_close(transfer._linear_map(x, y, weight), expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_head_that_cannot_be_carried_over():
+    model = tiny.model("llama")
+    with pytest.raises(ValueError, match="P-EAGLE head's .* cannot be carried over"):
+        transfer_head(eagle3.head(mask_token_id=3), model, model, some_texts(model))
+
+
 @pytest.mark.slow
 def test_training_goes_on_from_a_head(files, tmp_path):
     adamw = ["--optimizer", "adamw"]  # which small heads get on faster by

@@ -36,6 +36,10 @@ def transfer_head(
         head: EAGLE-3. donor: what it drafts for; its token ids mean the same as the target's.
         texts: both are run on them; a few times as many tokens as the target's taps are wide.
     """
+    if head.mask_hidden is not None:
+        raise ValueError(
+            "a P-EAGLE head's states of tokens that nobody knows yet are of its own target: it cannot be carried over"
+        )
     Eagle3Proposer(head).check(donor)
     head = deepcopy(head).float().cpu()
     taps = default_taps(len(decoder_layers(target)))
