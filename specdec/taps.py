@@ -80,8 +80,13 @@ def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: in
     return layers[tap].register_forward_pre_hook(partial(_keep_input, tap, key), with_kwargs=True)
 
 
-def _keep_input(tap: int, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _keep(tap, key, args[0] if args else kwargs["hidden_states"])
+def _keep_input(
+    tap: int, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> None:
+    """Without kwargs: the hook was taken away between torch's listing of the layer's hooks and this call, as garbage
+    collection may. Nobody listens then."""
+    if kwargs is not None:
+        _keep(tap, key, args[0] if args else kwargs["hidden_states"])
 
 
 def _keep_output(tap: int, key: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

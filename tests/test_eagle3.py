@@ -189,6 +189,17 @@ def test_a_model_whose_states_are_taken_can_be_pickled():
     assert torch.equal(copied(input_ids=ids).logits, target(input_ids=ids).logits)
 
 
+def test_taps_that_are_let_go_of_while_a_pass_runs():
+    """As garbage collection may, between torch's listing of a layer's hooks and its calling them."""
+    target = tiny.model("llama", seed=5)
+    held: list[Taps] = []
+    handle = target.model.layers[1].register_forward_pre_hook(lambda *_: held.clear())  # the first of the layer's
+    held.append(Taps(target, (0, 1, 2, FINAL)))
+    with handle:
+        target(input_ids=tiny.prompts(5)["input_ids"])
+    assert not held
+
+
 def test_a_tap_that_is_not_there():
     with pytest.raises(ValueError, match="2 layers: there is no tap 3"):
         Taps(tiny.model("llama"), (0, 3))
