@@ -5,6 +5,7 @@
 The calls of repeated.py are answered once, or --texts gives answers. Then n-grams and the memory of earlier calls draft
 for these very texts, with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most"
 is what a lookup would bring that always knew the right one of all the places where the text's last token stood before.
+--matches counts instead how often the next token is right by the length of the match that it stands behind.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from specdec.learnt import Learnt
 from specdec.logits import NodeProcessors
 from specdec.pacing import Pacer
 from specdec.proposers import Context, Lookup
+from specdec.proposers.lookup import LENGTHS, LIKELY
 from specdec.tree import DraftTree
 
 # Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
@@ -49,6 +51,7 @@ def main(
         Path | None, typer.Option(help="JSONL of prompt, response and source, of this model: these instead of jobs.")
     ] = None,
     costs: Annotated[str, typer.Option(help="tokens:seconds of a pass, the smallest first.")] = COSTS,
+    matches: Annotated[bool, typer.Option("--matches", help="What n-grams' matches of each length are worth.")] = False,
 ) -> None:
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -57,6 +60,9 @@ def main(
     else:
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
         known = {name: answered(model, tokenizer, name, calls, max_new_tokens) for name in job or JOBS}
+    if matches:
+        print(table(["match", "tokens", "right"], by_match([call for them in known.values() for call in them])))
+        return
     rows = [row for name, them in known.items() for row in counted(name, them, curve(costs))]
     print(table(["job", "method", "calls", "tokens per pass", "at most", "nodes", "speed-up"], rows))
 
@@ -96,6 +102,27 @@ def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) ->
         drafted = sum(rounds) / len(rounds) - 1
         figures = [f"{tokens / len(rounds):.2f}", f"{bound:.2f}", f"{drafted:.1f}", f"{speed:.2f}x"]
         yield [job, name, str(len(calls)), *figures]
+
+
+def by_match(calls: Sequence[Call]) -> list[list[str]]:
+    """Of n-grams' first guesses at every place of the answers: by the kind of match, how many tokens were checked, as
+    far as those before them were right, and how many were right."""
+    checked, right = [0] * len(LIKELY), [0] * len(LIKELY)
+    for prompt, answer in calls:
+        proposer, text, pacer = NgramProposer(), prompt + answer, Pacer(None, Learnt())
+        proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
+        for end in range(len(prompt) + 1, len(text)):
+            proposer.expect(context_of(text, len(prompt), end, pacer))
+            guess = proposer.guesses[0]
+            if guess is not None:
+                following = text[end:]
+                same = _common(guess.tokens, following)
+                for place, (_, kind) in enumerate(guess.keys[: min(same + 1, len(following))]):
+                    checked[kind] += 1
+                    right[kind] += place < same
+    names = [f"to {length}" for length in LENGTHS] + ["longer"]
+    rates = [f"{some / every:.2f}" if every else "-" for some, every in zip(right, checked, strict=True)]
+    return [[name, str(every), rate] for name, every, rate in zip(names, checked, rates, strict=True)]
 
 
 def decoded(

@@ -16,6 +16,7 @@ from specdec.learnt import Learnt
 from specdec.pacing import Pacer
 from specdec.proposers import HybridProposer, Proposer
 from specdec.proposers.expected import CONFIDENCES
+from specdec.proposers.lookup import LIKELY, kind_of
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
 # with AVX-512 BF16, a GPU that is never full, and a machine that works in powers of two.
@@ -215,7 +216,7 @@ class Lookup(Proposer):
         if n == 0 or context.room[0] <= 0:
             return []
         right = _run(context.text.looked_up, here)
-        keys = [(n, depth) for depth in range(min(pacer.limit, 32))]
+        keys = [("ngram", kind_of(n + depth)) for depth in range(min(pacer.limit, 32))]
         self._guess = (here, right, keys)
         return _gains(pacer, keys)[: context.room[0]]
 
@@ -229,7 +230,7 @@ class Lookup(Proposer):
 def _gains(pacer: Pacer, keys: Sequence[Any]) -> list[float]:
     out, chance, rate = [], 1.0, None
     for key in keys:
-        rate = pacer.acceptance.rate(key, like=rate)
+        rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
         chance *= rate
         out.append(chance)
     return out

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import Lookup, gained, laid_out, writable
+from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, gained, kind_of, laid_out, writable
 from specdec.tree import DraftTree
-
-KEY_DEPTHS = 32  # acceptance is told apart by depth in the draft up to here
 
 
 class NgramProposer(Lookup):
@@ -37,7 +35,7 @@ class NgramProposer(Lookup):
         self._texts: list[list[int]] = [[] for _ in rows]
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
         self._found: list[list[_Guess]] = []  # this round's
-        self._guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
+        self.guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
         self._vocab_size = context.vocab_size
         self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
         if context.pacer.limit:  # the prompts, before any round
@@ -55,7 +53,7 @@ class NgramProposer(Lookup):
         for b, tokens in gained(context, self._known).items():
             self._read(b, tokens, pacer)
             self._found[b] = self._lookup(b, pacer.limit)
-            self._guesses[b] = self._found[b][0] if self._found[b] else None
+            self.guesses[b] = self._found[b][0] if self._found[b] else None
         return self._gains(context, pacer)
 
     @property
@@ -77,7 +75,7 @@ class NgramProposer(Lookup):
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
         """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
         accepted where the text went the same way."""
-        guess = self._guesses[b]
+        guess = self.guesses[b]
         if guess is not None:
             pacer.observe_keys(guess.keys[: len(tokens)], _common(guess.tokens, tokens))
         text, index = self._texts[b], self._index[b]
@@ -98,20 +96,21 @@ class NgramProposer(Lookup):
                     following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
                     if not following:
                         continue
-                    out.append(_Guess(n, following))
+                    out.append(_Guess(_matched(text, end, n), following))
                     if len(out) == self.continuations:
                         return out
         return out
 
     def _gains(self, context: Context, pacer: Pacer) -> list[float]:
         """See `expect`; a row counts as far as it has room."""
-        found = [context.room[b] for b in context.rows if self._guesses[b] is not None]
+        found = [context.room[b] for b in context.rows if self.guesses[b] is not None]
         gains = [0.0] * min(max(found, default=0), pacer.limit)  # room may be for millions
         for b in context.rows:
-            guess, chance, rate = self._guesses[b], 1.0, None
+            guess, chance, rate = self.guesses[b], 1.0, None
             if guess is not None:
                 for depth, key in enumerate(guess.keys[: min(context.room[b], pacer.limit)]):
-                    rate = pacer.acceptance.rate(key, like=rate)  # a depth seldom reached is like the one above
+                    # What is seldom seen is like the token before it; of the first, like other texts' was.
+                    rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
                     chance *= rate
                     gains[depth] += chance
         return gains
@@ -119,15 +118,22 @@ class NgramProposer(Lookup):
 
 @dataclass(frozen=True)
 class _Guess:
-    """A continuation, and the length of the n-gram that led to it."""
+    """A continuation, and how many tokens before it are those before the text's end."""
 
-    n: int
+    length: int
     tokens: list[int]
 
     @property
-    def keys(self) -> list[tuple[int, int]]:
-        """What tells its tokens' chances apart."""
-        return [(self.n, min(depth, KEY_DEPTHS - 1)) for depth in range(len(self.tokens))]
+    def keys(self) -> list[tuple[str, int]]:
+        """What tells its tokens' chances apart: a token that came true made the match longer."""
+        return [("ngram", kind_of(self.length + depth)) for depth in range(len(self.tokens))]
+
+
+def _matched(text: Sequence[int], end: int, n: int) -> int:
+    """How many tokens before `end` are the text's last ones, n at least; no more are counted than make a difference."""
+    while n <= LENGTHS[-1] and n < end and text[end - 1 - n] == text[-1 - n]:
+        n += 1
+    return n
 
 
 def _common(guess: Sequence[int], text: Sequence[int]) -> int:

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import Lookup, gained, laid_out, writable
+from specdec.proposers.lookup import LIKELY, Lookup, gained, kind_of, laid_out, writable
 from specdec.proposers.text_memory import Match, TextMemory
 from specdec.tree import DraftTree
 
-LENGTHS = (1, 2, 3, 5, 8, 16)  # of matches whose continuations are told apart
 SHARES = (0.3, 0.6, 0.99)  # of the places that agree
 
 
@@ -43,7 +42,17 @@ class Node:
     @property
     def key(self) -> Hashable:
         """What tells its chance apart."""
-        return "suffix", bisect_left(LENGTHS, self.length), bisect_left(SHARES, self.count / self.among), self.leads
+        return "suffix", kind_of(self.length), bisect_left(SHARES, self.share), self.leads
+
+    @property
+    def share(self) -> float:
+        """Of the places."""
+        return self.count / self.among
+
+    @property
+    def likely(self) -> float:
+        """Its chance, as long as nothing is known of this text."""
+        return LIKELY[kind_of(self.length)] * self.share
 
 
 class SuffixProposer(Lookup):
@@ -138,8 +147,11 @@ def _ranked(root: Node, room: int, pacer: Pacer, chains_only: bool) -> list[tupl
     waiting: list[tuple[float, int, float, int, int, Node]] = []
 
     def look_at(node: Node, chance: float, rate: float | None, place: int, depth: int) -> None:
-        like = rate if len(node.children) == 1 else None  # where places agree, the next token is as good as the last
-        rates = [(pacer.acceptance.rate(child.key, like=like), child) for child in node.children.values()]
+        alone = rate if len(node.children) == 1 else None  # where places agree, the next token is as good as the last
+        rates = [
+            (pacer.acceptance.rate(child.key, like=child.likely if alone is None else alone), child)
+            for child in node.children.values()
+        ]
         if chains_only:
             rates = sorted(rates, key=lambda pair: -pair[0])[:1]
         for rate, child in rates:
