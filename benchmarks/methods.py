@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from options import Bench
+from peers import peers
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
@@ -39,7 +40,8 @@ class Method:
 def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
     """Every method that the options allow for, by name, in the order of the table; made only when called.
 
-    transformers' assisted generation takes one row only: in a batch, it is there as single calls, on demand.
+    transformers' assisted generation takes one row only: in a batch, it is there as single calls, on demand. Other
+    libraries are there where they are installed (peers.py).
     """
     options = bench.options
     whole_vocab = cache(lambda: DraftModelProposer(bench.draft))
@@ -74,7 +76,7 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
         made[name] = partial(_speculative, name, bench, proposer, fixed)
         for rule in options.rules:
             made[f"{name}:{rule}"] = partial(_speculative, f"{name}:{rule}", bench, proposer, fixed, rule)
-    return made
+    return made | {name: partial(_call, name, make) for name, make in peers(bench).items()}
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:

@@ -4,8 +4,9 @@
 
 --data may be repeated: Spec-Bench's question file, and GSM8K, HumanEval, MBPP, MT-bench or Alpaca as published (JSONL).
 So may --temperature, --batch-size and, for models with a switch for it, --thinking: each combination is a table of
-the page OUT/board.md. Finished measurements are kept: the same command goes on where it was stopped. As the board's
-protocol has it: tokens/s of each question, prefill included, over plain `generate()`'s.
+the page OUT/board.md. Finished measurements are kept: the same command goes on where it was stopped. peers.py says how
+other libraries' methods come beside these. As the board's protocol has it: tokens/s of each question, prefill included,
+over plain `generate()`'s.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from compare import Compared, compare
 from failure import bad_input_ends
 from methods import catalogue, select
 from options import Bench, Options
-from summary import MethodSummary, spread, summarise
-from table import number, table, times
+from summary import MethodSummary, best_of_transformers, spread, summarise
+from table import best_lines, number, table, times
 from transformers.utils import logging
 
 METHODS = "hf-*,specdec-*"
@@ -84,15 +85,15 @@ def main(
             bench = Bench(options)
             chosen = select(list(catalogue(bench)), [name for name in methods.split(",") if name])
             compared = compare(bench, chosen, repeats, out / _folder(options))
-            pages += [_heading(options, bench), board(compared, chosen)]
+            rows = summarise(compared.records, chosen)
+            pages += [_heading(options, bench), board(compared, rows), best_lines(rows, best_of_transformers(rows))]
             (out / "board.md").write_text("\n\n".join(pages) + "\n")
     print("\n\n".join(pages))
 
 
-def board(compared: Compared, names: list[str]) -> str:
+def board(compared: Compared, rows: list[MethodSummary]) -> str:
     """The board's table: a line per method, its speed-ups, #MAT (tokens per row and pass of the target), and between
     which figures nine of ten draws of as many questions lie."""
-    rows = summarise(compared.records, names)
     groups = list(dict.fromkeys(group for row in rows for group in row.by_group))
     head = ["Models", *(COLUMNS.get(group, group) for group in groups), "#MAT", "Avg.", "90% of draws", "as plain"]
     return table(head, [_line(row, groups, compared) for row in rows])
