@@ -36,6 +36,7 @@ import lookups
 import losses
 import one_tree
 import overhead
+import peers
 import repeated
 import second_turn
 import shapes
@@ -44,7 +45,7 @@ import spec_bench
 import teacher_forcing
 from identity import compare_texts
 from measure import Measurement
-from methods import PLAIN, Method, assisted, select
+from methods import PLAIN, Method, assisted, catalogue, select
 from options import Bench, Options
 from prompts import Job, choose, cut_into_jobs, encode, left_padded, read
 from store import Record, Store
@@ -411,6 +412,23 @@ class TestSpecBench:
 
 
 class TestMethods:
+    def test_other_libraries_where_they_are_installed(self, files, monkeypatch):
+        prompts = files / "questions.jsonl"
+        monkeypatch.setattr(peers, "find_spec", lambda name: name == "flashspec" or None)
+        alone, pair = Options("target", prompts), Options("target", prompts, draft="draft")
+        assert set(catalogue(Bench(alone))) - {"plain"} == {
+            "hf-lookup-10",
+            "specdec-ngram",
+            "specdec-ngram-10",
+            "flashspec-lookup-10",
+        }
+        theirs = {name for name in catalogue(Bench(pair)) if name.startswith("flashspec-")}
+        assert theirs == {"flashspec-lookup-10", "flashspec-composite-g4", "flashspec-composite-g6-f2"}
+        for changed in ({"temperature": 1.0}, {"batch_size": 2}):  # which they do not take, or not with our seeds
+            assert not peers.peers(Bench(dataclasses.replace(pair, **changed)))
+        monkeypatch.setattr(peers, "find_spec", lambda name: None)
+        assert not peers.peers(Bench(pair))
+
     def test_plain_is_always_among_them(self):
         assert select(["plain", "hf-a", "specdec-b"], ["spec*"]) == ["plain", "specdec-b"]
 
@@ -486,6 +504,15 @@ class TestLookups:
         (ngram, suffix) = lookups.counted("job", calls, lookups.curve("1:1 32:1.5"))
         assert ngram[:4] == ["job", "ngram", "6", "1.00"]
         assert 2 < float(suffix[3]) <= float(suffix[4])
+
+    def test_what_matches_are_worth(self):
+        """The answer goes along with the prompt's `2 3 4 5` from its second token on, and says `9` where that ends."""
+        counts = {name: (tokens, right) for name, tokens, right in lookups.by_match([([2, 3, 4, 5, 7, 2], [3, 4, 5, 9])])}
+        # Behind `2 3`: 4, 5 and, in vain, 7; behind `2 3 4`: 5, 7; behind `2 3 4 5`: 7.
+        assert counts["to 2"] == ("1", "1.00")
+        assert counts["to 3"] == ("2", "1.00")
+        assert counts["to 5"] == ("3", "0.00")
+        assert counts["longer"] == ("0", "-")
 
     def test_costs_between_those_given(self):
         seconds = lookups.curve("1:1 3:2 4:2.5")

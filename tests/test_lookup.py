@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
+from specdec.learnt import Learnt
+from specdec.pacing import Pacer
+from specdec.proposers import Context
 from tests import tiny
 
 LOOKUPS = {
@@ -43,6 +46,34 @@ def test_a_memory_shared_with_a_target_of_more_tokens():
         for target, spec in zip(reversed(targets), reversed(specs), strict=True):
             assert spec.generate(**inputs, **arguments).tolist() == target.generate(**inputs, **arguments).tolist()
     assert max(max(text) for text in memory.texts()) >= tiny.VOCAB
+
+
+@pytest.mark.parametrize("lookup", [NgramProposer, SuffixProposer])
+def test_what_a_match_is_worth_by_its_length_before_anything_was_seen(lookup):
+    """So that a copied passage is taken up at once, and a lucky token is not."""
+    copied = list(range(1, 30))
+    gains = [_expected(lookup(), text) for text in (copied + [40] + copied[:20], copied + [40] + copied[:1])]
+    assert sum(gains[0][:8]) > 6
+    assert sum(gains[1][:8]) < 1.5
+
+
+def _expected(proposer, text):
+    """What it expects of each token behind the text, where nothing was learnt."""
+    tokens, pacer = torch.tensor([text]), Pacer(None, Learnt())
+    context = Context(
+        tokens=tokens,
+        pads=[0],
+        ends=[len(text)],
+        active=[True],
+        room=[24],
+        sampling=False,
+        chains_only=False,
+        vocab_size=50,
+        processors=None,
+        pacer=pacer,
+    )
+    proposer.begin(context)
+    return proposer.expect(context)
 
 
 def test_room_for_millions_of_tokens_costs_nothing():
