@@ -111,7 +111,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
     for prompt, answer in calls:
         proposer, text, pacer = NgramProposer(), prompt + answer, Pacer(None, Learnt())
         proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
-        for end in range(len(prompt) + 1, len(text)):
+        for end in range(len(prompt) + 1, len(text) - 1):  # the last token would not be drafted
             proposer.expect(context_of(text, len(prompt), end, pacer))
             guess = proposer.guesses[0]
             if guess is not None:

@@ -67,7 +67,7 @@ class Text:
     """What a text holds for proposers, position by position.
 
     Attributes:
-        found: length of the n-gram that is found there, 0: none. looked_up: is what follows it right?
+        found: length of the match that is found there, 0: none. looked_up: is what follows it right?
         confidence: the draft model's in its best token. rank: of the right token among its children, WIDTH: not there.
     """
 
@@ -108,10 +108,11 @@ def text(
     random = Random(seed)
     out = Text([], [], [], [])
     while len(out) < length:
-        repeating = random.random() < repeats
+        repeating, match = random.random() < repeats, 3
         for _ in range(random.randint(12, 36)):
-            out.found.append(3 if repeating else int(random.random() < 0.6))
+            out.found.append(match if repeating else int(random.random() < 0.6))
             out.looked_up.append(random.random() < (0.95 if repeating else n_grams))
+            match = match + 1 if out.looked_up[-1] else 3
             confidence = min(0.99, max(0.02, random.betavariate(3 * knows, 3 * (1 - knows))))
             out.confidence.append(confidence)
             ranks = [p * (1 - vain) for p in _children(confidence)]

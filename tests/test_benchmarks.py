@@ -371,7 +371,8 @@ class TestSpecBench:
         page = (out / "board.md").read_text()
         assert "| Models" in page
         assert "| Multi-turn Conversation | Question Answering | #MAT" in page
-        assert page.count("| specdec-draft ") == page.count("| plain ") == 2
+        assert page.count("| plain ") == 2  # in each table, and ours beside the best of transformers' behind it
+        assert page.count("| specdec-draft ") == 4
         assert "## question: T = 0, batch 1" in page
         assert "## question: T = 0, batch 2" in page
         jobs = [json.loads(line)["job"] for line in lines_of(out / "question-t0-b1")]
@@ -507,11 +508,13 @@ class TestLookups:
 
     def test_what_matches_are_worth(self):
         """The answer goes along with the prompt's `2 3 4 5` from its second token on, and says `9` where that ends."""
-        counts = {name: (tokens, right) for name, tokens, right in lookups.by_match([([2, 3, 4, 5, 7, 2], [3, 4, 5, 9])])}
-        # Behind `2 3`: 4, 5 and, in vain, 7; behind `2 3 4`: 5, 7; behind `2 3 4 5`: 7.
+        counts = {
+            name: (tokens, right) for name, tokens, right in lookups.by_match([([2, 3, 4, 5, 7, 2], [3, 4, 5, 9])])
+        }
+        # Behind `2 3`: 4, 5 and, in vain, 7; behind `2 3 4`: 5 and, in vain, 7.
         assert counts["to 2"] == ("1", "1.00")
         assert counts["to 3"] == ("2", "1.00")
-        assert counts["to 5"] == ("3", "0.00")
+        assert counts["to 5"] == ("2", "0.00")
         assert counts["longer"] == ("0", "-")
 
     def test_costs_between_those_given(self):

@@ -52,7 +52,7 @@ def test_a_memory_shared_with_a_target_of_more_tokens():
 def test_what_a_match_is_worth_by_its_length_before_anything_was_seen(lookup):
     """So that a copied passage is taken up at once, and a lucky token is not."""
     copied = list(range(1, 30))
-    gains = [_expected(lookup(), text) for text in (copied + [40] + copied[:20], copied + [40] + copied[:1])]
+    gains = [_expected(lookup(), text) for text in ([*copied, 40, *copied[:20]], [*copied, 40, *copied[:1]])]
     assert sum(gains[0][:8]) > 6
     assert sum(gains[1][:8]) < 1.5
 

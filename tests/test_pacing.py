@@ -263,7 +263,7 @@ def test_ngram_guesses_are_scored_though_never_drafted():
     assert all(proposer.propose(context(end)).size == 1 for end in range(4, 50))
     long_matches = ("ngram", kind_of(17))
     assert pacer.acceptance.rate(long_matches) > 0.9
-    before = pacer.acceptance.rate((3, 0))
+    before = pacer.acceptance.rate(long_matches)
     text[0, 49] = 7
     proposer.propose(context(50))
-    assert pacer.acceptance.rate((3, 0)) < before
+    assert pacer.acceptance.rate(long_matches) < before
