@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from options import Bench
-from peers import peers
+from peers import NAMES, peers
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
@@ -82,10 +82,11 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """The names that match one of the patterns (`*` for any text), and plain, which all are compared with.
 
-    Without patterns: all but transformers' methods as single calls, which are slow and seldom what is asked.
+    Without patterns: all but transformers' methods as single calls, and other libraries', seldom asked for.
     """
     if not patterns:
-        return [name for name in names if not (name.startswith(TRANSFORMERS) and name.endswith(SINGLES))]
+        singles = [name for name in names if name.startswith(TRANSFORMERS) and name.endswith(SINGLES)]
+        return [name for name in names if name not in singles and not name.startswith(NAMES)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")

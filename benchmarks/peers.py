@@ -3,7 +3,9 @@
     python -m venv peers && peers/bin/pip install -c constraints.txt -e '.[demo]' economize==0.3.2 flashspec==0.3.1
     peers/bin/python benchmarks/spec_bench.py ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
 
-Both draft a fixed number of tokens a round, which a method's name ends with: of several, a reader takes the best.
+Both draft a fixed number of tokens a round, whatever it brings: of several settings a reader takes the best. economize's
+names end with a round's tokens, the one behind the draft among them; flashspec's with what lookups draft, its
+composites' with that (g) and what the draft model does where it is less (f).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from options import Bench
 
 Generate = Callable[..., Any]
+NAMES = ("economize-", "flashspec-")  # that their methods' names begin with
 CYCLES = (3, 5, 9)  # economize's: a draft and the token behind it
 COMPOSITES = ("composite-g4", "composite-g6-f2")  # flashspec's n-grams, and its draft model where they find nothing
 
@@ -29,7 +32,7 @@ def peers(bench: Bench) -> dict[str, Callable[[], Generate]]:
     kinds = ["lookup"] + ["draft", "hybrid"] * (options.draft is not None)
     if find_spec("economize"):
         made |= {f"economize-{kind}-{n}": partial(_economize, bench, kind, n) for kind in kinds for n in CYCLES}
-    if find_spec("flashspec"):
+    if find_spec("flashspec") and not options.full_length:  # it cannot be told to go on behind an end
         made[f"flashspec-lookup-{options.lookup_tokens}"] = partial(_flashspec, bench, "bandit")
         if options.draft is not None:
             made |= {f"flashspec-{name}": partial(_flashspec, bench, name) for name in COMPOSITES}
@@ -70,7 +73,7 @@ def _flashspec(bench: Bench, strategy: str) -> Generate:
     ends = sorted(bench.text_ends)
 
     def generate(input_ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        """What else `generate()` is told changes nothing for one row at T = 0; there is no streamer."""
+        """What else these benchmarks tell `generate()` changes nothing for one row at T = 0; there is no streamer."""
         result = engine.generate(input_ids, max_new_tokens, eos_token_ids=ends)
         return torch.cat([input_ids, result.output_ids[:, : result.n_tokens_generated]], 1)
 

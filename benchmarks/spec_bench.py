@@ -65,8 +65,8 @@ def main(
     pages = [f"# {Path(target).name}" + (f" with {Path(draft).name}" if draft else "")]
     with bad_input_ends():
         modes = [_thinking(mode) for mode in thinking or [""]]
-        for path, heat, size, mode in product(data, temperature or [0.0], batch_size or [1], modes):
-            options = Options(
+        every = [
+            Options(
                 target=target,
                 draft=draft,
                 prompts=path,
@@ -82,11 +82,14 @@ def main(
                 device=device,
                 threads=threads,
             )
-            bench = Bench(options)
-            chosen = select(list(catalogue(bench)), [name for name in methods.split(",") if name])
-            compared = compare(bench, chosen, repeats, out / _folder(options))
+            for path, heat, size, mode in product(data, temperature or [0.0], batch_size or [1], modes)
+        ]
+        asked = [name for name in methods.split(",") if name]
+        boards = [(bench, select(list(catalogue(bench)), asked)) for bench in map(Bench, every)]
+        for bench, chosen in boards:
+            compared = compare(bench, chosen, repeats, out / _folder(bench.options))
             rows = summarise(compared.records, chosen)
-            pages += [_heading(options, bench), board(compared, rows), best_lines(rows, best_of_transformers(rows))]
+            pages += [_heading(bench), board(compared, rows), best_lines(rows, best_of_transformers(rows))]
             (out / "board.md").write_text("\n\n".join(pages) + "\n")
     print("\n\n".join(pages))
 
@@ -123,8 +126,8 @@ def _folder(options: Options) -> str:
     return f"{options.prompts.stem}-t{options.temperature:g}-b{options.batch_size}{mode}"
 
 
-def _heading(options: Options, bench: Bench) -> str:
-    about = machine.describe()
+def _heading(bench: Bench) -> str:
+    options, about = bench.options, machine.describe()
     mode = {None: "", True: ", thinking", False: ", not thinking"}[options.thinking]
     return (
         f"## {options.prompts.stem}: T = {options.temperature:g}, batch {options.batch_size}{mode}\n\n"

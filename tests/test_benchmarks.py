@@ -401,6 +401,14 @@ class TestSpecBench:
         assert result.exit_code == 2
         assert "on or off" in result.output
 
+    def test_methods_that_some_combination_lacks_are_named_before_anything_is_measured(self, files, asked, tmp_path):
+        result = self.run(
+            files, asked, tmp_path / "out", "--batch-size", "1", "--batch-size", "2", "--methods", "hf-assistant"
+        )
+        assert result.exit_code == 2
+        assert "no method is called 'hf-assistant'" in result.output
+        assert not (tmp_path / "out").exists()
+
     def test_spread_holds_the_mean(self):
         def record(method, job, seconds):
             return Record("", "", method, job, "g", 0, Measurement([[1] * 10], seconds, 0.1, 0.1, 9, 10))
@@ -425,7 +433,9 @@ class TestMethods:
         }
         theirs = {name for name in catalogue(Bench(pair)) if name.startswith("flashspec-")}
         assert theirs == {"flashspec-lookup-10", "flashspec-composite-g4", "flashspec-composite-g6-f2"}
-        for changed in ({"temperature": 1.0}, {"batch_size": 2}):  # which they do not take, or not with our seeds
+        assert not theirs & set(select(list(catalogue(Bench(pair))), []))  # on demand
+        assert theirs <= set(select(list(catalogue(Bench(pair))), ["flashspec-*"]))
+        for changed in ({"temperature": 1.0}, {"batch_size": 2}, {"full_length": True}):  # which it does not take
             assert not peers.peers(Bench(dataclasses.replace(pair, **changed)))
         monkeypatch.setattr(peers, "find_spec", lambda name: None)
         assert not peers.peers(Bench(pair))
