@@ -57,6 +57,15 @@ def test_what_a_match_is_worth_by_its_length_before_anything_was_seen(lookup):
     assert sum(gains[1][:8]) < 1.5
 
 
+def test_n_grams_go_on_from_the_longest_match_then_from_the_most_recent():
+    passages = [[9, 1, 2, 3, 4], [8, 1, 2, 3, 5], [7, 1, 2, 3, 6]]
+    text = [token for passage in passages for token in passage]
+    for last, following in ((9, 4), (8, 5), (7, 6), (20, 6)):
+        proposer = NgramProposer()
+        _expected(proposer, [*text, last, 1, 2, 3])
+        assert proposer.guesses[0].tokens[0] == following
+
+
 def _expected(proposer, text):
     """What it expects of each token behind the text, where nothing was learnt."""
     tokens, pacer = torch.tensor([text]), Pacer(None, Learnt())

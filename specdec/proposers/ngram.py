@@ -13,14 +13,19 @@ from specdec.proposers.base import Context
 from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, gained, kind_of, laid_out, writable
 from specdec.tree import DraftTree
 
+PLACES = 16  # where an n-gram stood last are looked at for the longest match
+
 
 class NgramProposer(Lookup):
-    """The longest n-gram first, the most recent occurrence first.
+    """The longest match first, of equal ones the most recent.
 
     Args:
         max_ngram: longest n-gram looked up, in tokens.
         min_ngram: shortest one.
         continuations: how many different continuations to draft per row; above one they form a tree.
+
+    Attributes:
+        guesses: in a call, by row what was found best in the last round, drafted or not; None: nothing.
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, continuations: int = 1):
@@ -34,8 +39,8 @@ class NgramProposer(Lookup):
         rows = range(context.batch_size)
         self._texts: list[list[int]] = [[] for _ in rows]
         self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
-        self._found: list[list[_Guess]] = []  # this round's
-        self.guesses: list[_Guess | None] = [None for _ in rows]  # the last round's first ones, drafted or not
+        self._found: list[list[Guess]] = []  # this round's
+        self.guesses: list[Guess | None] = [None for _ in rows]
         self._vocab_size = context.vocab_size
         self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
         if context.pacer.limit:  # the prompts, before any round
@@ -85,18 +90,18 @@ class NgramProposer(Lookup):
                 if n <= len(text):
                     index.setdefault(tuple(text[-n:]), []).append(len(text))
 
-    def _lookup(self, b: int, length: int) -> list[_Guess]:
+    def _lookup(self, b: int, length: int) -> list[Guess]:
         """Up to `continuations` different ones, `length` tokens long."""
-        text, index = self._texts[b], self._index[b]
-        out: list[_Guess] = []
+        text, places = self._texts[b], max(PLACES, 4 * self.continuations)
+        out: list[Guess] = []
         for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
-            for end in reversed(index.get(tuple(text[-n:]), ())[-1 - 4 * self.continuations :]):
+            ends = self._index[b].get(tuple(text[-n:]), [])[-1 - places :]
+            matches = [(_matched(text, end, n), end) for end in ends if end < len(text)]
+            for matched, end in sorted(matches, reverse=True):
                 period = len(text) - end  # past the end of the text, the draft repeats itself
-                if period and all(text[end] != other.tokens[0] for other in out):
-                    following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
-                    if not following:
-                        continue
-                    out.append(_Guess(_matched(text, end, n), following))
+                following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
+                if following and all(following[0] != other.tokens[0] for other in out):
+                    out.append(Guess(matched, following))
                     if len(out) == self.continuations:
                         return out
         return out
@@ -117,7 +122,7 @@ class NgramProposer(Lookup):
 
 
 @dataclass(frozen=True)
-class _Guess:
+class Guess:
     """A continuation, and how many tokens before it are those before the text's end."""
 
     length: int
