@@ -29,7 +29,7 @@ from specdec.learnt import Learnt
 from specdec.logits import NodeProcessors
 from specdec.pacing import Pacer
 from specdec.proposers import Context, Lookup
-from specdec.proposers.lookup import LENGTHS, LIKELY
+from specdec.proposers.lookup import LENGTHS, LIKELY, agreeing
 from specdec.tree import DraftTree
 
 # Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
@@ -116,7 +116,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
             guess = proposer.guesses[0]
             if guess is not None:
                 following = text[end:]
-                same = _common(guess.tokens, following)
+                same = agreeing(guess.tokens, following)
                 for place, (_, kind) in enumerate(guess.keys[: min(same + 1, len(following))]):
                     checked[kind] += 1
                     right[kind] += place < same
@@ -151,7 +151,7 @@ def at_most(calls: Sequence[Call]) -> float:
         while end < len(text):
             here, following = text[end - 1 : end + 1], text[end:-1]
             found = (other[at:] for other in [*before, text[:end]] for at in _places(other, here))
-            gained = 1 + max((_common(continuation, following) for continuation in found), default=0)
+            gained = 1 + max((agreeing(continuation, following) for continuation in found), default=0)
             tokens, rounds, end = tokens + gained, rounds + 1, end + gained
         before.append(text)
     return tokens / max(1, rounds)
@@ -202,13 +202,6 @@ def accepted_of(draft: DraftTree, following: list[int]) -> int:
             return depth
         node = right[0]
     return len(following)
-
-
-def _common(found: list[int], text: list[int]) -> int:
-    for count, (ours, theirs) in enumerate(zip(found, text, strict=False)):
-        if ours != theirs:
-            return count
-    return min(len(found), len(text))
 
 
 if __name__ == "__main__":

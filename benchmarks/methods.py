@@ -85,12 +85,15 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     Without patterns: all but transformers' methods as single calls, and other libraries', seldom asked for.
     """
     if not patterns:
-        singles = [name for name in names if name.startswith(TRANSFORMERS) and name.endswith(SINGLES)]
-        return [name for name in names if name not in singles and not name.startswith(NAMES)]
+        return [name for name in names if not _on_demand(name)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
     return [name for name in names if name == PLAIN or any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _on_demand(name: str) -> bool:
+    return name.startswith(NAMES) or (name.startswith(TRANSFORMERS) and name.endswith(SINGLES))
 
 
 def _named(text: str, bench: Bench) -> Proposer:

@@ -3,9 +3,9 @@
     python -m venv peers && peers/bin/pip install -c constraints.txt -e '.[demo]' economize==0.3.2 flashspec==0.3.1
     peers/bin/python benchmarks/spec_bench.py ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
 
-Both draft a fixed number of tokens a round: of several settings a reader takes the best. economize's
-names end with a round's tokens, the one behind the draft among them; flashspec's with what lookups draft, its
-composites' with that (g) and what the draft model does where it is less (f).
+Both draft a fixed number of tokens a round: of several settings a reader takes the best. economize's names end with a
+round's tokens, the one behind the draft among them; flashspec's with what lookups draft, its composites' with that (g)
+and what the draft model does where it is less (f).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _economize(bench: Bench, kind: str, cycle: int) -> Generate:
     from economize.techniques.lookup import LookupConfig
 
     configs = {
-        "lookup": lambda: LookupConfig(),
+        "lookup": LookupConfig,
         "draft": lambda: DraftModelConfig(model=bench.options.draft),
         "hybrid": lambda: HybridConfig(fallback=DraftModelConfig(model=bench.options.draft)),
     }

@@ -8,7 +8,6 @@ import torch
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
 from specdec.learnt import Learnt
 from specdec.pacing import Pacer
-from specdec.proposers import Context
 from tests import tiny
 
 LOOKUPS = {
@@ -68,19 +67,7 @@ def test_n_grams_go_on_from_the_longest_match_then_from_the_most_recent():
 
 def _expected(proposer, text):
     """What it expects of each token behind the text, where nothing was learnt."""
-    tokens, pacer = torch.tensor([text]), Pacer(None, Learnt())
-    context = Context(
-        tokens=tokens,
-        pads=[0],
-        ends=[len(text)],
-        active=[True],
-        room=[24],
-        sampling=False,
-        chains_only=False,
-        vocab_size=50,
-        processors=None,
-        pacer=pacer,
-    )
+    context = tiny.lone_row(torch.tensor([text]), len(text), Pacer(None, Learnt()), room=24, vocab_size=50)
     proposer.begin(context)
     return proposer.expect(context)
 

@@ -8,9 +8,9 @@ import torch
 
 from specdec.learnt import Acceptance, PassCost
 from specdec.pacing import TRIAL_LENGTH, Pacer
-from specdec.proposers.base import Context
 from specdec.proposers.lookup import kind_of
 from specdec.proposers.ngram import NgramProposer
+from tests import tiny
 
 MS = 1e-3
 
@@ -246,18 +246,7 @@ def test_ngram_guesses_are_scored_though_never_drafted():
     text = torch.tensor([[1, 2, 3] * 20])
 
     def context(end):
-        return Context(
-            tokens=text,
-            pads=[0],
-            ends=[end],
-            active=[True],
-            room=[60 - end],
-            sampling=False,
-            chains_only=False,
-            vocab_size=9,
-            processors=None,
-            pacer=pacer,
-        )
+        return tiny.lone_row(text, end, pacer, room=60 - end, vocab_size=9)
 
     proposer.begin(context(4))
     assert all(proposer.propose(context(end)).size == 1 for end in range(4, 50))

@@ -169,7 +169,7 @@ def recipe(tmp_path, monkeypatch):
     """Runs a recipe with a `specdec` that only writes down what it is asked. Returns status and commands."""
     (tmp_path / "specdec").write_text(FAKE)
     (tmp_path / "specdec").chmod(0o755)
-    (tmp_path / "texts.jsonl").write_text("".join(f"{i}\n" for i in range(50)))
+    (tmp_path / "texts.jsonl").touch()
 
     def run(script, **environment):
         log = tmp_path / "log"

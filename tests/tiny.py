@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec import Context, DraftTree, HybridProposer, Proposer
+from specdec.pacing import Pacer
 
 PAD, VOCAB, WINDOW = 0, 64, 6
 DEVICE = "cpu"  # of models and prompts; "cuda" under `pytest --device pretend`
@@ -161,6 +162,22 @@ class Garbage(Proposer):
 
     def _number(self, most: int) -> int:
         return int(torch.randint(most + 1, (), generator=self.generator))
+
+
+def lone_row(tokens: Tensor, end: int, pacer: Pacer, *, room: int, vocab_size: int) -> Context:
+    """What a proposer that needs no model is shown of a single row, tokens (1, T), of which `end` are there."""
+    return Context(
+        tokens=tokens,
+        pads=[0],
+        ends=[end],
+        active=[True],
+        room=[room],
+        sampling=False,
+        chains_only=False,
+        vocab_size=vocab_size,
+        processors=None,
+        pacer=pacer,
+    )
 
 
 @contextmanager

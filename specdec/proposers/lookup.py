@@ -51,6 +51,14 @@ def kind_of(length: int) -> int:
     return bisect_left(LENGTHS, length)
 
 
+def agreeing(guess: Sequence[int], text: Sequence[int]) -> int:
+    """Length of their common beginning."""
+    for count, (ours, theirs) in enumerate(zip(guess, text, strict=False)):
+        if ours != theirs:
+            return count
+    return min(len(guess), len(text))
+
+
 def writable(tokens: list[int], vocab_size: int) -> list[int]:
     """As far as the target could write them: a prompt may hold placeholders of pictures that have no logits (Mllama's),
     and a memory what another target wrote."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, gained, kind_of, laid_out, writable
+from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, agreeing, gained, kind_of, laid_out, writable
 from specdec.tree import DraftTree
 
 PLACES = 16  # where an n-gram stood last are looked at for the longest match
@@ -82,7 +82,7 @@ class NgramProposer(Lookup):
         accepted where the text went the same way."""
         guess = self.guesses[b]
         if guess is not None:
-            pacer.observe_keys(guess.keys[: len(tokens)], _common(guess.tokens, tokens))
+            pacer.observe_keys(guess.keys[: len(tokens)], agreeing(guess.tokens, tokens))
         text, index = self._texts[b], self._index[b]
         for token in tokens:
             text.append(token)
@@ -98,9 +98,11 @@ class NgramProposer(Lookup):
             ends = self._index[b].get(tuple(text[-n:]), [])[-1 - places :]
             matches = [(_matched(text, end, n), end) for end in ends if end < len(text)]
             for matched, end in sorted(matches, reverse=True):
+                if any(text[end] == other.tokens[0] for other in out):
+                    continue
                 period = len(text) - end  # past the end of the text, the draft repeats itself
                 following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
-                if following and all(following[0] != other.tokens[0] for other in out):
+                if following:
                     out.append(Guess(matched, following))
                     if len(out) == self.continuations:
                         return out
@@ -139,14 +141,6 @@ def _matched(text: Sequence[int], end: int, n: int) -> int:
     while n <= LENGTHS[-1] and n < end and text[end - 1 - n] == text[-1 - n]:
         n += 1
     return n
-
-
-def _common(guess: Sequence[int], text: Sequence[int]) -> int:
-    """Length of their common beginning."""
-    for count, (ours, theirs) in enumerate(zip(guess, text, strict=False)):
-        if ours != theirs:
-            return count
-    return min(len(guess), len(text))
 
 
 def _side_by_side(guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
