@@ -189,7 +189,7 @@ class SpeculativeCache(Cache):
     def _kind_of(self, layer_idx: int) -> Slots:
         return self._kinds[self._spans[min(layer_idx, len(self._spans) - 1)]]
 
-    # What recurrent layers ask of a cache (5.17 to 5.23, cache_utils.py). They are told that there is no state yet, and
+    # What recurrent layers ask of a cache (5.17 to 5.24, cache_utils.py). They are told that there is no state yet, and
     # so always go the way of many tokens; what stands in for their functions (`mixers`) begins with the state.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -224,7 +224,7 @@ class SpeculativeCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         return True
 
-    # What transformers' models and mask builders ask of a cache (5.17 to 5.23, cache_utils.py and masking_utils.py).
+    # What transformers' models and mask builders ask of a cache (5.17 to 5.24, cache_utils.py and masking_utils.py).
     # They build masks of their own only for a first pass without padding, or where nothing slides.
 
     def __len__(self) -> int:

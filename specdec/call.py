@@ -13,6 +13,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.utils import GenerateOutput
 
+from specdec.compat import CACHE, pad_token
 from specdec.conversation import Conversation
 from specdec.rows import pads_of_part
 from specdec.runner import ModelRunner, Output, device_of, joined
@@ -47,13 +48,12 @@ def transcript(call: Call, conversation: Conversation) -> Transcript:
     B, config, criteria = len(call.input_ids), call.config, call.criteria
     wanted = config.return_dict_in_generate
     ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    pad = config._pad_token_tensor
     return Transcript(
         prompt=call.input_ids,
         pads=conversation.text_pads,
         order=conversation.text_order,
         criteria=criteria,
-        pad_token=int(pad) if ends_on_tokens and pad is not None else None,
+        pad_token=pad_token(config) if ends_on_tokens else None,
         streamer=call.streamer,
         max_length=criteria.max_length,
         records=Records(
@@ -86,11 +86,11 @@ def returned(text: Transcript, conversation: Conversation, source: Source | None
     """As transformers' own decoding loops return it."""
     recorded = text.recorded()
     if source is None:
-        return GenerateDecoderOnlyOutput(sequences=text.sequences, past_key_values=conversation.cache, **recorded)
+        return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: conversation.cache}, **recorded)
     hidden = recorded.pop("hidden_states")
     return GenerateEncoderDecoderOutput(
         sequences=text.sequences,
-        past_key_values=source.together_with(conversation.cache),
+        **{CACHE: source.together_with(conversation.cache)},
         decoder_hidden_states=hidden,
         encoder_hidden_states=None if hidden is None else source.states.get("hidden_states"),
         **recorded,

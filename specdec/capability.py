@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from specdec.conversation import KINDS
+from specdec import compat
+from specdec.compat import CONTINUABLE_LAYERS
 from specdec.runner import (
     SLIDING,
     ModelRunner,
@@ -28,7 +29,7 @@ from specdec.runner import (
     device_of,
     layer_kinds,
 )
-from specdec.source import forward_parameters, stand_in, takes_positions
+from specdec.source import stand_in, takes_positions
 from specdec.step import spread
 from specdec.tree import DraftTree
 
@@ -86,8 +87,8 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
 
     drafts: it is a draft model, whose logits may be a little off, by weights in 8 bits say.
     """
-    if not forward_parameters(model) & {"past_key_values", "cache_params"}:
-        return Capability(None, "its forward pass takes no past_key_values")
+    if compat.cache_argument(model) is None:
+        return Capability(None, "its forward pass takes no cache")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
             return _tried(model, model, drafts)
@@ -126,7 +127,7 @@ def _more_than_keys(model: PreTrainedModel) -> str:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except AttributeError:  # a config that does not say how many layers there are
         return ""
-    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
+    others = sorted({type(layer).__name__ for layer in layers if type(layer) not in CONTINUABLE_LAYERS})
     return f"its cache holds more than keys, values and states ({', '.join(others)})" if others else ""
 
 

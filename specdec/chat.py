@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
+from specdec.compat import CACHE
 from specdec.generator import SpeculativeGenerator
 from specdec.report import Report
 from specdec.streamer import ColourStreamer
@@ -56,7 +57,7 @@ class Chat:
         ids = self._encoded()
         self._keep(_common(self._cached, ids))
         prompt = torch.tensor([ids], device=self.spec.model.device)
-        arguments = {"attention_mask": torch.ones_like(prompt), "past_key_values": self._cache, **self.options}
+        arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
         try:
             out = self.spec.generate(prompt, streamer=streamer, **arguments)
             self._cached = out[0, : self._cache.get_seq_length()].tolist()

@@ -14,28 +14,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, cache_utils
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
+from transformers import DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
+
+from specdec.compat import (
+    CACHE,
+    CONTINUABLE_LAYERS,
+    cache_in,
+    fill_attention_layer,
+    fill_recurrent_layer,
+    mask_width,
 )
-
 from specdec.rows import CachedRows
-
-# Of which nothing is kept; 5.17 has none.
-EMPTY = tuple(getattr(cache_utils, name) for name in ("DummyLayer",) if hasattr(cache_utils, name))
-KINDS = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    *EMPTY,
-    LinearAttentionLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    *([cache_utils.DynamicIndexedLayer] if hasattr(cache_utils, "DynamicIndexedLayer") else []),
-)  # of layers of a DynamicCache that can be gone on from
 
 
 @dataclass(frozen=True)
@@ -116,7 +106,7 @@ class Conversation:
                 self._give_back(rows, cache, columns[0] if columns else self.cached)
                 if not columns and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers):
                     for layer in cache.layers:
-                        _fill(layer, None, None, 0)
+                        fill_attention_layer(layer, None, None, 0)
                         if hasattr(layer, "has_previous_state"):
                             layer.has_previous_state = dict.fromkeys(layer.has_previous_state, False)
 
@@ -150,7 +140,7 @@ class Conversation:
             layer = _layer(cache, index)
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             indexed = rows.cache.take_indexed(index, positions[:, first:])
-            _fill(layer, *rows.cache.take(index, positions[:, first:]), columns)
+            fill_attention_layer(layer, *rows.cache.take(index, positions[:, first:]), columns)
             if indexed is not None:
                 layer.lazy_initialization_indexer(indexed)
                 layer.indexer_keys = indexed
@@ -159,14 +149,14 @@ class Conversation:
             behind = columns - self.real.shape[1]  # rows may have run ahead of where the text ended
             rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])
             for (index, which), (window, memory) in rows.cache.states.held.items():
-                _hold(cache.layers[index], which, window, memory)
+                fill_recurrent_layer(cache.layers[index], which, window, memory)
 
 
 def conversation(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Conversation:
     """Of a call as transformers prepared it, in which there is no `problem`."""
-    cache = cache_of(model_kwargs)
+    cache = cache_in(model_kwargs)
     wanted = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     kept = (cache if type(cache) is DynamicCache else DynamicCache(config=model.config)) if wanted else None
     return Conversation(real_columns(input_ids, config, model_kwargs), columns_in(cache), input_ids.shape[1], kept)
@@ -179,7 +169,7 @@ def problem(
 
     windows: the model has sliding ones. states: its layers carry more than keys and values.
     """
-    cache = cache_of(model_kwargs)
+    cache = cache_in(model_kwargs)
     real = real_columns(input_ids, config, model_kwargs)
     if windows and not left_padded(real):
         return "attention_mask has holes inside a prompt, which count in this model's sliding windows"
@@ -191,29 +181,29 @@ def problem(
     if cache is None or not (getattr(cache, "_is_user_defined", False) or columns_in(cache)):
         return None
     if isinstance(cache, EncoderDecoderCache):
-        return "past_key_values of an encoder-decoder model hold earlier tokens"
+        return f"{CACHE} of an encoder-decoder model hold earlier tokens"
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
-        return f"past_key_values is {kind}; a DynamicCache could be continued"
+        return f"{CACHE} is {kind}; a DynamicCache could be continued"
     for layer in cache.layers:
-        if type(layer) not in KINDS:
-            return f"past_key_values holds more than keys and values ({type(layer).__name__})"
+        if type(layer) not in CONTINUABLE_LAYERS:
+            return f"{CACHE} holds more than keys and values ({type(layer).__name__})"
         if getattr(layer, "record_past", False):
-            return "past_key_values records what slid out of its windows"
+            return f"{CACHE} records what slid out of its windows"
         if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4 and len(layer.keys) != len(input_ids):
-            return f"past_key_values has {len(layer.keys)} rows, input_ids {len(input_ids)}"
+            return f"{CACHE} has {len(layer.keys)} rows, input_ids {len(input_ids)}"
     have, columns = columns_in(cache), real.shape[1]
     if have and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
-        return "past_key_values holds recurrent states alone, which do not say of how many tokens they are"
+        return f"{CACHE} holds recurrent states alone, which do not say of how many tokens they are"
     if have >= columns:
-        crop = f", or crop the cache: past_key_values.crop(-{have - columns + 1})"
+        crop = f", or crop the cache: {CACHE}.crop(-{have - columns + 1})"
         return (
-            f"past_key_values holds {have} tokens and the text no more than {columns}: nothing is left to read. Give "
+            f"{CACHE} holds {have} tokens and the text no more than {columns}: nothing is left to read. Give "
             f"the whole conversation as input_ids{'' if states else crop}"
         )
     if columns not in (input_ids.shape[1], have + input_ids.shape[1]) and "inputs_embeds" not in model_kwargs:
         return (
-            f"attention_mask has {columns} columns, past_key_values {have} and input_ids {input_ids.shape[1]}: give "
+            f"attention_mask has {columns} columns, {CACHE} {have} and input_ids {input_ids.shape[1]}: give "
             "the whole conversation as input_ids, or the new tokens with the attention_mask of both"
         )
     return None
@@ -225,13 +215,7 @@ def real_columns(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict
     if mask is not None:
         return mask.bool().cpu()
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    # Masks of ones are dropped on the way to us; their width is kept (transformers 5.17 to 5.23, `generate`).
-    return torch.ones(len(input_ids), max(width, getattr(config, "_mask_length", 0)), dtype=torch.bool)
-
-
-def cache_of(model_kwargs: dict[str, Any]) -> Any:
-    """The cache of a call; models without attention have a name of their own for it."""
-    return model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
+    return torch.ones(len(input_ids), max(width, mask_width(config)), dtype=torch.bool)
 
 
 def columns_in(cache: Any) -> int:
@@ -265,25 +249,3 @@ def _layer(cache: DynamicCache, index: int) -> Any:
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     return cache.layers[index]
-
-
-def _hold(layer: Any, which: int, window: Tensor | None, memory: Tensor | None) -> None:
-    """Let a layer of a DynamicCache have these states (5.17 to 5.23, cache_utils.py)."""
-    layer.has_previous_state[which] = True
-    if window is not None:
-        layer.lazy_initialization(conv_states=window, state_idx=which)
-        layer.conv_states[which].copy_(window)
-    if memory is not None:
-        layer.lazy_initialization(recurrent_states=memory, state_idx=which)
-        layer.recurrent_states[which].copy_(memory)
-
-
-def _fill(layer: Any, keys: Tensor | None, values: Tensor | None, columns: int) -> None:
-    """Let a layer of a DynamicCache hold these keys and values and no others (5.17 to 5.23, cache_utils.py)."""
-    if isinstance(layer, EMPTY):
-        return
-    if keys is not None:
-        layer.lazy_initialization(keys, values)
-    layer.keys, layer.values, layer.is_initialized = keys, values, keys is not None
-    if isinstance(layer, DynamicSlidingWindowLayer):
-        layer.cumulative_length = columns

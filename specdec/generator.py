@@ -22,17 +22,15 @@ from transformers.generation.utils import GenerateOutput
 from specdec.call import Call, prefill, returned, transcript
 from specdec.capability import Capability, capability
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
+from specdec.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
 from specdec.conversation import conversation
 from specdec.drafting import Drafting, Draftings
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import (
-    NOT_HANDED_OVER,
     Installed,
     callers_level,
     further_arguments,
-    generate_frame,
-    in_common,
     plain,
     with_stop_strings,
 )
@@ -175,7 +173,8 @@ class SpeculativeGenerator:
         """
         check_arguments(inputs, kwargs)
         with self._counted() as report:
-            return self._generate(report, inputs, generation_config, kwargs | further_arguments(more))
+            kwargs = with_current_cache_name(self.model, kwargs | further_arguments(more))
+            return self._generate(report, inputs, generation_config, kwargs)
 
     def _generate(
         self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -299,7 +298,7 @@ class SpeculativeGenerator:
             text_kwargs,
         )
         watch = Stopwatch(report, device_of(model))
-        step = in_step(in_common(model, synced_gpus), device_of(model))
+        step = in_step(is_synced(model, synced_gpus), device_of(model))
         reason = why_plain(model, self.capability, call, walks(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"

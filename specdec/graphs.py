@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from specdec.compat import CACHE
 from specdec.mixers import has_states
 from specdec.positions import counts_positions
 from specdec.products import lose
@@ -93,7 +94,7 @@ class SlottedCache(Cache):
         values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
         return keys, values
 
-    # What mask builders ask, which get masks that are made (transformers 5.17 to 5.23)
+    # What mask builders ask, which get masks that are made (transformers 5.17 to 5.24)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -178,9 +179,9 @@ class Graphs:
 
 def _pass(model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Taps | None) -> Passed:
     if taps is None:
-        return model(**inputs, past_key_values=cache).logits, None
+        return model(**inputs, **{CACHE: cache}).logits, None
     with taps.listening() as taken:
-        logits = model(**inputs, past_key_values=cache).logits
+        logits = model(**inputs, **{CACHE: cache}).logits
     return logits, taps.features(taken)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from specdec.compat import tensor_parallel_mesh
 from specdec.noise import generator_state, set_generator_state
 from specdec.proposers.base import Context, Proposer
 from specdec.tree import DraftTree, Verdict
@@ -61,13 +62,10 @@ class Group:
 def group_of(model: PreTrainedModel) -> Group | None:
     """The processes that hold parts of the model's layers; None where this one holds them whole.
 
-    Loaded by transformers with a `tp_size` (5.17 to 5.23: `_tp_size`, `_device_mesh`, of one dimension or with one
-    called "tp"). Processes that share weights but not their prompts (FSDP) are no group: see `step`.
+    Processes that share weights but not their prompts (FSDP) are no group: see `step`.
     """
-    mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None)
-    if mesh is None or (size or 1) == 1:
-        return None
-    return Group((mesh if mesh.ndim == 1 else mesh["tp"]).get_group())
+    mesh = tensor_parallel_mesh(model)
+    return None if mesh is None else Group(mesh.get_group())
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""transformers' `generate()` around us: what it drops on the way to a custom_generate callable, and what it would run.
-
-The one place that touches its internals; versions read stand beside each touch.
-"""
+"""transformers' `generate()` around us: its arguments, its warnings, and standing in for a model's method."""
 
 from __future__ import annotations
 
@@ -9,24 +6,16 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType, MethodType
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria, utils
+from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from specdec.call import Call
-
-NOT_HANDED_OVER = ("streamer", "synced_gpus", "assistant_model")  # by generate() to a custom_generate callable
-
-
-def in_common(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
-    """What transformers takes a `synced_gpus` of None for; a custom_generate callable is not told (5.17 to 5.23)."""
-    if synced_gpus is None:
-        return utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
-    return synced_gpus
+from specdec.compat import run_decoding_loop
 
 
 class Installed:
@@ -44,25 +33,12 @@ class Installed:
 
 
 def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutput | Tensor:
-    """What `generate()` would have called without us, with the arguments it prepared (transformers 5.17 to 5.23)."""
-    config, streamer, kwargs = call.config, call.streamer, dict(call.model_kwargs)
+    """What `generate()` would have called without us, with the arguments it prepared."""
+    kwargs = dict(call.model_kwargs)
     if synced_gpus:
         kwargs["synced_gpus"] = True
-    mode = config.get_generation_mode()
-    if streamer is not None:  # generate() saw our callable, which hides the mode from its own check
-        model._validate_generation_mode(mode, config, {"streamer": streamer})
-    if mode.value not in ("sample", "greedy_search", "assisted_generation", "beam_search", "beam_sample"):
-        raise ValueError(f"{mode.value} is handled before a custom_generate callable: call generate() without one")
-    method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
-    if method == "_sample":
-        kwargs["streamer"] = streamer
-    return getattr(type(model), method)(
-        model,
-        call.input_ids,
-        logits_processor=call.processors,
-        stopping_criteria=call.criteria,
-        generation_config=config,
-        **kwargs,
+    return run_decoding_loop(
+        model, call.input_ids, call.processors, call.criteria, call.config, call.streamer, **kwargs
     )
 
 
@@ -104,16 +80,3 @@ def callers_level() -> int:
             return level
         frame, level = frame.f_back, level + 1
     return level
-
-
-def generate_frame() -> dict[str, Any]:
-    """The local variables of transformers' `generate()` that is calling us.
-
-    It has what is `NOT_HANDED_OVER`, but (5.17 to 5.23, generation/utils.py) drops it on the way to a
-    custom_generate callable, even to one that names it; a streamer would wait for its end forever.
-    """
-    frame: FrameType | None = sys._getframe(2)
-    wanted = inspect.unwrap(GenerationMixin.generate).__code__
-    while frame is not None and frame.f_code is not wanted:
-        frame = frame.f_back
-    return frame.f_locals if frame is not None else {}

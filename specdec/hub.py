@@ -10,21 +10,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec.choices import COUPLED, OnUnsupported, ProposerName, RuleName
+from specdec.compat import REPOSITORY_ARGUMENTS
 from specdec.generator import SpeculativeGenerator
 from specdec.proposers import Proposer
 
-# Arguments of `generate()` that are about getting the repository, not about generating (transformers 5.17 to 5.23).
-OF_THE_REPOSITORY = {
-    "revision",
-    "token",
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "repo_type",
-    "subfolder",
-    "user_agent",
-}
 KEPT_AT = "_specdec_generators"
 
 
@@ -49,7 +38,7 @@ def generate(
     **kwargs: Any,
 ):
     """What `model.generate(inputs, **kwargs)` would return; the other arguments are `SpeculativeGenerator`'s."""
-    kwargs = {name: value for name, value in kwargs.items() if name not in OF_THE_REPOSITORY}
+    kwargs = {name: value for name, value in kwargs.items() if name not in REPOSITORY_ARGUMENTS}
     return generator(model, proposer, draft_length, rule, on_unsupported).generate(inputs, **kwargs)
 
 

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.generation import utils
 
-from specdec.conversation import Conversation, cache_of, columns_in, left_padded, real_columns
+from specdec.compat import CACHE, PREFILL_ONLY, cache_in
+from specdec.conversation import Conversation, columns_in, left_padded, real_columns
 from specdec.runner import ModelRunner, Output
 
-# Arguments that transformers drops after the first pass (5.23; older versions have no such list, and nothing is known).
-SHOWN = frozenset(getattr(utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
 # Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
 PLACED = {
     *("token_type_ids", "mm_token_type_ids", "feature_attention_mask", "image_position_ids", "video_position_ids"),
@@ -29,8 +27,10 @@ MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for 
 
 def shown(model_kwargs: dict[str, Any]) -> set[str]:
     """The arguments of a call that show something beside its tokens; empty for a text alone."""
-    given = {name for name in (SHOWN | PLACED) & model_kwargs.keys() if _says_something(name, model_kwargs[name])}
-    return given if given & SHOWN else set()
+    given = {
+        name for name in (PREFILL_ONLY | PLACED) & model_kwargs.keys() if _says_something(name, model_kwargs[name])
+    }
+    return given if given & PREFILL_ONLY else set()
 
 
 def marks_of(config: PretrainedConfig) -> list[int]:
@@ -44,8 +44,8 @@ def problem(
     """Why a call with something `shown` cannot be speculated on, or None."""
     if not any(bool(torch.any(input_ids == mark)) for mark in marks_of(model.config)):
         return "the prompt has no tokens in the place of its pictures"
-    if columns_in(cache_of(model_kwargs)):
-        return "pictures together with past_key_values"
+    if columns_in(cache_in(model_kwargs)):
+        return f"pictures together with {CACHE}"
     if config.prefill_chunk_size:
         return "prefill_chunk_size for a prompt with pictures"
     if not left_padded(real_columns(input_ids, config, model_kwargs)):
@@ -65,7 +65,7 @@ def look(
     """
     model = target.model
     cache = DynamicCache(config=model.config) if talk.cache is None else talk.cache
-    given = {**model_kwargs, target.cache_argument: cache, "return_dict": True}
+    given = {**model_kwargs, CACHE: cache, "return_dict": True}
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
     output = target.look(inputs)
     positions = inputs.get("position_ids")

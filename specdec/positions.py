@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.compat import CACHE_LENGTHS
 from specdec.rows import Sight
 from specdec.slots import Span
 from specdec.source import takes_positions
 from specdec.view import twin, view
 
 M = TypeVar("M", bound=PreTrainedModel)
-COUNTED = "past_key_values_length"  # what embeddings of positions count on from
 HOW_MANY = ("input_ids", "input_ids_shape", "input")
 OF_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
 
@@ -75,7 +75,7 @@ def _placed(module: nn.Module) -> type[nn.Module] | None:
 def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     parameters = list(inspect.signature(kind.forward).parameters)
     # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
-    if COUNTED in parameters and parameters[1] in HOW_MANY:
+    if not set(CACHE_LENGTHS).isdisjoint(parameters) and parameters[1] in HOW_MANY:
         return type(kind.__name__, (_Embedding, kind), {"told": parameters[1]})
     bias = getattr(kind, "compute_bias", None)
     if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:

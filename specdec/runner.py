@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec import compat
 from specdec.graphs import Graphs, filled_up
 from specdec.mixers import with_states
 from specdec.positions import Places, with_positions
@@ -320,7 +321,7 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 def cache_argument(model: PreTrainedModel) -> str:
     """Under which name `model.forward` takes a cache, and gives it back; models without attention have their own."""
-    return "past_key_values" if "past_key_values" in forward_parameters(model) else "cache_params"
+    return compat.cache_argument(model) or compat.CACHE
 
 
 def default_masks(model: PreTrainedModel) -> str:

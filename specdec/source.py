@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from specdec.compat import cache_name
+
 PREFIX = "decoder_"  # of what is the decoder's
 OWN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "hidden_states")
 
@@ -50,8 +52,9 @@ class Source:
         named = {decoders_name(model, name): value for name, value in inputs.items()} | {"encoder_outputs": self.states}
         if model.config.is_encoder_decoder:
             named["attention_mask"] = self.mask
-        if "past_key_values" in named and not isinstance(named["past_key_values"], EncoderDecoderCache):
-            named["past_key_values"] = self.together_with(named["past_key_values"])
+        name = cache_name(named)
+        if name is not None and not isinstance(named[name], EncoderDecoderCache):
+            named[name] = self.together_with(named[name])
         return named
 
     def beside(self, model: PreTrainedModel) -> Source | None:
@@ -119,10 +122,11 @@ def source_of(
         return None, model_kwargs
     own = {name: value for name, value in model_kwargs.items() if name not in ("attention_mask", "inputs_embeds")}
     kwargs = {name.removeprefix(PREFIX): value for name, value in own.items()}
-    cache, keys = kwargs.get("past_key_values"), DynamicCache()
-    if isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
-        kwargs["past_key_values"], keys = cache.self_attention_cache, cache.cross_attention_cache
-        kwargs["past_key_values"]._is_user_defined = getattr(cache, "_is_user_defined", False)  # as generate() marks it
+    name, keys = cache_name(kwargs), DynamicCache()
+    cache = None if name is None else kwargs[name]
+    if name is not None and isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
+        kwargs[name], keys = cache.self_attention_cache, cache.cross_attention_cache
+        kwargs[name]._is_user_defined = getattr(cache, "_is_user_defined", False)  # as generate() marks it
     if given is not None and not given.is_floating_point() and bool((given < 0).any()):
         given = None  # transformers fills in for inputs that a call has not
     kwargs.setdefault("attention_mask", torch.ones_like(input_ids))  # an encoder's mask has another width

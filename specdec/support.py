@@ -14,6 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from specdec import conversation, pictures
 from specdec.call import Call
 from specdec.capability import Capability
+from specdec.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
 from specdec.positions import counts_positions, padding_counted_by
@@ -25,8 +26,7 @@ from specdec.slots import Span
 KNOWN_KWARGS = {
     "attention_mask",
     "position_ids",
-    "past_key_values",
-    "cache_params",
+    *CACHE_NAMES,
     "logits_to_keep",
     "use_cache",
     "inputs_embeds",
@@ -91,7 +91,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks:
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
         return "use_cache=False (some configs say so; a call may say use_cache=True)"
-    if getattr(model, "_pp_stage", None) is not None:  # transformers' own (5.23)
+    if is_pipeline_parallel(model):
         return "its layers lie in several processes, one after the other (pipeline parallelism)"
     if config.output_attentions:
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
@@ -143,7 +143,7 @@ def _padding_problem(
         raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
     if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < width):
         return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
-    if embeds is None and not conversation.columns_in(conversation.cache_of(model_kwargs)):
+    if embeds is None and not conversation.columns_in(cache_in(model_kwargs)):
         for name in ("attention_mask", "position_ids"):  # transformers makes the second of the first, and drops ones
             given = model_kwargs.get(name)
             if given is not None and given.shape[-1] != width:
@@ -161,10 +161,10 @@ def _padding_problem(
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
         ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
         if not ordered or not bool(((positions == expected) | ~real).all()):
-            if positions.dim() == 3 and model_kwargs.get("past_key_values") is not None:
+            if positions.dim() == 3 and cache_in(model_kwargs) is not None:
                 return (
-                    "an earlier turn's picture moves the positions behind it: give the whole conversation with "
-                    "its pictures, without past_key_values"
+                    "an earlier turn's picture moves the positions after it: give the whole conversation with "
+                    f"its pictures, without {CACHE}"
                 )
             return "position_ids are not the prompt's own order"
     return None
@@ -188,7 +188,7 @@ def _counting_problem(
 def _rope_problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """RoPE whose frequencies follow the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.23).
+    """RoPE whose frequencies follow the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.24).
 
     Up to its limit it is like any other. Behind, "longrope" takes other frequencies, the same in every pass that holds
     a text so long, and "dynamic" others at every length. Where a text crosses the limit, which keys have which
@@ -202,7 +202,7 @@ def _rope_problem(
     if longest + new <= limit:
         return None
     in_one_pass = not config.prefill_chunk_size and (bool(real.all()) or longest <= known_at_once(*real.shape))
-    if steady and longest > limit and in_one_pass and not conversation.columns_in(conversation.cache_of(model_kwargs)):
+    if steady and longest > limit and in_one_pass and not conversation.columns_in(cache_in(model_kwargs)):
         return None
     return (
         f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, compat
 from specdec.capability import WINDOW, probe
 from tests import tiny
 
@@ -86,7 +86,10 @@ def test_gradient_checkpointing_runs_as_plain_decoding():
     """In train mode it takes the cache away."""
     model = copy.deepcopy(tiny.model("llama")).train()
     model.gradient_checkpointing_enable()
-    assert "train mode" in SpeculativeGenerator(model, "ngram").capability.reason
+    found = SpeculativeGenerator(model, "ngram").capability
+    assert "train mode" in found.reason or (
+        compat.RENAMED and found.trees
+    )  # since 5.24 only where gradients are wanted
 
 
 def test_gradient_checkpointing_that_is_switched_on_later():
@@ -97,7 +100,7 @@ def test_gradient_checkpointing_that_is_switched_on_later():
     inputs = tiny.prompts(9)
     found = spec.generate(**inputs, do_sample=False, max_new_tokens=8)
     assert torch.equal(found, model.generate(**inputs, do_sample=False, max_new_tokens=8))
-    assert spec.last_report.num_plain_calls == 1
+    assert spec.last_report.num_plain_calls == (not compat.RENAMED)
 
 
 def test_the_probe_draws_none_of_the_calls_random_numbers():

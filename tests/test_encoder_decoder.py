@@ -7,7 +7,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
+from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer, compat
 from specdec.capability import capability, probe
 from specdec.rows import CachedRows, Sight
 from tests import encoded, tiny
@@ -138,10 +138,10 @@ def test_what_comes_back_beside_the_text(name):
     ours = spec.generate(**inputs, **arguments)
     assert type(ours) is type(plain)
     assert ours.keys() == plain.keys()
-    for name in ours.keys() - {"past_key_values"}:
+    for name in ours.keys() - set(compat.CACHE_NAMES):
         torch.testing.assert_close(ours[name], plain[name], atol=1e-4, rtol=1e-3)
     for part in ("self_attention_cache", "cross_attention_cache"):
-        for mine, theirs in zip(*(getattr(o.past_key_values, part).layers for o in (ours, plain)), strict=True):
+        for mine, theirs in zip(*(getattr(compat.cache_in(o), part).layers for o in (ours, plain)), strict=True):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-3)
 
 
