@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import specdec
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, releases
 from specdec.cli import app
 from specdec.eagle3 import save
 from tests import eagle3, tiny
@@ -143,7 +144,9 @@ def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
 
 
 def test_version():
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"specdec {specdec.__version__}\n"
+    said = CliRunner().invoke(app, ["--version"]).stdout
+    assert said == f"specdec {specdec.__version__}, {releases.summary()}\n"
+    assert f"torch {torch.__version__} (tested: " in said
 
 
 @pytest.mark.parametrize(

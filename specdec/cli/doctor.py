@@ -15,6 +15,7 @@ from specdec.cli.common import (
     check,
     interrupted,
     load,
+    print_versions,
     proposer_names,
     sampling,
 )
@@ -40,8 +41,12 @@ def doctor(
     with bad_input_ends():
         check(target, proposer)
         asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+        from specdec.capability import installation_fault
         from specdec.doctor import diagnose
 
+        print_versions()
+        if installation_fault():
+            raise ValueError(installation_fault())
         model, tokenizer = load(target, dtype=dtype)
         theirs, ours = encoded(asked, tokenizer), of_ours(tokenizer, 2)
         with bar() as progress:
