@@ -32,6 +32,7 @@ CACHE = "cache" if RENAMED else "past_key_values"  # argument of `generate()` an
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # arguments of `generate()` in any release
 # Arguments of forward passes. Before 5.24 XLM and Flaubert have a `cache` that is something else.
 _FORWARD_NAMES = CACHE_NAMES if RENAMED else CACHE_NAMES[1:]
+ASSISTED_STATIC = RENAMED  # 5.24 also gave assisted generation static caches, whose passes are compiled on GPUs
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")  # argument of embeddings that count positions
 
 
