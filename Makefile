@@ -43,6 +43,7 @@ test: $(VENV)/.dev
 
 test-oldest test-newest: test-%: .venv-%/.installed
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n logical --maxprocesses 8 -m "not slow" $(RELEASE_TESTS) $(ARGS)
+	.venv-$*/bin/python -m pytest -m slow tests/test_packaging.py -k "readmes or its_own" $(ARGS)
 
 test-slow: $(VENV)/.integrations
 	$(TESTS) --dist loadscope -m slow $(ARGS)
