@@ -99,7 +99,8 @@ $(VENV)/.integrations: $(VENV)/.dev
 
 .venv-%/.installed: constraints-%.txt pyproject.toml
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c $< -e '.[demo,test]'
+	PIP_CONSTRAINT=$< .venv-$*/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    -e '.[demo,test]'
 	touch $@
 
 # What it brings for pictures and sound was built for another torch, and importing it fails (0.32).
