@@ -132,6 +132,15 @@ def test_what_is_lost_of_long_texts_is_said(tokenizer, tmp_path):
         assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5, 5, 3]
 
 
+def test_what_is_lost_of_the_first_texts_is_said(tokenizer, files, tmp_path):
+    entries = [{"text": "a b c d e f"}, {"text": "a"}, {"text": "a b c"}, "{not read"]
+    data, folder = written(tmp_path / "data.jsonl", *entries), RunFolder(tmp_path / "out")
+    recipe = Recipe(str(files / "model"), data, folder.path, length=5, max_texts=2, held_out=1)
+    with pytest.warns(UserWarning, match="1 of 3 texts are longer than 5 tokens"):
+        write_corpus(recipe, folder, tokenizer, "")
+    assert [len(texts) for texts in corpus(folder)] == [1, 1]
+
+
 def test_long_texts_are_cut_and_those_without_anything_to_learn_left_out(tokenizer, tmp_path):
     path = written(tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a b c d e f", "response": "g"})
     with pytest.warns(UserWarning, match="1 of 2 texts were left out"):
@@ -178,7 +187,9 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
     shown = "<system> t <end> <user> a <end> <assistant> t <end> <user> b <end> <assistant> c d <end>"
     assert words(told, text.ids) == shown
     assert words(told, text.ids[text.learn]) == "t <end> c d <end>"
-    with pytest.warns(UserWarning, match="shows their answers differently"):  # it begins them with a z, unless told
+    with pytest.warns(
+        UserWarning, match="2 of 2 answers .* or than its prompt begins them"
+    ):  # it begins them with a z, unless told
         assert not list(read_texts([entry | {"chat_template_kwargs": None}], told, 50))
 
     [(_, asked)] = read_prompts([{"prompt": "a", "chat_template_kwargs": {"think": True}}])

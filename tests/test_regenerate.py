@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from specdec.cli import app
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.regenerate import regenerate
-from tests import tiny
+from tests import templated, tiny
 from tests.ranks import together
 from tests.training import written
 
@@ -45,8 +45,89 @@ def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
             assert message["content"] != "x"
     texts = list(read_texts(tmp_path / "out.jsonl", tokenizer, 100))
     assert len(texts) == 3
-    assert all(text.ids[-1] == tokenizer.eos_token_id for text in texts)
-    assert not any(text.learn[-1] for text in texts)  # they were cut off: the end is the template's
+    for text, line in zip(texts, lines.values(), strict=True):
+        start = len(encode_prompt(line["messages"][:1], tokenizer))
+        prompt = text.ids[None, :start]
+        plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0]
+        assert text.ids.tolist() == plain.tolist()  # it was cut off: there is no end
+        assert text.learn.tolist() == [i >= start for i in range(len(plain))]
+
+
+def scripted(tokenizer, script):
+    """In place of `Answering`: a target whose answers are known."""
+
+    class Scripted:
+        def __init__(self, model, rows, max_new_tokens):
+            self.answers = iter(script)
+
+        def run(self, take):
+            while (request := take()) is not None:
+                request.answer = templated.ids(tokenizer, next(self.answers))
+                request.cut = request.answer[-1] != tokenizer.eos_token_id
+                yield request
+
+    return Scripted
+
+
+ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = "\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+LLAMA = "<|begin|><|head|>user\n\na<|eot_id|><|head|>assistant\n\n"
+FINAL = "<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>x<|end|><|start|>assistant" + FINAL + "b<|return|>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "sequences"),
+    [
+        ("chatml", ("b<|im_end|>", "e"), [(ASKED + "b<|im_end|>" + AGAIN + "e", "b<|im_end|>e")]),
+        (
+            "strips earlier thinking",
+            ("<think>x</think>b<|im_end|>", "<think>y</think>e<|im_end|>"),
+            [
+                (ASKED + "<think>x</think>b<|im_end|>", "<think>x</think>b<|im_end|>"),
+                (ASKED + "b<|im_end|>" + AGAIN + "<think>y</think>e<|im_end|>", "<think>y</think>e<|im_end|>"),
+            ],
+        ),
+        (
+            "r1",
+            ("x</think>b<end>", "y</think>e<end>"),
+            [
+                ("<User>a<Assistant><think>\nx</think>b<end>", "x</think>b<end>"),
+                ("<User>a<Assistant>b<end><User>d<Assistant><think>\ny</think>e<end>", "y</think>e<end>"),
+            ],
+        ),
+        (
+            "llama 3",
+            (" b\n<|eot_id|>", "e<|eot_id|>"),
+            [
+                (LLAMA + " b\n<|eot_id|>", " b\n<|eot_id|>"),
+                (LLAMA + "b<|eot_id|><|head|>user\n\nd<|eot_id|><|head|>assistant\n\ne<|eot_id|>", "e<|eot_id|>"),
+            ],
+        ),
+        ("gpt-oss", (THOUGHT,), [("<|start|>user<|message|>a<|end|><|start|>assistant" + THOUGHT, THOUGHT)]),
+    ],
+)
+def test_what_the_target_read_and_wrote_is_kept_as_token_ids(kind, script, sequences, tmp_path, monkeypatch, recwarn):
+    """However its chat template shows its answers: training reads the same ids."""
+    tokenizer, out = templated.tokenizer(kind), tmp_path / "out.jsonl"
+    monkeypatch.setattr("specdec.data.regenerate.Answering", scripted(tokenizer, script))
+    prompts = written(tmp_path / "prompts.jsonl", {"messages": templated.turns("a", "", "d")})
+    regenerate(tiny.model("llama"), tokenizer, prompts, out, max_new_tokens=30)
+    [line] = map(json.loads, lines(out))
+    expected = [(templated.ids(tokenizer, whole), templated.ids(tokenizer, own)) for whole, own in sequences]
+    for texts in (
+        [(torch.tensor(kept["input_ids"]), torch.tensor(kept["loss_mask"]).bool()) for kept in line["sequences"]],
+        [(text.ids, text.learn) for text in read_texts(out, tokenizer, 500)],
+    ):
+        assert [(ids.tolist(), ids[learn].tolist()) for ids, learn in texts] == expected
+    said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+    assert said == [
+        tokenizer.decode(templated.ids(tokenizer, answer)).removesuffix(tokenizer.eos_token) for answer in script
+    ]
+    early = [str(warning.message) for warning in recwarn if "end early" in str(warning.message)]
+    assert len(early) == (kind == "gpt-oss")  # its template takes no thinking in a later prompt
+    assert all("1 conversations end early" in message and "channel tags" in message for message in early)
+    assert not regenerate(tiny.model("llama"), tokenizer, prompts, out, max_new_tokens=30)  # nothing is left to answer
 
 
 def test_regenerating_goes_on_where_it_stopped(files, tmp_path):

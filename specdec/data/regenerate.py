@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -20,6 +20,7 @@ from specdec.data.answering import Answering, Request
 from specdec.data.answers import Answers
 from specdec.data.conversations import context_of, encode_prompt
 from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
+from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
 
 AHEAD = 16  # times the rows, in which prompts of about one length are looked for
 MOST_TURNS = 1000  # by which the seeds of conversations are apart
@@ -33,6 +34,8 @@ class Conversation:
         number: its entry's place in the prompts. asked: messages of the user's and the system's, in order.
         extra: what its chat template is told beside them, see `Asked`.
         messages: the conversation with the target's answers. finish: "length" if the last answer was cut off.
+        sequences: what the target read and wrote, see `sequences`. refused: why the chat template takes no further
+            question after the target's answer, if that is so.
     """
 
     number: int
@@ -40,10 +43,13 @@ class Conversation:
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     finish: str = "stop"
+    sequences: list[TokenSequence] = field(default_factory=list)
+    refused: str = ""
 
     def take_answer(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> None:
         """The answer to what was asked last."""
         self.finish = "length" if request.cut else "stop"
+        extend(self.sequences, request.prompt, request.answer)
         text = tokenizer.decode(request.answer if request.cut else request.answer[:-1])
         self.messages.append({"role": "assistant", "content": text})
 
@@ -119,7 +125,7 @@ def regenerate(
     agree(True)
     done = _finished(answers, conversations(), name, temperatures, max_new_tokens)
     agree(True)  # nobody writes while others read
-    own = range(mine, len(done), processes)
+    own, vocabulary, refused = range(mine, len(done), processes), fingerprint(tokenizer), Counter[str]()
     answers.own.touch()
     handled, tokens, too_long = sum(done[mine::processes]), 0, 0
     progress(handled, len(own), tokens)
@@ -150,7 +156,9 @@ def regenerate(
             further.append(after)
             continue
         line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
-        answers.append(line | {"max_new_tokens": max_new_tokens, "messages": c.messages} | c.extra)
+        line |= {"max_new_tokens": max_new_tokens, "messages": c.messages, TOKENIZER: vocabulary}
+        answers.append(line | {SEQUENCES: c.sequences} | c.extra)
+        refused.update([c.refused] if c.refused else [])
         handled += 1
         progress(handled, len(own), tokens)
         if not go_on():
@@ -159,6 +167,10 @@ def regenerate(
     if too_long:
         warnings.warn(
             f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
+        )
+    for reason, count in refused.items():
+        warnings.warn(
+            f"{count} conversations end early, as the target's answer cannot be followed by a question: {reason}"
         )
     if agree(handled == len(own)) and mine == 0:
         answers.join()
@@ -245,9 +257,12 @@ def _next_prompt(
     try:
         prompt = encode_prompt(messages, tokenizer, **Asked(messages, conversation.extra).template)
     except ValueError as error:
-        raise ValueError(f"entry {conversation.number}: {error}") from error
-    if len(prompt) <= max_prompt_tokens:
-        return prompt
+        if not conversation.sequences:
+            raise ValueError(f"entry {conversation.number}: {error}") from error
+        conversation.refused = str(error)
+    else:
+        if len(prompt) <= max_prompt_tokens:
+            return prompt
     messages.pop()
     conversation.asked.clear()
     return None
