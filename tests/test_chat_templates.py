@@ -196,8 +196,10 @@ def test_token_ids_are_read_as_they_were_written():
         (HARMONY + thought + "<|return|>", thought + "<|return|>"),
         (HARMONY + FINAL + "c<|return|>", FINAL + "c<|return|>"),
     )
-    with pytest.raises(ValueError, match="entry 0: .* channel tags in the content"):
+    with pytest.raises(ValueError, match="entry 0: the conversation does not fit .* channel tags in the content"):
         read(tokenizer, entry)
+    with pytest.raises(ValueError, match="entry 0: the token ids are of another tokenizer, and the conversation"):
+        read(tokenizer, entry | {"sequences": sequences, "tokenizer": "another"})
 
 
 def test_token_ids_of_another_tokenizer_are_not_read():

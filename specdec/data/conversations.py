@@ -135,6 +135,13 @@ class Encoder:
             if entry.get(TOKENIZER) == self._fingerprint:
                 return recorded(entry[SEQUENCES])
             self.foreign += 1
+            try:
+                return self._messages(entry)
+            except ValueError as error:
+                raise ValueError(f"the token ids are of another tokenizer, and {error}") from error
+        return self._messages(entry)
+
+    def _messages(self, entry: dict[str, Any]) -> list[Text]:
         asked, cut = asked_in(entry), entry.get("finish") == "length"
         roles = [message["role"] for message in asked.messages]
         if self.tokenizer.chat_template is None and roles == ["user", "assistant"]:
