@@ -29,6 +29,7 @@ def read_texts(
     max_tokens: int,
     marks: Sequence[int] = (),
     ends: Sequence[int] = (),
+    *,
     limit: int | None = None,
 ) -> Iterator[Text]:
     """Texts through the tokenizer's chat template, cut to `max_tokens`. An entry may hold none, or several.

@@ -48,7 +48,7 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
         return
     marks, ends = marks_of(AutoConfig.from_pretrained(recipe.target)), ends_of(recipe.target)
-    texts = read_texts(recipe.data, tokenizer, recipe.length, marks, ends, recipe.max_texts)
+    texts = read_texts(recipe.data, tokenizer, recipe.length, marks, ends, limit=recipe.max_texts)
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
