@@ -82,6 +82,52 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert "holds answers of another target or to other prompts" in result.output
 
 
+MINE = {"id": 0, "messages": [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "mine"}]}
+
+
+@pytest.mark.parametrize("beside", ["", ".0.part"])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        json.dumps(MINE) + "\n" + json.dumps(MINE | {"id": 1}),  # no end of the last line
+        json.dumps(MINE),
+        json.dumps({"id": "one"} | MINE) + "\n",
+        json.dumps(MINE | {"id": "one"}) + "\n",
+        json.dumps(MINE | {"target": "another"}) + "\n" + '{"id": 1, "target": "anoth',
+        json.dumps(MINE)[:-20],
+    ],
+)
+def test_files_of_others_stay_as_they_are(files, tmp_path, foreign, beside):
+    asked(files)
+    path = tmp_path / f"out.jsonl{beside}"
+    path.write_text(foreign)
+    result = rewrite(files, tmp_path / "out.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "choose another name" in result.output.replace("\n", " ")
+    assert path.read_text() == foreign
+    assert [path.name] == [found.name for found in tmp_path.iterdir()]
+
+
+def test_a_whole_answer_that_lacks_the_end_of_its_line_is_kept(files, tmp_path):
+    asked(files)
+    out = tmp_path / "out.jsonl"
+    assert rewrite(files, out).exit_code == 0
+    whole = out.read_text()
+    out.write_text(whole[:-1])
+    assert "nothing was left to answer" in rewrite(files, out).output
+    assert out.read_text() == whole
+
+
+def test_parts_are_joined_beside_files_of_others_and_under_any_name(files, tmp_path):
+    prompts, out, theirs = seven(tmp_path), tmp_path / "out[1].jsonl", tmp_path / "out[1].jsonl.joined"
+    theirs.write_text("mine")
+    for rank in (1, 0):
+        in_part(files, out, rank, 2, prompts)
+    assert [json.loads(line)["id"] for line in lines(out)] == list(range(7))
+    assert theirs.read_text() == "mine"
+    assert not list(tmp_path.glob("*.part"))
+
+
 def seven(folder):
     """Prompts, some in several turns."""
     turns = [{"role": role, "content": text} for role, text in [("user", "a b"), ("assistant", "x"), ("user", "c")]]

@@ -114,11 +114,11 @@ def regenerate(
     def conversations() -> Iterator[Conversation]:
         return _conversations(given, limit, tokenizer, switches or {})
 
+    done = _finished(answers, conversations(), name, temperatures, max_new_tokens)
+    agree(True)  # nobody writes while others read, nor before all is known to be this run's
     if mine == 0:
         answers.mend()
     agree(True)
-    done = _finished(answers, conversations(), name, temperatures, max_new_tokens)
-    agree(True)  # nobody writes while others read
     own = range(mine, len(done), processes)
     answers.own.touch()
     handled, tokens, too_long = sum(done[mine::processes]), 0, 0
