@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,54 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     monkeypatch.setattr("specdec.data.regenerate.regenerate", answer)
     assert rewrite(tmp_path, tmp_path / "out.jsonl", "--limit", "1").exit_code == 0
     assert seen == [computed]
+
+
+def test_what_cannot_be_asked_is_named_and_the_rest_is_answered(files, tmp_path):
+    """Also by a template that says so only when it is that conversation's turn; and nothing is asked twice."""
+    strict = AutoTokenizer.from_pretrained(files / "model")
+    strict.chat_template = "{% if messages[-1].content == 'z' %}{{ raise_exception('no z') }}{% endif %}" + (
+        strict.chat_template
+    )
+    target = AutoModelForCausalLM.from_pretrained(files / "model")
+    later = [{"role": "user", "content": "a"}, {"role": "user", "content": "z"}]
+    prompts = written(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "a b"},
+        {"prompt": "\ud83d"},
+        {"prompt": "z"},
+        {"messages": later},
+        {"prompt": "c " * 40},
+        "null",
+        {"prompt": "d"},
+        "[]",
+    )
+    out = tmp_path / "out.jsonl"
+
+    def again(**more):
+        done = []
+        with pytest.warns(UserWarning, match="were left out") as said:
+            tokens = regenerate(
+                target, strict, prompts, out, max_new_tokens=3, max_prompt_tokens=30,
+                progress=lambda *counts: done.append(counts), **more
+            )  # fmt: skip
+        return tokens, [str(warning.message) for warning in said], done[-1]
+
+    tokens, said, done = again()
+    assert len(said) == 2
+    assert re.fullmatch(
+        r"3 of 8 prompts were left out:\n  .*line 2: it holds '\\ud83d', .*\n  .*line 6: .*\n  .*line 8: .*", said[0]
+    )
+    assert re.fullmatch(r"2 of 5 conversations were left out:\n  .*line 3: .*no z\n  .*line 5: .* 30 tokens", said[1])
+    written_now = {line["id"]: len(line["messages"]) for line in map(json.loads, lines(out))}
+    assert written_now == {0: 2, 3: 2, 6: 2}  # of the fourth the second question is refused
+    assert tokens
+    assert done[0] == done[1]
+    before = out.read_text()
+    assert again()[0] == 0
+    assert out.read_text() == before
+    out.unlink()
+    with pytest.raises(ValueError, match=r"none of 1 conversations can be used:\n  .*line 1: .*no z"):
+        regenerate(target, strict, written(prompts, {"prompt": "z"}), out)
 
 
 def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):

@@ -16,27 +16,41 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from specdec.data.entries import FORMATS, read_entries
+from specdec.data.entries import FORMATS, cleaned, read_entries
+from specdec.data.left_out import LeftOut
 from specdec.data.messages import Asked, Message, asked_in, extra_of
 from specdec.data.texts import Text
 
 
 def read_texts(
-    data: str | Path | Iterable[Any], tokenizer: PreTrainedTokenizerBase, max_tokens: int, marks: Sequence[int] = ()
+    data: str | Path | Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    marks: Sequence[int] = (),
+    *,
+    limit: int | None = None,
 ) -> Iterator[Text]:
-    """Texts through the tokenizer's chat template, cut to `max_tokens`.
+    """Texts through the tokenizer's chat template, cut to `max_tokens`. A warning at the end names what was left out.
 
     Args:
         data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
         marks: see `encode`.
+        limit: of the texts that can be learnt from, take the first so many.
+
+    Raises:
+        ValueError: a file cannot be read, or nothing in it can be learnt from.
     """
+    left_out = LeftOut("texts")
     count = kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
+        if kept == limit:
+            break
         count += 1
         try:
-            whole = encode(entry, tokenizer, marks)
+            whole = encode(cleaned(entry), tokenizer, marks)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place}: {error}") from error
+            left_out.add(place, error)
+            continue
         text = Text(whole.ids[:max_tokens], whole.learn[:max_tokens])
         if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
             kept += 1
@@ -44,6 +58,14 @@ def read_texts(
             lost += int(whole.learn[max_tokens:].sum())
             marked += bool(_marked(text.ids, marks).any())
             yield text
+        elif len(whole.ids) == 0:
+            left_out.add(place, "the tokenizer makes no token of it")
+        else:
+            left_out.add(
+                place,
+                f"within {max_tokens} tokens it holds nothing that the target wrote, or the chat template shows its "
+                "answers differently than they were given",
+            )
     if marked:
         warnings.warn(
             f"{marked} of {count} texts show pictures, films or sounds, which are not read: the target sees their "
@@ -55,11 +77,7 @@ def read_texts(
             f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut: {lost} tokens that could be "
             "learnt are not. A larger --length takes them"
         )
-    if kept < count:
-        warnings.warn(
-            f"{count - kept} of {count} texts were left out: within {max_tokens} tokens they hold nothing that the "
-            "target wrote, or the chat template shows their answers differently than they were given"
-        )
+    left_out.settle(kept)
 
 
 def encode(entry: Any, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int] = ()) -> Text:
@@ -161,7 +179,7 @@ def _rendered(
 
 
 def _text(ids: Sequence[int], learn: Sequence[bool]) -> Text:
-    return Text(torch.tensor(list(ids)), torch.tensor(list(learn)))
+    return Text(torch.tensor(list(ids), dtype=torch.long), torch.tensor(list(learn), dtype=torch.bool))
 
 
 def context_of(config: PretrainedConfig) -> int:

@@ -7,7 +7,6 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -48,7 +47,7 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
         return
     marks = marks_of(AutoConfig.from_pretrained(recipe.target))
-    texts = islice(read_texts(recipe.data, tokenizer, recipe.length, marks), recipe.max_texts)
+    texts = read_texts(recipe.data, tokenizer, recipe.length, marks, limit=recipe.max_texts)
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
