@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig
 
 from specdec.data.conversations import encode_prompt, read_texts
-from specdec.data.messages import read_prompts
+from specdec.data.entries import read_entries
+from specdec.data.messages import asked_in, read_prompts
 from specdec.pictures import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
@@ -277,7 +278,76 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
             list(read_texts([{"messages": messages} | wrong], told, 50))
 
 
+def calls(*arguments):
+    return [{"type": "function", "function": {"name": "t", "arguments": given}} for given in arguments]
+
+
+UNIFIED = [
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": calls({"b": "c"}, {"d": ["e"]})},
+            {"role": "tool", "name": "t", "content": "f"},
+            {"role": "assistant", "content": "g"},
+        ],
+        "tools": [{"type": "function", "function": {"parameters": {"properties": {"b": {"type": "h"}}}}}],
+    },
+    {"prompt": "a", "response": "b", "tools": [{"type": "function", "function": {"parameters": {"type": "i"}}}]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"text": "a b c"},
+]
+
+
+def test_rows_of_datasets_are_the_entries_they_were_made_of(tokenizer, tmp_path):
+    """As rows of one table all have the same keys."""
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    names = {name for entry in UNIFIED for name in entry}
+    rows = datasets.Dataset.from_list([{name: entry.get(name) for name in names} for entry in UNIFIED])
+    assert rows[3]["messages"] is rows[3]["tools"] is None
+    assert rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"b": "c", "d": None}
+    rows.save_to_disk(str(tmp_path / "rows"))
+    for given in (rows, tmp_path / "rows"):
+        assert [entry for _, entry in read_entries(given)] == UNIFIED
+        assert len(list(read_texts(given, tokenizer, 50))) == 4
+
+
+def test_nulls_that_were_written_stay(tokenizer):
+    """In JSON a call's null is the model's; a call may also be a string."""
+    answer = {"role": "assistant", "tool_calls": calls({"b": None}, '{"c": null}')}
+    messages = [{"role": "user", "content": "a"}, answer]
+    asked = asked_in({"messages": messages, "text": None, "tools": None})
+    assert [call["function"]["arguments"] for call in asked.messages[1]["tool_calls"]] == [{"b": None}, '{"c": null}']
+    assert asked.template == {}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"text": "a b c", "messages": None, "prompt": None},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}], "text": None},
+        {"messages": None, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}]},
+        {
+            "messages": [
+                {"role": "user", "from": None, "content": None, "value": "a", "tool_calls": None},
+                {"role": None, "from": "gpt", "content": None, "value": "b c", "name": None},
+            ]
+        },
+        {"prompt": "a", "response": "b c", "text": None, "finish": None, "chat_template_kwargs": None},
+    ],
+)
+def test_what_is_null_in_an_entry_is_absent(tokenizer, entry):
+    [text] = read_texts([entry], tokenizer, 50)
+    assert "b c" in words(tokenizer, text.ids[text.learn])
+
+
 # Pictures
+
+
+def test_parts_have_no_keys_of_other_parts():
+    """Templates ask whether a part has an image."""
+    parts = [{"type": "image", "url": "x.png", "text": None}, {"type": "text", "url": None, "text": "a"}]
+    [message] = asked_in({"messages": [{"role": "user", "content": parts}]}).messages
+    assert message["content"] == SHOWN[0]["content"]
 
 
 @pytest.fixture

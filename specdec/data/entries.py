@@ -28,7 +28,8 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
     """
     entries: Iterator[tuple[str, Any]]
     if not isinstance(data, (str, Path)):
-        name, entries = "the data", ((f"entry {number}", entry) for number, entry in enumerate(data))
+        entry_of = _without_nulls if hasattr(data, "features") else lambda entry: entry
+        name, entries = "the data", ((f"entry {number}", entry_of(entry)) for number, entry in enumerate(data))
     elif Path(data).is_dir():
         name, entries = str(data), _dataset(Path(data))
     elif Path(data).suffix == ".txt":
@@ -110,4 +111,11 @@ def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
     except FileNotFoundError as error:
         raise ValueError(f"{path} is a folder, but none that datasets' save_to_disk wrote") from error
     for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
+        yield f"{path}, row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of `datasets` as it was before it became one: every object has the keys of all others there, as nulls."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -137,7 +137,7 @@ def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"a message needs a role and content, got {message!r}")
     role = ROLES.get(str(message.get("role") or message.get("from")))
-    content = message.get("content") if "content" in message else message.get("value")
+    content = message.get("value") if message.get("content") is None else message["content"]
     kept = {name: message[name] for name in KEPT if message.get(name)}
     if content is None and "tool_calls" in kept:
         content = ""
@@ -160,4 +160,6 @@ def _joined(content: Any) -> str | list[dict[str, Any]] | None:
     texts = [part.get("text") for part in content if part["type"] == "text"]
     if not all(isinstance(text, str) for text in texts):
         return None
-    return "".join(texts) if len(texts) == len(content) else content
+    if len(texts) == len(content):
+        return "".join(texts)
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
