@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,52 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert "holds answers of another target or to other prompts" in result.output
 
 
+MINE = {"id": 0, "messages": [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "mine"}]}
+
+
+@pytest.mark.parametrize("beside", ["", ".0.part"])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        json.dumps(MINE) + "\n" + json.dumps(MINE | {"id": 1}),  # no end of the last line
+        json.dumps(MINE),
+        json.dumps({"id": "one"} | MINE) + "\n",
+        json.dumps(MINE | {"id": "one"}) + "\n",
+        json.dumps(MINE | {"target": "another"}) + "\n" + '{"id": 1, "target": "anoth',
+        json.dumps(MINE)[:-20],
+    ],
+)
+def test_files_of_others_stay_as_they_are(files, tmp_path, foreign, beside):
+    asked(files)
+    path = tmp_path / f"out.jsonl{beside}"
+    path.write_text(foreign)
+    result = rewrite(files, tmp_path / "out.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "choose another name" in result.output.replace("\n", " ")
+    assert path.read_text() == foreign
+    assert [path.name] == [found.name for found in tmp_path.iterdir()]
+
+
+def test_a_whole_answer_that_lacks_the_end_of_its_line_is_kept(files, tmp_path):
+    asked(files)
+    out = tmp_path / "out.jsonl"
+    assert rewrite(files, out).exit_code == 0
+    whole = out.read_text()
+    out.write_text(whole[:-1])
+    assert "nothing was left to answer" in rewrite(files, out).output
+    assert out.read_text() == whole
+
+
+def test_parts_are_joined_beside_files_of_others_and_under_any_name(files, tmp_path):
+    prompts, out, theirs = seven(tmp_path), tmp_path / "out[1].jsonl", tmp_path / "out[1].jsonl.joined"
+    theirs.write_text("mine")
+    for rank in (1, 0):
+        in_part(files, out, rank, 2, prompts)
+    assert [json.loads(line)["id"] for line in lines(out)] == list(range(7))
+    assert theirs.read_text() == "mine"
+    assert not list(tmp_path.glob("*.part"))
+
+
 def seven(folder):
     """Prompts, some in several turns."""
     turns = [{"role": role, "content": text} for role, text in [("user", "a b"), ("assistant", "x"), ("user", "c")]]
@@ -265,6 +312,54 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     monkeypatch.setattr("specdec.data.regenerate.regenerate", answer)
     assert rewrite(tmp_path, tmp_path / "out.jsonl", "--limit", "1").exit_code == 0
     assert seen == [computed]
+
+
+def test_what_cannot_be_asked_is_named_and_the_rest_is_answered(files, tmp_path):
+    """Also by a template that says so only when it is that conversation's turn; and nothing is asked twice."""
+    strict = AutoTokenizer.from_pretrained(files / "model")
+    strict.chat_template = "{% if messages[-1].content == 'z' %}{{ raise_exception('no z') }}{% endif %}" + (
+        strict.chat_template
+    )
+    target = AutoModelForCausalLM.from_pretrained(files / "model")
+    later = [{"role": "user", "content": "a"}, {"role": "user", "content": "z"}]
+    prompts = written(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "a b"},
+        {"prompt": "\ud83d"},
+        {"prompt": "z"},
+        {"messages": later},
+        {"prompt": "c " * 40},
+        "null",
+        {"prompt": "d"},
+        "[]",
+    )
+    out = tmp_path / "out.jsonl"
+
+    def again(**more):
+        done = []
+        with pytest.warns(UserWarning, match="were left out") as said:
+            tokens = regenerate(
+                target, strict, prompts, out, max_new_tokens=3, max_prompt_tokens=30,
+                progress=lambda *counts: done.append(counts), **more
+            )  # fmt: skip
+        return tokens, [str(warning.message) for warning in said], done[-1]
+
+    tokens, said, done = again()
+    assert len(said) == 2
+    assert re.fullmatch(
+        r"3 of 8 prompts were left out:\n  .*line 2: it holds '\\ud83d', .*\n  .*line 6: .*\n  .*line 8: .*", said[0]
+    )
+    assert re.fullmatch(r"2 of 5 conversations were left out:\n  .*line 3: .*no z\n  .*line 5: .* 30 tokens", said[1])
+    written_now = {line["id"]: len(line["messages"]) for line in map(json.loads, lines(out))}
+    assert written_now == {0: 2, 3: 2, 6: 2}  # of the fourth the second question is refused
+    assert tokens
+    assert done[0] == done[1]
+    before = out.read_text()
+    assert again()[0] == 0
+    assert out.read_text() == before
+    out.unlink()
+    with pytest.raises(ValueError, match=r"none of 1 conversations can be used:\n  .*line 1: .*no z"):
+        regenerate(target, strict, written(prompts, {"prompt": "z"}), out)
 
 
 def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):

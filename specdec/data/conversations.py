@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.chat_template import ChatTemplate, rendered
-from specdec.data.entries import FORMATS, read_entries
+from specdec.data.entries import FORMATS, cleaned, read_entries
+from specdec.data.left_out import LeftOut
 from specdec.data.messages import Asked, Message, asked_in, extra_of
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, as_text, extend, fingerprint, recorded, texts_of
 from specdec.data.texts import Text
@@ -32,23 +33,30 @@ def read_texts(
     *,
     limit: int | None = None,
 ) -> Iterator[Text]:
-    """Texts through the tokenizer's chat template, cut to `max_tokens`. An entry may hold none, or several.
+    """Texts through the tokenizer's chat template, cut to `max_tokens`. An entry may hold several. Warnings at the end
+    say what was left out.
 
     Args:
         data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
-        marks, ends: see `Encoder`. limit: the first so many texts.
+        marks, ends: see `Encoder`.
+        limit: of the texts that can be learnt from, take the first so many.
+
+    Raises:
+        ValueError: a file cannot be read, or nothing in it can be learnt from.
     """
-    encode = Encoder(tokenizer, marks, ends)
-    count = kept = cut = lost = marked = 0
+    encode, left_out = Encoder(tokenizer, marks, ends), LeftOut("texts")
+    kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
         try:
-            texts = encode(entry)
+            texts = encode(cleaned(entry))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{place}: {error}") from error
+            left_out.add(place, error)
+            continue
+        if not texts:
+            left_out.add(place, "the chat template shows its answers otherwise than they were written")
         for whole in texts:
             if kept == limit:
                 break
-            count += 1
             text = Text(whole.ids[:max_tokens], whole.learn[:max_tokens])
             if bool(text.learn[2:].any()):  # the first token that a head can draft is the third
                 kept += 1
@@ -56,8 +64,13 @@ def read_texts(
                 lost += int(whole.learn[max_tokens:].sum())
                 marked += bool(_marked(text.ids, marks).any())
                 yield text
+            elif len(whole.ids) == 0:
+                left_out.add(place, "the tokenizer makes no token of it")
+            else:
+                left_out.add(place, f"within {max_tokens} tokens it holds nothing that the target wrote")
         if kept == limit:
             break
+    count = kept + left_out.count
     if marked:
         warnings.warn(
             f"{marked} of {count} texts show pictures, films or sounds, which are not read: the target sees their "
@@ -69,13 +82,9 @@ def read_texts(
             f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut: {lost} tokens that could be "
             "learnt are not. A larger --length takes them"
         )
-    if kept < count:
-        warnings.warn(
-            f"{count - kept} of {count} texts were left out: within {max_tokens} tokens they hold nothing that the "
-            "target wrote"
-        )
     for message in encode.warnings():
         warnings.warn(message)
+    left_out.settle(kept)
 
 
 class Encoder:
