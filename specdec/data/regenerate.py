@@ -169,9 +169,7 @@ def regenerate(
             f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
         )
     for reason, count in refused.items():
-        warnings.warn(
-            f"{count} conversations end early, as the target's answer cannot be followed by a question: {reason}"
-        )
+        warnings.warn(f"{count} conversations end before a question that cannot follow the target's answer: {reason}")
     if agree(handled == len(own)) and mine == 0:
         answers.join()
     return tokens
