@@ -154,6 +154,25 @@ def test_answers_that_a_template_does_not_show_as_they_were_written_are_said(kin
     assert len(found) == 4 - missed
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reasoning_content": "x"},
+        {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]},
+        {"tool_calls": [{"name": "f", "arguments": {}}]},
+    ],
+)
+def test_answers_of_which_a_template_leaves_out_a_part_are_said(more):
+    tokenizer = templated.tokenizer("chatml")
+    messages = turns("a", "b")
+    messages[1] |= more
+    with pytest.warns(UserWarning, match="1 of 2 answers in conversations are not learnt"):
+        assert len(read(tokenizer, {"messages": messages}, {"messages": turns("a", "b")})) == 1
+    [field] = more
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", f"(m.{field} or '') | string + m.content")
+    assert len(read(tokenizer, {"messages": messages})) == 1
+
+
 def test_a_prompt_that_begins_the_answer_is_no_part_of_it():
     tokenizer = templated.tokenizer("generation")
     tokenizer.chat_template = tokenizer.chat_template.replace("<think></think>", "<think>")

@@ -146,10 +146,11 @@ def rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, ge
 
 
 def _parts(message: Message) -> list[str]:
-    """What was written of an answer: its thinking, and its content."""
+    """What was written of an answer: its thinking, its content, and the names of the functions it calls."""
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-    return [part for part in (message.get("reasoning_content"), *texts) if part]
+    called = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
+    return [part for part in (message.get("reasoning_content"), *texts, *called) if part]
 
 
 def _shows(before: str, after: str, parts: Sequence[str]) -> bool:
