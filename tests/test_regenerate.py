@@ -362,6 +362,19 @@ def test_what_cannot_be_asked_is_named_and_the_rest_is_answered(files, tmp_path)
         regenerate(target, strict, written(prompts, {"prompt": "z"}), out)
 
 
+def test_stop_strings_of_the_generation_config_end_answers(chat_tokenizer, tmp_path):
+    target, prompts = copy.deepcopy(tiny.model("llama")), written(tmp_path / "prompts.jsonl", {"prompt": "abc"})
+
+    def answer(name):
+        regenerate(target, chat_tokenizer, prompts, tmp_path / name, max_new_tokens=9)
+        return json.loads((tmp_path / name).read_text())["messages"][1]["content"]
+
+    usual = answer("usual.jsonl")
+    target.generation_config.stop_strings = usual[2]
+    with pytest.warns(UserWarning, match="one by one, by plain .* StopStringCriteria"):
+        assert answer("stopped.jsonl") == usual[: usual.index(usual[2]) + 1]
+
+
 def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
     told = AutoTokenizer.from_pretrained(files / "model")
     whole = told.chat_template

@@ -161,7 +161,7 @@ def regenerate(
             handled += 1
         return None
 
-    for answered in Answering(target, batch_size, max_new_tokens).run(take):
+    for answered in Answering(target, batch_size, max_new_tokens, tokenizer).run(take):
         c = answered.asker
         c.take_answer(answered, tokenizer)
         tokens += len(answered.answer)
