@@ -2,7 +2,10 @@
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,21 @@ def test_a_prompt_from_standard_input_and_a_report_as_json(files):
     assert report["num_output_tokens"] == 8
     assert "num_output_tokens" not in result.stdout
     assert "x plain decoding" in result.stderr
+
+
+@pytest.mark.parametrize("broken", [b"a \xff b", b"a \xed\xa0\x80"])  # the second is half of a character
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prompt_that_is_no_text_is_said_before_a_model_is_loaded(broken, strict, tmp_path):
+    """Standard input takes any byte in the locale "C"."""
+    environment = {"PYTHONIOENCODING": "utf-8" if strict else "utf-8:surrogateescape"}
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "generate", "some/target"],
+        input=broken,
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+    )
+    assert done.returncode == 2
+    assert b"error: the prompt is not text in UTF-8: " in done.stderr
 
 
 def test_the_same_seed_gives_the_same_text(files):
