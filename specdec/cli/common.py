@@ -61,15 +61,15 @@ def speak() -> None:
         log.addHandler(Said())
 
 
-def print_versions() -> None:
-    """Installed releases, with a warning if specdec does not work with them or was not tested with them.
+def print_versions(err: bool = False) -> None:
+    """Print installed releases, with a warning if specdec does not work with them or was not tested with them.
 
     torch is imported only where a release was not tested.
     """
     from specdec import __version__
     from specdec.releases import TESTED, advice, is_tested, summary
 
-    typer.echo(f"specdec {__version__}, {summary()}")
+    typer.echo(f"specdec {__version__}, {summary()}", err=err)
     untested = [package for package in TESTED if not is_tested(package)]
     if not untested:
         return

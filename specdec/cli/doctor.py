@@ -44,7 +44,7 @@ def doctor(
         from specdec.capability import installation_fault
         from specdec.doctor import diagnose
 
-        print_versions()
+        print_versions(err=True)
         if installation_fault():
             raise ValueError(installation_fault())
         model, tokenizer = load(target, dtype=dtype)
