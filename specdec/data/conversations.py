@@ -43,8 +43,6 @@ def read_texts(
     left_out = LeftOut("texts")
     count = kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
-        if kept == limit:
-            break
         count += 1
         try:
             whole = encode(cleaned(entry), tokenizer, marks)
@@ -58,6 +56,8 @@ def read_texts(
             lost += int(whole.learn[max_tokens:].sum())
             marked += bool(_marked(text.ids, marks).any())
             yield text
+            if kept == limit:
+                break
         elif len(whole.ids) == 0:
             left_out.add(place, "the tokenizer makes no token of it")
         else:
