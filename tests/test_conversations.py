@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from specdec.cli.measuring import encoded
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.entries import read_entries
-from specdec.data.messages import asked_in, read_prompts
+from specdec.data.messages import Asked, asked_in, read_prompts
+from specdec.data.prompts import Prompt
 from specdec.pictures import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
@@ -233,6 +235,16 @@ def test_prompts_that_ask_nothing_are_named_and_the_rest_is_asked(entry, why, tm
     assert found == [(0, "a", f"{path}, line 1"), (2, "b", f"{path}, line 3")]
     with pytest.raises(ValueError, match=rf"none of 1 prompts can be used:\n  .*line 1: {why}"):
         list(read_prompts(written(path, json.dumps(entry))))
+
+
+def test_prompts_of_no_tokens_are_refused(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="the tokenizer makes no token of the prompt"):
+        Prompt("blank", " ").encode(plain)
+    blank, usual = (Asked([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
+    with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer makes no token of it"):
+        assert len(encoded([blank, usual], plain)) == 1
 
 
 def test_a_file_cut_short_is_named(tokenizer, tmp_path):
