@@ -74,6 +74,8 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
         ([], "is empty: one JSON object per line"),
         ([{"text": "a b c"}, "{broken"], "line 2 is not JSON"),
         (['{"text": "a"', {"text": "b"}], "line 1 is not JSON: .* at column 13"),
+        ([{"text": "a"}, "[" * 5000 + "]" * 5000], "line 2 cannot be read: its JSON is nested too deeply"),
+        (["[" * 5000 + "]" * 5000], "line 1 cannot be read: its JSON is nested too deeply"),
         (["[1]"], "entry 0: expected"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: the conversation has no answer"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], "line 1: a message needs a role"),
@@ -296,6 +298,14 @@ def test_without_a_chat_template_a_conversation_is_a_prompt_and_its_answer(token
     messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     [text] = read_texts([{"messages": messages, "finish": "length"}], plain, 10)
     assert (words(plain, text.ids), words(plain, text.ids[text.learn])) == ("a b c d", "c d")
+
+
+def test_an_entry_that_is_nested_too_deeply_is_left_out(tokenizer):
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.warns(UserWarning, match="1 of 2 texts were left out:\n  entry 0: it is nested too deeply"):
+        assert len(list(read_texts([{"text": "a", "more": deep}, {"text": "a b c"}], tokenizer, 10))) == 1
 
 
 def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):

@@ -67,6 +67,8 @@ def check_text(value: Any) -> None:
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"it holds {half!r}, half of a character (a lone surrogate): remove or repair it") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager
@@ -90,6 +92,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 entry = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+            except RecursionError as error:
+                raise ValueError(f"{path}, line {number} cannot be read: its JSON is nested too deeply") from error
             yield f"{path}, line {number}", entry
 
 
@@ -107,6 +111,8 @@ def _array(path: Path) -> Iterator[tuple[str, Any]] | None:
                 return None
             place = f"line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
             raise ValueError(f"{path}, {place}") from error
+        except RecursionError:
+            return None  # `_lines` says which
     return ((f"{path}, entry {number}", entry) for number, entry in enumerate(entries))
 
 
