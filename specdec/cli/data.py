@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from specdec.cli.common import Target, bad_input_ends, check, interrupted, load
+from specdec.data.entries import check_text
 
 
 def regenerate(
@@ -92,7 +93,8 @@ def regenerate(
 def _switches(template: str) -> dict[str, Any]:
     try:
         switches = json.loads(template)
-    except json.JSONDecodeError:
+        check_text(switches)
+    except ValueError:
         switches = None
     if not isinstance(switches, dict):
         raise ValueError(f"--template must be a JSON object, say '{{\"enable_thinking\": false}}', got {template!r}")

@@ -101,7 +101,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int, bytes]]:
                 entry = json.loads(line)
                 known = isinstance(entry["id"], int) and "target" in entry
                 [message["role"] for message in entry["messages"]]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 if _half_written(line):
                     return
                 known = False
