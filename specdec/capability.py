@@ -36,8 +36,6 @@ from specdec.view import apart, in_eval_mode
 log = logging.getLogger(__name__)
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
-NO_DEVICES = ("cpu", "meta")  # whose random numbers, if any, are the CPU generator's
-DRAWS_IN_TRAINING = "it is in train mode, where its forward pass draws random numbers: call model.eval()"
 
 
 @dataclass(frozen=True)
@@ -74,27 +72,11 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
         if before == state:
             return found
     log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
-    found = _without_random_numbers(model, drafts)
+    devices = _devices(model)
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"):
+        found = probe(model, drafts)
     known[:] = [(state, found), *known[: REMEMBERED - 1]]
     return found
-
-
-def _without_random_numbers(model: PreTrainedModel, drafts: bool) -> Capability:
-    """`probe(model)`; nothing for a model whose passes draw random numbers: plain decoding makes other passes."""
-    devices = sorted({weight.device for weight in model.parameters() if weight.device.type not in NO_DEVICES}, key=str)
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"):
-        before = _random_state(devices)
-        found = probe(model, drafts)
-        after = _random_state(devices)
-    if found.masks is None or all(map(torch.equal, before, after)):
-        return found
-    train = not drafts and any(module.training for module in model.modules())
-    return Capability(None, DRAWS_IN_TRAINING if train else "its forward pass draws random numbers")
-
-
-def _random_state(devices: Sequence[torch.device]) -> list[Tensor]:
-    on_devices = [torch.get_device_module(device).get_rng_state(device) for device in devices]
-    return [torch.get_rng_state(), *on_devices]
 
 
 def _state(model: PreTrainedModel, drafts: bool) -> Any:
@@ -126,13 +108,38 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
         return Capability(None, "its forward pass takes no cache")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            return _tried(model, model, drafts)
+            return _without_random_numbers(model, _tried(model, model, drafts))
     try:
         view = apart(in_eval_mode(model) if drafts else model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        return _tried(model, view, drafts)
+        return _without_random_numbers(view, _tried(model, view, drafts))
+
+
+def _without_random_numbers(view: PreTrainedModel, found: Capability) -> Capability:
+    """What was found, unless passes draw random numbers: plain decoding, which makes other passes, draws others."""
+    if found.masks is None:
+        return found
+    before = _random_states(view)
+    _last_logits(view, _token_ids(view, 4))
+    if all(map(torch.equal, before, _random_states(view))):
+        return found
+    if any(module.training for module in view.modules()):
+        return Capability(None, "it is in train mode, where its forward pass draws random numbers: call model.eval()")
+    return Capability(None, "its forward pass draws random numbers")
+
+
+def _random_states(model: PreTrainedModel) -> list[Tensor]:
+    on_devices = [torch.get_device_module(device).get_rng_state(device) for device in _devices(model)]
+    return [torch.get_rng_state(), *on_devices]
+
+
+def _devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where a model's weights are that have a generator of random numbers beside the CPU's."""
+    return sorted(
+        {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}, key=str
+    )
 
 
 def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
