@@ -302,7 +302,8 @@ class SpeculativeGenerator:
         )
         watch = Stopwatch(report, device_of(model))
         step = in_step(is_synced(model, synced_gpus), device_of(model))
-        reason = why_plain(model, self.capability, call, walks(self.rule, call.samples))
+        able = self.capability
+        reason = why_plain(model, able, call, walks(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"
         if reason:
@@ -315,20 +316,20 @@ class SpeculativeGenerator:
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
             drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
             with torch.no_grad():
-                output = self._speculate(drafting, call, watch, step)
+                output = self._speculate(drafting, able, call, watch, step)
         report.total_seconds = watch.elapsed()
         return output
 
-    def _speculate(self, drafting: Drafting, call: Call, watch: Stopwatch, step: Step | None):
+    def _speculate(self, drafting: Drafting, able: Capability, call: Call, watch: Stopwatch, step: Step | None):
         group = group_of(self.model)
         if group is not None:
             call = replace(call, criteria=group.stopping(call.criteria))
         talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, talk)
         pictures = shown(call.text_kwargs)
-        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
+        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting, able)
         recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, call.source)
+        target = ModelRunner(self.model, able.masks, drafting.taps, step, graphs, call.source)
         target.places.pads = talk.pads
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
@@ -354,7 +355,7 @@ class SpeculativeGenerator:
                     pacer=pacer,
                     watch=watch,
                     sampling=sampling,
-                    trees=self.capability.trees,
+                    trees=able.trees,
                     watched=self._watched,
                     recorder=recorder,
                     recorded=RecordedPass.of(target, verify, recorder),
@@ -375,11 +376,11 @@ class SpeculativeGenerator:
         """The model is where kernels are launched one by one, and can be all at once."""
         return device_of(self.model).type == "cuda"
 
-    def _graphs(self, drafting: Drafting) -> Graphs | None:
+    def _graphs(self, drafting: Drafting, able: Capability) -> Graphs | None:
         """Of the target's passes, if they are to be captured and can be."""
         if not self.compile or (self.compile == "auto" and not self._launches):
             return None
-        reason = cannot_capture(self.model) if self.capability.trees else "it makes masks of its own"
+        reason = cannot_capture(self.model) if able.trees else "it makes masks of its own"
         if reason is not None:
             if self.compile is True:  # else nobody asked for them
                 self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")

@@ -16,7 +16,15 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
 
-from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
+from specdec import (
+    DraftModelProposer,
+    DraftTree,
+    Eagle3Proposer,
+    NgramProposer,
+    Proposer,
+    SpeculativeGenerator,
+    Unsupported,
+)
 from specdec.choices import HeadLayout
 from specdec.compat import CACHE, cache_in
 from specdec.eagle3 import save
@@ -584,6 +592,27 @@ def test_an_assistant_of_another_tokenizer_is_named_and_ignored(spec, single, mo
     assert len(messages) == 1
     assert "assistant_model is ignored" in messages[0]
     assert "they don't share a tokenizer" in messages[0]
+
+
+def test_an_assistant_that_did_not_fit_and_was_mended(spec, single, models):
+    other = copy.deepcopy(models("llama", vocab_size=tiny.VOCAB * 200))
+    arguments = {**single, "do_sample": False, "max_new_tokens": NEW, "assistant_model": other}
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    with tiny.specdec_warnings() as messages:
+        spec.generate(**arguments)
+    assert "assistant_model is ignored" in messages[0]
+    other.resize_token_embeddings(tiny.VOCAB)
+    assert spec.generate(**arguments).tolist() == expected.tolist()
+    assert set(spec.last_report.num_drafts_by) == {"DraftModelProposer"}
+
+
+def test_a_target_that_loses_tokens_is_compared_with_its_head_again(llama, single):
+    target = copy.deepcopy(llama)
+    spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head()), draft_length=3)
+    spec.generate(**single, max_new_tokens=4)
+    target.resize_token_embeddings(tiny.VOCAB - 4)
+    with pytest.raises(ValueError, match=f"beyond the target's vocabulary of {tiny.VOCAB - 4}"):
+        spec.generate(**single, max_new_tokens=4)
 
 
 def test_an_early_exit_that_cannot_be_is_named_and_ignored(spec, single):
