@@ -181,10 +181,10 @@ class SpeculativeGenerator:
     ):
         given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
-        generation_config, kwargs = with_stop_strings(self.model, generation_config, kwargs)
+        kwargs = with_stop_strings(self._entrance, generation_config, kwargs)
         plain_generate = type(self._entrance).generate
         first = () if inputs is None else (inputs,)  # Whisper's has another name for it
-        outside = decided_before(self.model, generation_config, kwargs)
+        outside = decided_before(self._entrance, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
             return plain_generate(self._entrance, *first, generation_config=generation_config, **kwargs)
@@ -195,7 +195,7 @@ class SpeculativeGenerator:
                 return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
-        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model")
+        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model", "custom_generate")
         kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
             self._entrance, *first, generation_config=generation_config, custom_generate=decode, **kwargs
@@ -211,7 +211,7 @@ class SpeculativeGenerator:
         **kwargs: Any,
     ):
         """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
-        if stop_strings:
+        if stop_strings is not None:
             raise ValueError(
                 f"stop_strings={stop_strings!r} does not reach custom_generate with its tokenizer: call "
                 "SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "

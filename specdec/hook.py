@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from specdec.call import Call
-from specdec.compat import run_decoding_loop
+from specdec.compat import requested, run_decoding_loop
 
 
 class Installed:
@@ -44,21 +43,19 @@ def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutp
 
 def with_stop_strings(
     model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]
-) -> tuple[GenerationConfig | None, dict[str, Any]]:
+) -> dict[str, Any]:
     """Turn `stop_strings` into a criterion: transformers hands no tokenizer to a custom_generate callable."""
-    given = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
-    given = given or getattr(model.generation_config, "stop_strings", None)
-    if not given:
-        return config, kwargs
+    given = requested("stop_strings", model, config, kwargs)
+    if given is None:
+        return kwargs
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
         raise ValueError(f"stop_strings={given!r} needs the tokenizer: pass tokenizer=... to generate()")
-    if config is not None and config.stop_strings:
-        config = copy.deepcopy(config)
-        config.stop_strings = None
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(stop_strings=given, tokenizer=tokenizer))
-    return config, {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
+    made, theirs = StopStringCriteria(stop_strings=given, tokenizer=tokenizer), kwargs.get("stopping_criteria")
+    criteria = StoppingCriteriaList([] if theirs is None else theirs)
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # the caller's takes precedence
+        criteria.append(made)
+    return {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
 
 
 def further_arguments(values: Sequence[Any]) -> dict[str, Any]:

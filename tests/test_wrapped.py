@@ -83,6 +83,18 @@ def test_an_adapter_that_is_switched_off(llama, single):
         assert spec.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
 
 
+def test_a_wrappers_own_generation_config(llama, single):
+    """PEFT gives it to the model inside for the time of a call."""
+    target, tokenizer = WRAPPED["lora"](llama), tiny.letters()
+    written = tokenizer.decode(target.generate(**single, **ARGUMENTS)[0, 9:])
+    target.generation_config = copy.deepcopy(target.generation_config)
+    target.generation_config.stop_strings = written[2:5]
+    spec = SpeculativeGenerator(target, "ngram", draft_length=3)
+    ours = spec.generate(**single, **ARGUMENTS, tokenizer=tokenizer)
+    assert ours.tolist() == target.generate(**single, **ARGUMENTS, tokenizer=tokenizer).tolist()
+    assert ours.shape[1] == 9 + 5
+
+
 PROMPTS = {
     "prompt tuning": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
     "prefix tuning": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
