@@ -28,9 +28,9 @@ from specdec.drafting import Drafting, Draftings
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import (
-    Installed,
     callers_level,
     further_arguments,
+    install,
     plain,
     with_stop_strings,
 )
@@ -110,9 +110,9 @@ class SpeculativeGenerator:
         self.compile = compile
         self._draftings = Draftings(self.proposer, self.model)
         self.report, self.last_report = Report(), Report()
-        self._watched: list[Round] | None = None
+        self._watching: tuple[list[Round], ...] = ()
         self._warned: set[str] = set()
-        self._lock = Lock()  # of the reports: calls may run in several threads
+        self._lock = Lock()  # of the reports and watchers: calls may run in several threads
 
     def __repr__(self) -> str:
         settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
@@ -242,30 +242,30 @@ class SpeculativeGenerator:
     def installed(self) -> Iterator[SpeculativeGenerator]:
         """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say).
 
-        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too.
+        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too. Contexts of
+        several generators or threads may overlap: the one entered last answers, whichever thread calls.
         """
-        theirs = self._entrance.__dict__
-        before = theirs.get("generate")
-        theirs["generate"] = Installed(self.generate, self._entrance)
+        remove = install(self._entrance, self.generate)
         try:
             yield self
         finally:
-            if before is None:
-                del theirs["generate"]
-            else:
-                theirs["generate"] = before
+            remove()
 
     @contextmanager
     def watch(self) -> Iterator[list[Round]]:
-        """Within this context every round of every call, in any thread, is kept in the list that it gives.
+        """Keep every round of every call that begins within this context, in any thread, in the list that it gives.
 
-        A round takes about a kilobyte per drafted token. The time to keep it counts as "other" in the report.
+        Several contexts may nest or overlap: each list gets the rounds. A round takes about a kilobyte per drafted
+        token. The time to keep it counts as "other" in the report.
         """
-        before, self._watched = self._watched, []
+        kept: list[Round] = []
+        with self._lock:
+            self._watching += (kept,)
         try:
-            yield self._watched
+            yield kept
         finally:
-            self._watched = before
+            with self._lock:
+                self._watching = tuple(other for other in self._watching if other is not kept)
 
     # A call, as transformers has prepared it
 
@@ -352,7 +352,7 @@ class SpeculativeGenerator:
                     watch=watch,
                     sampling=sampling,
                     trees=self.capability.trees,
-                    watched=self._watched,
+                    watching=self._watching,
                     recorder=recorder,
                     recorded=RecordedPass.of(target, verify, recorder),
                 )

@@ -1,9 +1,14 @@
 """Every argument of `generate()`: the same sequences, side outputs, streams and errors as plain `generate()`."""
 
 import copy
+import functools
+import gc
+import inspect
 import itertools
 import pickle
 import threading
+import types
+import weakref
 from typing import get_args
 
 import pytest
@@ -547,6 +552,114 @@ def test_a_copy_of_the_model_generates_by_itself(spec, single):
         copied.lm_head.weight.neg_()
     assert copied.generate(**arguments).tolist() != expected
     assert spec.report.num_calls == 0
+
+
+def calls(specs, model, inputs):
+    """How many calls of `model.generate` each of these generators answered so far, after one more."""
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    return [spec.report.num_calls for spec in specs]
+
+
+@pytest.mark.parametrize("left", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)
+def test_contexts_that_overlap(single, left):
+    """Entered and left in any order, as those of several threads are: the newest answers, the last one tidies up."""
+    model = copy.deepcopy(tiny.model("llama"))
+    specs = [SpeculativeGenerator(model, "ngram") for _ in range(2)]
+    contexts = [spec.installed() for spec in (*specs, specs[0])]
+    inside, expected = [], [0, 0]
+    for place, context in enumerate(contexts):
+        context.__enter__()
+        inside.append(place)
+    for place in left:
+        expected[(0, 1, 0)[max(inside)]] += 1
+        assert calls(specs, model, single) == expected
+        contexts[place].__exit__(None, None, None)
+        inside.remove(place)
+    assert calls(specs, model, single) == expected
+    assert "generate" not in vars(model)
+
+
+def test_what_the_model_had_comes_back():
+    """An attribute of its own, as transformers gives models whose repository has a `generate`."""
+    model = copy.deepcopy(tiny.model("llama"))
+    own = model.generate = functools.partial(type(model).generate, model, top_k=7)
+    first, second = (SpeculativeGenerator(model, "ngram").installed() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.generate is not own
+    second.__exit__(None, None, None)
+    assert model.generate is own
+
+
+def test_what_others_put_there_meanwhile_stays(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    specs = [SpeculativeGenerator(model, "ngram") for _ in range(2)]
+    first, second = (spec.installed() for spec in specs)
+    first.__enter__()
+    ours, seen = model.generate, []
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        seen.append(kwargs)
+        return ours(*args, **kwargs)
+
+    model.generate = theirs
+    assert calls(specs, model, single) == [1, 0]
+    second.__enter__()
+    assert calls(specs, model, single) == [1, 1]
+    first.__exit__(None, None, None)
+    assert calls(specs, model, single) == [1, 2]
+    second.__exit__(None, None, None)
+    assert model.generate is theirs
+    assert calls(specs, model, single) == [1, 2]
+    assert len(seen) == 2
+
+
+def test_an_installed_generator_is_a_method(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    before, spec = model.generate, SpeculativeGenerator(model, "ngram")
+    arguments = {**single, "max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(**arguments).tolist()
+    with spec.installed():
+        method = model.generate
+        assert inspect.ismethod(method)
+        assert method.__self__ is model
+        assert method == model.generate
+        assert inspect.signature(method) == inspect.signature(before)
+        assert inspect.unwrap(method) is inspect.unwrap(before)
+        for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+            assert getattr(method, name) == getattr(before, name)
+        assert types.MethodType(method.__func__, model)(**arguments).tolist() == expected
+        assert (
+            functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))(**arguments).tolist() == expected
+        )
+        assert spec.report.num_calls == 2
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(method).__self__]
+        copies.append(pickle.loads(pickle.dumps(method)).__self__)
+        other = types.MethodType(method.__func__, copies[0])
+    for copied in copies:
+        assert copied is not model
+        assert inspect.ismethod(copied.generate)
+        assert copied.generate.__self__ is copied
+        assert copied.generate(**arguments).tolist() == expected
+    assert other(**arguments).tolist() == expected
+    assert spec.report.num_calls == 2
+    assert method(**arguments).tolist() == expected  # kept beyond the context: the model's own again
+    assert spec.report.num_calls == 2
+
+
+def test_a_copy_made_meanwhile_keeps_no_model(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    spec = SpeculativeGenerator(model, "ngram")
+    with spec.installed():
+        copied = copy.deepcopy(model)
+    with SpeculativeGenerator(copied, "ngram").installed():
+        copied.generate(**single, max_new_tokens=2, do_sample=False)
+    gone = weakref.ref(model)
+    del model, spec
+    gc.collect()
+    assert gone() is None
 
 
 def test_pipeline(spec, tokenizer):
