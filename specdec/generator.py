@@ -360,6 +360,8 @@ class SpeculativeGenerator:
                     loop.run(read, fresh)
                 finally:
                     watch.report.num_output_tokens = text.num_output_tokens
+                    if noise is not None:  # also where a streamer or a criterion broke the call off
+                        noise.settle(text.settled - text.start)
                 if group is None or group.leads:
                     drafting.keep(text.batch_size, pacer)
                 if step is not None:

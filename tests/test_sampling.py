@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from specdec import (
     BlockProposer,
@@ -11,12 +12,14 @@ from specdec import (
     EarlyExitProposer,
     HybridProposer,
     HydraProposer,
+    Lenient,
     NgramProposer,
     SpeculativeGenerator,
     SuffixProposer,
 )
+from specdec.choices import COUPLED
 from specdec.noise import Noise, noise_of_call
-from tests import blocks, eagle3, tiny
+from tests import blocks, eagle3, encoded, tiny
 
 NEW = 12
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -143,6 +146,71 @@ def test_scores_that_cannot_be_sampled_raise_as_in_plain_decoding(value):
             with_seed(0, generate, **tiny.prompts(8), logits_processor=[Broken()])
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+# Calls that are broken off
+
+
+class Breaks:
+    """A streamer, a criterion or a processor that raises: what was streamed before is in `puts`."""
+
+    def __init__(self, error, put=None, criterion=None, at_end=False):
+        self.error, self.put_no, self.width, self.at_end, self.puts = error, put, criterion, at_end, []
+
+    def put(self, value):
+        if len(self.puts) + 1 == self.put_no:
+            raise self.error
+        self.puts.append(value.tolist())
+
+    def end(self):
+        if self.at_end:
+            raise self.error
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] == self.width:
+            raise self.error
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+BREAKS = {f"put {k}": {"put": k} for k in (1, 2, 3, 6, 9)} | {"end": {"at_end": True}}
+BREAKS |= {f"criterion {k}": {"criterion": k} for k in (1, 2, 3, 6)}  # new tokens
+
+
+def broken_off(generate, seed, error, breaks, width, **kwargs):
+    """Where a call that raises leaves the generator, and what it streamed until then."""
+    if "criterion" in breaks:
+        breaks = {"criterion": width + breaks["criterion"]}
+    spoils = Breaks(error, **breaks)
+    if "criterion" in breaks:
+        kwargs["stopping_criteria"] = StoppingCriteriaList([spoils])
+    with pytest.raises(type(error), match="enough"):
+        with_seed(seed, generate, streamer=spoils, **kwargs)
+    return spoils.puts, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt("enough")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("rule", [COUPLED, Lenient(0.0)], ids=["coupled", "lenient"])
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
+@pytest.mark.parametrize("proposer", ["itself", "fixed tree", "garbage"])
+def test_a_call_that_is_broken_off_leaves_the_generator_where_plain_decoding_does(proposer, lengths, rule, error):
+    model, inputs = tiny.model("llama"), tiny.prompts(*lengths)
+    drafts = PROPOSERS[proposer](model, "llama")
+    spec = SpeculativeGenerator(model, drafts, draft_length=4, rule=rule, on_unsupported="error")
+    for breaks in BREAKS.values():
+        made = [broken_off(g.generate, 1, error, breaks, max(lengths), **inputs) for g in (model, spec)]
+        assert made[0] == made[1]
+    assert spec.report.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_encoder_decoder_call_that_is_broken_off(rows):
+    model = encoded.model("bart")
+    inputs = encoded.inputs("bart", rows) | {"min_new_tokens": NEW}
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4)
+    for breaks in BREAKS.values():
+        made = [broken_off(g.generate, 1, RuntimeError("enough"), breaks, 1, **inputs) for g in (model, spec)]
+        assert made[0] == made[1]
+    assert spec.report.num_accepted_tokens > 0
 
 
 # The noise itself
