@@ -92,7 +92,10 @@ class Draftings:
                 told what cannot draft for this target.
         """
         asked: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
-        if config.prompt_lookup_num_tokens is not None:
+        lookup = config.prompt_lookup_num_tokens
+        if lookup is not None:
+            if lookup < 1:
+                raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None switches it off")
             asked = "ngram"
         elif asked is None and assistant is not None:
             asked = bare(assistant)
