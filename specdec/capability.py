@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from specdec import compat
 from specdec.compat import CONTINUABLE_LAYERS
+from specdec.limits import positions_of
 from specdec.runner import (
     SLIDING,
     ModelRunner,
@@ -47,10 +48,12 @@ class Capability:
     Attributes:
         masks: "dict" or "tensor" (how it takes masks: trees and ragged batches), "own" (chains of one row), or None.
         reason: why it is not more, for warnings; empty for full capability.
+        positions: number of positions at which a pass can place tokens; None: any.
     """
 
     masks: str | None
     reason: str = ""
+    positions: int | None = None
 
     @property
     def trees(self) -> bool:
@@ -58,6 +61,7 @@ class Capability:
 
 
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = WeakKeyDictionary()
+_known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
 
 
 def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
@@ -70,10 +74,22 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
     key = (drafts, model.dtype, device_of(model), attention, model.training, _checkpoints(model))
     if key not in known:
         log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
-        device = device_of(model)
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        with _same_random_numbers(device_of(model)):
             known[key] = probe(model, drafts)
     return known[key]
+
+
+def draft_positions(model: PreTrainedModel) -> int | None:
+    """Number of positions of a draft model, found once; None: any, for its drafts at least."""
+    if model not in _known_positions:
+        with _same_random_numbers(device_of(model)):
+            _known_positions[model] = positions_of(_apart(model))
+    return _known_positions[model]
+
+
+def _same_random_numbers(device: torch.device) -> AbstractContextManager[None]:
+    """Within this context random numbers may be drawn: afterwards they go on as if none had been."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def _checkpoints(model: PreTrainedModel) -> bool:
@@ -91,13 +107,13 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
         return Capability(None, "its forward pass takes no cache")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            return _tried(model, model, drafts)
+            return replace(_tried(model, model, drafts), positions=positions_of(model))
     try:
         view = _apart(model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        return _tried(model, view, drafts)
+        return replace(_tried(model, view, drafts), positions=positions_of(view))
 
 
 def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:

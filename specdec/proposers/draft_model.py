@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from specdec.capability import Capability, capability
+from specdec.capability import Capability, capability, draft_positions
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.eagle3.checkpoint import is_block
 from specdec.graphs import Graphs, cannot_capture
@@ -162,6 +162,9 @@ class DraftModelProposer(RecordedDrafts):
         self._idle = able is not None and not able.trees and context.batch_size > 1
         if able is not None and self._idle:
             warnings.warn(f"{type(self.model).__name__} drafts nothing in a batch: {able.reason}")
+        said = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        found = draft_positions(self.model) if able is None else able.positions
+        self._positions = min((most for most in (said, found) if most is not None), default=None)
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(self.model)
@@ -175,7 +178,7 @@ class DraftModelProposer(RecordedDrafts):
 
     def _within_positions(self, context: Context) -> Context:
         """The context with room for as many tokens as the draft model has positions for."""
-        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        most = self._positions
         if most is None:
             return context
         lengths = self._lengths(context)
