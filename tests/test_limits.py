@@ -242,6 +242,13 @@ def test_a_draft_model_of_fewer_positions_drafts_as_far_as_it_can(name, lengths)
     assert spec.report.num_draft_tokens
 
 
+@pytest.mark.parametrize(("name", "lengths"), [("whisper", (PROMPT, 7)), ("bart", (18, 12, PROMPT))])
+def test_a_row_that_a_draft_model_has_read_up_to_the_last_position(name, lengths):
+    """It is run with the others, whose drafts go on."""
+    plain, ours, _ = texts(short(name), "draft", lengths, max_new_tokens=LAST)
+    assert ours == plain
+
+
 @pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bart", "marian"])
 @pytest.mark.parametrize("lengths", [(PROMPT,), (PROMPT, 7)], ids=["single", "ragged"])
 def test_an_early_exit_drafts_within_the_target_s_positions(name, lengths):

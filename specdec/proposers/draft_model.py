@@ -33,6 +33,7 @@ from specdec.runner import ModelRunner, device_of
 from specdec.source import unfit
 from specdec.step import spread
 from specdec.transcript import end_tokens
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree, DynamicTree, Verdict
 from specdec.wrapped import bare, require_lm_head
 
@@ -216,8 +217,12 @@ class DraftModelProposer(RecordedDrafts):
         return logits.to(tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        tokens = self._readable(stepped.tokens[:, -n:])
-        return self.runner.grow(tokens, stepped.depth, stepped.seen, chain=chain).logits.to(tokens.device)
+        tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
+        if most is not None and self.runner.there is None and max(self.runner.lengths) >= most:
+            # A row that has no room may have been read up to the last position: its nodes are run there.
+            left = [most - 1 - length for length in self.runner.lengths]
+            depth = torch.minimum(depth, uploaded(left, depth.device)[:, None])
+        return self.runner.grow(tokens, depth, stepped.seen, chain=chain).logits.to(tokens.device)
 
     def known_tokens(self) -> Tensor | None:
         return self.vocab
