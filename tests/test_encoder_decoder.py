@@ -7,7 +7,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer, compat
+from specdec import DraftModelProposer, EarlyExitProposer, NgramProposer, SpeculativeGenerator, SuffixProposer, compat
 from specdec.capability import capability, probe
 from specdec.rows import CachedRows, Sight
 from tests import encoded, tiny
@@ -75,6 +75,16 @@ def test_draft_models_read_the_input_too(name, rows):
     given = spec.generate(**inputs, **GREEDY, assistant_model=alike)
     assert given.tolist() == model.generate(**inputs, **GREEDY).tolist()
     assert spec.last_report.num_drafts_by["DraftModelProposer"] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["t5", "bart", "m2m_100", "whisper"])
+def test_the_decoder_s_first_layers_draft(name, rows):
+    model, inputs = encoded.model(name), encoded.inputs(name, rows)
+    for shape in ({}, {"branching": (2, 2)}):
+        for sampled in (False, True):
+            _, spec = same(model, inputs, EarlyExitProposer(1, **shape), sampled)
+            assert spec.report.num_draft_tokens
 
 
 def test_a_draft_model_without_the_input():

@@ -71,7 +71,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         super().begin(context)
         assert context.target is not None
         assert context.cache is not None
-        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks)
+        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks, source=context.source)
         self.runner.cache = context.cache
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
