@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Pretrained
 
 from specdec import compat
 from specdec.compat import CONTINUABLE_LAYERS
+from specdec.limits import positions_of
 from specdec.releases import advice
 from specdec.runner import (
     SLIDING,
@@ -48,11 +49,13 @@ class Capability:
         masks: "dict" or "tensor" (how it takes masks: trees and ragged batches), "own" (chains of one row), or None.
         reason: why it is not more, for warnings; empty for full capability.
         installation: the reason lies in the installed transformers, not in the model.
+        positions: number of positions at which a pass can place tokens; None: any.
     """
 
     masks: str | None
     reason: str = ""
     installation: bool = False
+    positions: int | None = None
 
     @property
     def trees(self) -> bool:
@@ -65,6 +68,7 @@ class Capability:
 
 REMEMBERED = 8  # states of a model: whoever trains switches between two
 _found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Capability]]] = WeakKeyDictionary()
+_known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
 
 
 def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
@@ -80,8 +84,7 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
         if before == state:
             return found
     log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
-    devices = _devices(model)
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"):
+    with _same_random_numbers(model):
         found = probe(model, drafts)
         fault = "" if found.trees else installation_fault()
     found = replace(found, reason=fault, installation=True) if fault else found
@@ -128,6 +131,20 @@ def _said(value: Any) -> Any:
     return value if isinstance(value, (str, int, float, torch.dtype, type(None))) else id(value)
 
 
+def draft_positions(model: PreTrainedModel) -> int | None:
+    """Number of positions of a draft model, found once; None: any, for its drafts at least."""
+    if model not in _known_positions:
+        with _same_random_numbers(model):
+            _known_positions[model] = positions_of(apart(in_eval_mode(model)))
+    return _known_positions[model]
+
+
+def _same_random_numbers(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Within this context passes of the model may draw random numbers; afterwards they go on as if none had been."""
+    devices = _devices(model)
+    return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu")
+
+
 @torch.no_grad()
 def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
     """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts.
@@ -138,13 +155,15 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
         return Capability(None, "its forward pass takes no cache")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            return _without_random_numbers(model, _tried(model, model, drafts))
+            found = _without_random_numbers(model, _tried(model, model, drafts))
+            return replace(found, positions=positions_of(model))
     try:
         view = apart(in_eval_mode(model) if drafts else model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        return _without_random_numbers(view, _tried(model, view, drafts))
+        found = _without_random_numbers(view, _tried(model, view, drafts))
+        return replace(found, positions=positions_of(view))
 
 
 def _without_random_numbers(view: PreTrainedModel, found: Capability) -> Capability:
