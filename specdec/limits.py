@@ -37,7 +37,13 @@ def positions_of(model: PreTrainedModel) -> int | None:
     if spread(model) and any(hasattr(module, "max_seq_len_cached") for module in model.modules()):
         return None  # RoPE; others decode with this very model, and its frequencies may depend on the farthest position
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
-    inputs = {"input_ids": token, "position_ids": token * FAR, "use_cache": False, "return_dict": True, **declined(model)}
+    inputs = {
+        "input_ids": token,
+        "position_ids": token * FAR,
+        "use_cache": False,
+        "return_dict": True,
+        **declined(model),
+    }
     source = stand_in(model, 1)
     with _Lookups() as lookups, suppress(Exception):  # a model may refuse the position: what was found then counts
         model(**(inputs if source is None else source.read_by(model, inputs)))
