@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import specdec
+
 DEVICE, _CPU = torch.device("cuda", 0), torch.device("cpu")
-OURS = (f"{os.sep}specdec{os.sep}",)  # frames that are named in the ledger
+OURS = f"{Path(specdec.__file__).parent}{os.sep}"  # the folder whose frames are named in the ledger
 NO_KERNEL = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -88,11 +91,11 @@ def _book(kind: str, what: str) -> None:
 
 def _place() -> str:
     frame = sys._getframe(3)
-    while frame is not None and not any(part in frame.f_code.co_filename for part in OURS):
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     if frame is None:
         return "elsewhere"
-    return f"{frame.f_code.co_filename.rpartition(OURS[0])[2]}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.removeprefix(OURS)}:{frame.f_lineno}"
 
 
 class Pretended(torch.Tensor):
