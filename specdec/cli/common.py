@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
     from specdec import SpeculativeGenerator
 
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: beyond them all is greedy, or uniform
 INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
 
 
@@ -30,11 +29,21 @@ def proposer_names(incomplete: str) -> list[str]:
     ]
 
 
+def warm_enough(temperature: float) -> float:
+    """Refuse a temperature so low that logits divided by it are infinite."""
+    if 0 < temperature < COLDEST:
+        raise typer.BadParameter(f"{temperature} is neither 0, which is greedy, nor at least {COLDEST}")
+    return temperature
+
+
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
 Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
 ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Of what is drawn: the same seed gives the same text.")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=HOTTEST, help="0 is greedy.", callback=warm_enough)]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=-(2**63), max=2**64 - 1, help="Of what is drawn: the same seed gives the same text."),
+]
 DraftLength = Annotated[
     int | None, typer.Option(min=0, help="Tokens to draft per round, 0: none; by measured costs if left out.")
 ]
@@ -59,16 +68,6 @@ def speak() -> None:
     log.setLevel(logging.INFO)
     if not any(isinstance(handler, Said) for handler in log.handlers):
         log.addHandler(Said())
-
-
-@contextmanager
-def bad_input_ends() -> Iterator[None]:
-    """What the library says of bad input, without a traceback; exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:  # OSError: no such model or file
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
 
 
 def interrupted(what: str = "stopped") -> typer.Exit:
@@ -117,7 +116,7 @@ def _device(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"{name} is no device of this machine: {str(error).partition(chr(10))[0]}") from error
     return device

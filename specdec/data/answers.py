@@ -89,7 +89,7 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int, bytes]]:
             try:
                 entry = json.loads(line)
                 entry["id"], [message["role"] for message in entry["messages"]]
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"{path} is not a file of answers: choose another name") from error
             yield entry, start, line
             start += len(line)

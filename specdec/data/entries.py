@@ -51,6 +51,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                     yield f"{path}, line {number}", json.loads(line.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}, line {number} cannot be read: its JSON is nested too deeply") from error
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         packed = " packed by gzip, as its name says, and whole" if path.suffix == ".gz" else ""
         raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
