@@ -5,6 +5,8 @@
 #   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH,
 #                                 eagle3:PATH or, behind ngram+, one of these with a model
 #   make test | make test-all | make lint
+#   make test-oldest | make test-newest     the tests that compare with plain decoding, on the oldest and newest releases of
+#                                 transformers and torch, each in an environment of its own (7 GB: PyPI's torch is for CUDA)
 #   make notebooks                the notebooks of examples/, run from top to bottom
 #   make docs                     the site, into build/site
 #   make screenshots              pictures of its pages, where a Chromium is installed
@@ -27,13 +29,21 @@ TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8
 INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
 DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
 
-.PHONY: demo test test-slow test-all test-vllm notebooks docs screenshots pictures lint format clean
+# What depends most on the releases of transformers and torch.
+RELEASE_TESTS = $(patsubst %,tests/test_%.py,releases capability parity generate_arguments past_key_values families \
+    recurrent encoder_decoder eagle3 eagle3_checkpoints hub calls cli chat mtp wrapped graphs)
+
+.PHONY: demo test test-oldest test-newest test-slow test-all test-vllm notebooks docs screenshots pictures lint format clean
 
 demo: $(VENV)/.demo
 	$(PY) -m specdec.demo $(DEMO) $(ARGS)
 
 test: $(VENV)/.dev
 	$(TESTS) -m "not slow" $(ARGS)
+
+test-oldest test-newest: test-%: .venv-%/.installed
+	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n logical --maxprocesses 8 -m "not slow" $(RELEASE_TESTS) $(ARGS)
+	.venv-$*/bin/python -m pytest -m slow tests/test_packaging.py -k "readmes or its_own" $(ARGS)
 
 test-slow: $(VENV)/.integrations
 	$(TESTS) --dist loadscope -m slow $(ARGS)
@@ -69,7 +79,7 @@ format: $(VENV)/.dev
 	$(PY) -m ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest $(VLLM) build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
@@ -85,6 +95,12 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(PY)
 
 $(VENV)/.integrations: $(VENV)/.dev
 	$(INSTALL) -e '.[demo,dev,integrations]'
+	touch $@
+
+.venv-%/.installed: constraints-%.txt pyproject.toml
+	$(PYTHON) -m venv .venv-$*
+	PIP_CONSTRAINT=$< .venv-$*/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	    -e '.[demo,test]'
 	touch $@
 
 # What it brings for pictures and sound was built for another torch, and importing it fails (0.32).

@@ -28,6 +28,7 @@ import counting
 import machine
 import torch
 import typer
+from methods import assisted as in_assisted
 from replay import Replay
 from table import number, table
 from torch import Tensor
@@ -36,6 +37,7 @@ from transformers.utils import logging
 
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec import graphs as captured
+from specdec.compat import ASSISTED_STATIC
 from specdec.eagle3 import Eagle3Head
 from specdec.proposers import Eagle3Proposer, Proposer
 from specdec.report import Report
@@ -104,7 +106,8 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
             yield in_way(setting, target, "specdec EAGLE-3 chain, 0.8", said, spec, ids)
             spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
             yield in_way(setting, target, "specdec draft model, 0.8", said, spec, ids)
-        yield measured(setting, target, "assisted, 0.8", in_assisted(target, draft), ids)
+        for name, generate in assisted_ways(target, draft).items():
+            yield measured(setting, target, name, generate, ids)
 
     return part
 
@@ -259,11 +262,18 @@ def plain_ways(target: PreTrainedModel) -> dict[str, Any]:
     return {"generate(), eager": target.generate, "generate(), static": static}
 
 
-def in_assisted(target: PreTrainedModel, draft: PreTrainedModel) -> Any:
-    def assisted(ids: Tensor, **kwargs: Any) -> Tensor:
-        return target.generate(ids, assistant_model=draft, **kwargs)
+def assisted_ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
+    """transformers' assisted generation; since 5.24 also with a static cache, whose passes are compiled on a GPU."""
 
-    return assisted
+    def way(static: bool) -> Any:
+        generate = in_assisted(target, draft, None, static)
+
+        def assisted(ids: Tensor, **kwargs: Any) -> Tensor:
+            return generate(input_ids=ids, **kwargs)
+
+        return assisted
+
+    return {"assisted, 0.8": way(False)} | ({"assisted, static, 0.8": way(True)} if ASSISTED_STATIC else {})
 
 
 def replayed(

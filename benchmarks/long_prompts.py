@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
 from specdec.capability import capability
+from specdec.compat import CACHE
 from specdec.runner import ModelRunner
 
 PLAIN, NOTHING = "plain", "specdec"  # the latter with a proposer that keeps nothing
@@ -111,7 +112,7 @@ def cached(model: PreTrainedModel, length: int) -> list[list[str]]:
     seen = torch.ones(DRAFT, DRAFT).tril().bool()[None]
     runner.grow(ids[:, :DRAFT], torch.arange(DRAFT)[None], seen, chain=True)
     plain = DynamicCache(config=config)
-    model(ids, past_key_values=plain, logits_to_keep=1)
+    model(ids, **{CACHE: plain}, logits_to_keep=1)
     out = []
     for span, ours in runner.cache.nbytes.items():
         layers = [layer for layer in plain.layers if getattr(layer, "sliding_window", None) == span.window]

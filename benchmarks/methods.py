@@ -11,14 +11,18 @@ from typing import Any
 
 from options import Bench
 from peers import NAMES, peers
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
 from specdec.choices import COUPLED, RuleName
+from specdec.compat import ASSISTED_STATIC
 from specdec.proposers.named import as_proposer
 
 PLAIN = "plain"
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it
+DRAFTED_AT_MOST = 64  # tokens that a static cache has room for beyond the text
+CACHE_SIZES = 512  # tokens by which static caches differ
 SINGLES = ":singles"  # the batch's prompts one after the other
 
 
@@ -58,9 +62,13 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
     }
     if options.draft is not None:
         single["hf-assistant"] = lambda: assisted(bench.target, bench.draft, None)
+        if ASSISTED_STATIC:
+            single["hf-assistant-static"] = lambda: assisted(bench.target, bench.draft, None, static=True)
         ours["specdec-draft"] = (whole_vocab, None)
         for length in options.draft_lengths:
             single[f"hf-assistant-{length}"] = partial(_late_assisted, bench, length)
+            if ASSISTED_STATIC:
+                single[f"hf-assistant-static-{length}"] = partial(_late_assisted, bench, length, static=True)
             ours[f"specdec-draft-{length}"] = (whole_vocab, length)
         ours[f"specdec-draft-vocab{options.draft_vocab}"] = (trimmed, None)
     for text in options.proposers:
@@ -105,11 +113,16 @@ def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..
     return partial(target.generate, prompt_lookup_num_tokens=tokens, max_matching_ngram_size=ngram_size)
 
 
-def assisted(target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None) -> Callable[..., Any]:
+def assisted(
+    target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None, static: bool = False
+) -> Callable[..., Any]:
     """transformers' assisted generation, by its default schedule or with a constant number of drafted tokens.
 
     The number counts in the assistant's generation config alone: given to `generate()` it is ignored (transformers
-    5.23, generation/candidate_generator.py). Its confidence threshold would end constant drafts early.
+    5.17 to 5.24, generation/candidate_generator.py). Its confidence threshold would end constant drafts early.
+
+    Args:
+        static: with a static cache (since 5.24), whose passes transformers compiles on a GPU.
     """
     config = copy.deepcopy(draft.generation_config)
     if tokens is not None:
@@ -120,11 +133,17 @@ def assisted(target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None
     def generate(**kwargs: Any) -> Any:
         before, draft.generation_config = draft.generation_config, config
         try:
-            return target.generate(assistant_model=draft, **kwargs)
+            return target.generate(assistant_model=draft, **(kwargs | static_cache(**kwargs) if static else kwargs))
         finally:
             draft.generation_config = before
 
     return generate
+
+
+def static_cache(input_ids: Tensor, max_new_tokens: int, **others: Any) -> dict[str, Any]:
+    """Arguments for a static cache with room for drafts. Its size is rounded up: each new size is compiled anew."""
+    needed = input_ids.shape[1] + max_new_tokens + DRAFTED_AT_MOST
+    return {"cache_implementation": "static", "max_cache_len": -(-needed // CACHE_SIZES) * CACHE_SIZES}
 
 
 def speculative(
@@ -135,8 +154,8 @@ def speculative(
     return Method(name, spec.generate, lambda: spec.last_report)
 
 
-def _late_assisted(bench: Bench, tokens: int) -> Callable[..., Any]:
-    return assisted(bench.target, bench.draft, tokens)
+def _late_assisted(bench: Bench, tokens: int, static: bool = False) -> Callable[..., Any]:
+    return assisted(bench.target, bench.draft, tokens, static)
 
 
 def _call(name: str, make: Callable[[], Callable[..., Any]], singles: bool = False) -> Method:

@@ -2,7 +2,7 @@
 
     python benchmarks/second_turn.py --target PATH --proposer ngram --proposer eagle3
 
-With the cache (`past_key_values`) only the new turn is read. All methods go on from the very same first turn, plain
+With the first turn's cache only the new turn is read. All methods go on from the very same first turn, plain
 decoding's, and must write the same second one.
 """
 
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
+from specdec.compat import CACHE, cache_in
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.turns import Clock
 
@@ -55,9 +56,9 @@ def main(
     for repeat in range(repeats + 1):
         for name, generate in methods.items():
             for cached in (False, True):
-                cache = copy.deepcopy(first.past_key_values) if cached else None
+                cache = copy.deepcopy(cache_in(first)) if cached else None
                 clock, start = Clock(), perf_counter()
-                text = generate(second, past_key_values=cache, streamer=clock, **arguments)
+                text = generate(second, **{CACHE: cache}, streamer=clock, **arguments)
                 if repeat:  # the first one warms up
                     taken.setdefault((name, cached), []).append((clock.moments[1] - start, clock.moments[-1] - start))
                 texts[name, cached] = text[0, second.shape[1] :].tolist()

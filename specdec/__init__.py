@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from specdec.namesake import refuse_namesake
+from specdec.releases import note_release
 
 refuse_namesake()  # before anything of it is imported
 
@@ -60,7 +61,11 @@ else:
     def __getattr__(name):
         if name not in _FILES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(f"specdec.{_FILES[name]}"), name)
+        try:
+            found = globals()[name] = getattr(import_module(f"specdec.{_FILES[name]}"), name)
+        except ImportError as error:  # a release of transformers or torch that lacks a name we import
+            note_release(error)
+            raise
         return found
 
     def __dir__():

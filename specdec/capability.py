@@ -8,19 +8,21 @@ share is touched: what is tried is a view of the model, with its weights and wit
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec import compat
 from specdec.compat import CONTINUABLE_LAYERS
+from specdec.releases import advice
 from specdec.runner import (
     SLIDING,
     ModelRunner,
@@ -47,14 +49,20 @@ class Capability:
     Attributes:
         masks: "dict" or "tensor" (how it takes masks: trees and ragged batches), "own" (chains of one row), or None.
         reason: why it is not more, for warnings; empty for full capability.
+        installation: the reason lies in the installed transformers, not in the model.
     """
 
     masks: str | None
     reason: str = ""
+    installation: bool = False
 
     @property
     def trees(self) -> bool:
         return self.masks in ("dict", "tensor")
+
+    def message(self, subject: str) -> str:
+        """The reason, after its subject where that is to blame."""
+        return self.reason if self.installation else f"{subject}: {self.reason}"
 
 
 _found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = WeakKeyDictionary()
@@ -72,8 +80,30 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
         log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
         device = device_of(model)
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            known[key] = probe(model, drafts)
+            found = probe(model, drafts)
+            fault = "" if found.trees else installation_fault()
+        known[key] = replace(found, reason=fault, installation=True) if fault else found
     return known[key]
+
+
+@functools.cache
+def installation_fault() -> str:
+    """Why no model can be speculated on with the installed transformers; empty if a tiny Llama made here can.
+
+    Tells a transformers that specdec does not know, which is no fault of a user's model, from a model's own limits.
+    """
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    try:
+        with torch.device("cpu"), torch.random.fork_rng([]):
+            found = probe(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).float().eval())
+    except Exception as error:  # a release that changed so much that there is nothing to try out
+        found = Capability(None, f"{type(error).__name__}: {error}")
+    if found.trees:
+        return ""
+    return (
+        f"specdec does not work with the installed transformers, not even for a tiny Llama ({found.reason}). {advice()}"
+    )
 
 
 def _checkpoints(model: PreTrainedModel) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList, cache_utils
 from transformers.cache_utils import (
@@ -25,8 +24,6 @@ from transformers.cache_utils import (
 from transformers.generation import GenerateDecoderOnlyOutput, utils
 from transformers.generation.utils import GenerationMixin
 
-OLDEST, NEWEST = "5.17", "5.24"  # releases that CI runs the tests with; as in pyproject.toml and the README
-
 # The name of the cache (generation/utils.py, modeling_*.py). 5.24 renamed `past_key_values`, and `cache_params` of
 # models without attention, to `cache`. The old names still work for callers there, with a FutureWarning.
 
@@ -35,6 +32,7 @@ CACHE = "cache" if RENAMED else "past_key_values"  # argument of `generate()` an
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # arguments of `generate()` in any release
 # Arguments of forward passes. Before 5.24 XLM and Flaubert have a `cache` that is something else.
 _FORWARD_NAMES = CACHE_NAMES if RENAMED else CACHE_NAMES[1:]
+ASSISTED_STATIC = RENAMED  # 5.24 also gave assisted generation static caches, whose passes are compiled on GPUs
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")  # argument of embeddings that count positions
 
 
@@ -196,26 +194,3 @@ def tensor_parallel_mesh(model: PreTrainedModel) -> Any:
     if mesh is None or (size or 1) == 1:
         return None
     return mesh if mesh.ndim == 1 else mesh["tp"]
-
-
-# The installed release
-
-
-def is_newer_than_known() -> bool:
-    """Whether the installed transformers is newer than any release that specdec has been tested with."""
-    return _release(transformers.__version__) > _release(NEWEST)
-
-
-def advice() -> str:
-    """What to install instead of a transformers that does not work with this specdec."""
-    age = "newer than" if is_newer_than_known() else "not among"
-    return (
-        f"transformers {transformers.__version__} is {age} the releases that this specdec was tested with "
-        f"({OLDEST} to {NEWEST}): upgrade specdec (`pip install --upgrade specdec-hf`), or install a tested release "
-        f'(`pip install "transformers=={NEWEST}.*"`)'
-    )
-
-
-def _release(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)

@@ -16,6 +16,7 @@ from specdec.view import twin, view
 
 M = TypeVar("M", bound=nn.Module)
 FEW_TOKENS = 4  # up to here the 8-bit product is the fastest (2 CPU cores, AVX-512 as AVX2)
+INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (2.9 to 2.15)
 VECTOR = 32  # numbers: of rows that are no whole vectors, torch's 8-bit product reads beyond the end (2.13, bfloat16)
 
 
@@ -39,7 +40,7 @@ class Int8Linear(QuickLinear):
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        return (by_int8, *super().ways)
+        return (by_int8, *super().ways) if INT8_PRODUCT else super().ways
 
 
 class Int8Alone(Int8Linear):
@@ -55,7 +56,7 @@ class Int8Alone(Int8Linear):
 
     @property
     def ways(self) -> tuple[Way, ...]:
-        return (by_int8, by_int8_blocks, by_unpacked)
+        return (by_int8, by_int8_blocks, by_unpacked) if INT8_PRODUCT else (by_int8_blocks, by_unpacked)
 
 
 def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:

@@ -43,6 +43,7 @@ from specdec.proposers import Proposer
 from specdec.proposers.named import as_proposer
 from specdec.recorded_pass import RecordedPass
 from specdec.recording import Recorder
+from specdec.releases import note_release
 from specdec.report import Report, Stopwatch
 from specdec.rounds import Round
 from specdec.rules import verification, walks
@@ -230,8 +231,10 @@ class SpeculativeGenerator:
         report, start = Report(num_calls=1), perf_counter()
         try:
             yield report
-        except BaseException:  # an interrupted call counts with the tokens that it wrote
+        except BaseException as error:  # an interrupted call counts with the tokens that it wrote
             report.num_failed_calls, report.total_seconds = 1, perf_counter() - start
+            if isinstance(error, Exception):
+                note_release(error)
             raise
         finally:
             with self._lock:

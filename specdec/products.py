@@ -178,7 +178,7 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _onednn_works() -> bool:
-    """Its operator is torch's own affair (2.9 to 2.13 have it): asked for one product before it is relied on."""
+    """Its operator is torch's own affair (2.9 to 2.15 have it): asked for one product before it is relied on."""
     # On "meta": a layer that is initialised elsewhere draws from the generator that calls sample with.
     layer, rows = nn.Linear(3, 2, device="meta"), torch.ones(2, 3)
     layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3))

@@ -85,7 +85,9 @@ class Recorder:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             recording = Recording(function, inputs, like, self._pool)
             ours = recording.replay(inputs)
-        except RuntimeError as error:  # it waits for the device, or asks for what cannot be recorded
+        except (RuntimeError, AttributeError, TypeError) as error:
+            # It waits for the device, or does what cannot be recorded; or torch's interface for graphs is another than
+            # in 2.9 to 2.15.
             first = _cause(error)
             self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
             return None
@@ -118,9 +120,18 @@ class Recording:
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
         for names in self._alike:
-            torch._foreach_copy_([self._inputs[name] for name in names], [inputs[name] for name in names])
+            _copy_all([self._inputs[name] for name in names], [inputs[name] for name in names])
         self._graph.replay()
         return self._outputs
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one dtype, in one launch where torch has its internal operator for that (2.9 to 2.15)."""
+    if hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def _cause(error: BaseException) -> BaseException:

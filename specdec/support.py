@@ -86,7 +86,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks:
     if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION):
         return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"
     if capability.masks is None:
-        return f"{type(model).__name__}: {capability.reason}"
+        return capability.message(type(model).__name__)
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
@@ -115,7 +115,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks:
     if reason:
         return reason
     if not capability.trees and len(input_ids) > 1:
-        return f"{type(model).__name__} in a batch: {capability.reason}"
+        return capability.message(f"{type(model).__name__} in a batch")
     unknown = NodeProcessors(processors).unknown
     if unknown and not (walks and len(input_ids) == 1):
         why = "in a batch, whose rows run ahead of each other" if walks else "under a rule that needs all nodes' scores"

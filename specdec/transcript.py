@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specdec.runner import Output
@@ -294,5 +294,10 @@ def _ends_on_tokens_alone(criterion: Any) -> bool:
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """What ends a model's texts, by its generation config."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    return {ends} if isinstance(ends, int) else set(ends or ())
+    return set(end_tokens_in(model.generation_config))
+
+
+def end_tokens_in(config: GenerationConfig | None) -> list[int]:
+    """What ends texts by a generation config."""
+    ends = config.eos_token_id if config is not None else None
+    return [ends] if isinstance(ends, int) else list(ends or ())

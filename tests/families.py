@@ -168,7 +168,7 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
 
 ALIBI = "its bias for distances (ALiBi) counts columns: of ragged rows and of trees these are not the positions"
 NO_CACHE = "it keeps no cache: every token reads the whole text again"
-OWN_FAILS = "plain generate() fails as well (transformers 5.23)"
+OWN_FAILS = "plain generate() fails as well"
 PICKED = "its n-grams of ids follow no tree, and its indexer counts on all rows having the same positions"
 LENGTHS_DECIDE = (
     "RoPE changes its frequencies within the text: which of them the keys before have hangs on the order of passes, "

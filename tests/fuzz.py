@@ -32,6 +32,7 @@ from specdec import (
     SpeculativeGenerator,
     SuffixProposer,
 )
+from specdec.compat import CACHE, cache_in
 from tests import blocks, eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")
@@ -268,7 +269,7 @@ def run(seed: int, models: tuple[str, ...] = MODELS) -> tuple[str, bool]:
     if len(messages) != len(set(messages)) or spec.report.num_plain_calls > len(messages):
         return f"warnings: {messages}", False
     wrong = difference(plain, ours, plain_kwargs.get("streamer"), kwargs.get("streamer"), kwargs)
-    if not wrong and setup["new_turn"] and type(getattr(plain, "past_key_values", None)) is DynamicCache:
+    if not wrong and setup["new_turn"] and type(getattr(plain, CACHE, None)) is DynamicCache:
         wrong = second_turn(seed, models, spec, plain, ours)
     return wrong, not spec.report.num_plain_calls
 
@@ -290,7 +291,7 @@ def second_turn(seed: int, models: tuple[str, ...], spec: SpeculativeGenerator, 
         kwargs |= {
             "input_ids": torch.cat([text, new], 1),
             "attention_mask": torch.cat([mask, written, torch.ones_like(new)], 1),
-            "past_key_values": before.past_key_values,
+            CACHE: cache_in(before),
             "max_new_tokens": 12,
         }
         kwargs.pop("output_hidden_states", None)

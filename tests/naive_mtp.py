@@ -46,7 +46,7 @@ class NaiveMtp:
         embeds = self.normed("pre_fc_norm_embedding", self.target.get_input_embeddings()(tokens))
         x = torch.cat([embeds, self.normed("pre_fc_norm_hidden", states)], -1) @ self.own["fc.weight"].T
         positions = torch.arange(len(x))[None]
-        rotation = self.target.model.rotary_emb(x[None], positions)
+        rotation = self.target.model.rotary_emb(x[None], positions.expand(3, 1, -1))  # planes: 5.17 makes none itself
         mask = torch.ones(len(x), len(x), dtype=torch.bool).tril()[None, None]
         out = self.layers[k](x[None], position_embeddings=rotation, attention_mask=mask, position_ids=positions)
         return self.normed("norm", out[0])

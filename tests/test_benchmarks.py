@@ -59,7 +59,8 @@ QUESTIONS = [
     ("241", "qa", "who is who"),
 ]
 NAMES = (
-    "plain hf-lookup-10 hf-assistant hf-assistant-2 hf-assistant-4 specdec-ngram specdec-ngram-10 specdec-draft "
+    "plain hf-lookup-10 hf-assistant hf-assistant-static hf-assistant-2 hf-assistant-static-2 hf-assistant-4 "
+    "hf-assistant-static-4 specdec-ngram specdec-ngram-10 specdec-draft "
     "specdec-draft-2 specdec-draft-4 specdec-draft-vocab100"
 ).split()
 COUNT = len(QUESTIONS) * len(NAMES)

@@ -14,6 +14,7 @@ from specdec.blocks.checkpoint import load, read
 from specdec.blocks.head import DFlashHead
 from specdec.blocks.runner import DFlashRunner
 from specdec.cli import app
+from specdec.compat import CACHE
 from specdec.eagle3.runner import Lent
 from specdec.proposers.draft_model import load as load_draft
 from tests import blocks, tiny
@@ -208,7 +209,7 @@ def test_transformers_own_drafter(tmp_path):
             noise_embeds=target.get_input_embeddings()(block),
             context_hidden_states=states[:, before:end],
             position_ids=torch.arange(before, end + 5)[None],
-            past_key_values=cache,
+            **{CACHE: cache},
         ).last_hidden_state[:, 1:]
         runner.drop_draft()
         runner.extend(tokens[:, before + 1 : end + 1], states[:, before:end], [0])

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import specdec
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, releases
 from specdec.cli import app
 from specdec.cli.endings import PACKAGE
 from specdec.eagle3 import save
@@ -178,6 +179,21 @@ def test_a_prompt_from_standard_input_and_a_report_as_json(files):
     assert "x plain decoding" in result.stderr
 
 
+@pytest.mark.parametrize("broken", [b"a \xff b", b"a \xed\xa0\x80"])  # the second is half of a character
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prompt_that_is_no_text_is_said_before_a_model_is_loaded(broken, strict, tmp_path):
+    """Standard input takes any byte in the locale "C"."""
+    environment = {"PYTHONIOENCODING": "utf-8" if strict else "utf-8:surrogateescape"}
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "generate", "some/target"],
+        input=broken,
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+    )
+    assert done.returncode == 2
+    assert b"error: the prompt is not text in UTF-8: " in done.stderr
+
+
 def test_the_same_seed_gives_the_same_text(files):
     def text(seed):
         asked = [
@@ -217,7 +233,9 @@ def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
 
 
 def test_version():
-    assert CliRunner().invoke(app, ["--version"]).stdout == f"specdec {specdec.__version__}\n"
+    said = CliRunner().invoke(app, ["--version"]).stdout
+    assert said == f"specdec {specdec.__version__}, {releases.summary()}\n"
+    assert f"torch {torch.__version__} (tested: " in said
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,15 @@
 """Conversations and texts, from files to tokens."""
 
 import copy
+import json
 
 import pytest
 import torch
 from transformers import AutoConfig
 
 from specdec.data.conversations import encode_prompt, read_texts
-from specdec.data.messages import read_prompts
+from specdec.data.entries import read_entries
+from specdec.data.messages import asked_in, read_prompts
 from specdec.pictures import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
@@ -95,6 +97,90 @@ def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
         list(read_texts(written(tmp_path / "data.jsonl", *lines), tokenizer, 100))
 
 
+HALF = "a \ud800 b"  # of a character
+ODD = [
+    ("", "expected"),
+    ([], "expected"),
+    ({}, "expected .*, found nothing"),
+    (None, "expected"),
+    (5, "expected"),
+    ([[{"text": "a"}]], "expected"),
+    ({"text": ""}, "the tokenizer makes no token of it"),
+    ({"text": " \n"}, "the tokenizer makes no token of it"),
+    ({"text": "a"}, "within 20 tokens it holds nothing that the target wrote"),
+    ({"text": None}, "expected .*, found nothing"),
+    ({"text": ["a b c"]}, "text must be a string"),
+    ({"text": HALF}, "it holds .*half of a character"),
+    ({"messages": []}, "messages is empty: expected"),
+    ({"messages": [{"role": "user", "content": "a b c"}]}, "the conversation has no answer"),
+    ({"messages": [{"role": "assistant", "content": HALF}]}, "it holds .*half of a character"),
+    ({"messages": [[]]}, "a message needs a role and content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "a message needs a role"),
+    ({"messages": {"role": "user", "content": "a"}}, "messages must be a list"),
+    ({"prompt": "a", "response": HALF}, "it holds .*half of a character"),
+    ({"prompt": "a", "response": 5}, "response must be a string"),
+    ({"messages": [{"role": "user", "content": "a"}], "tools": [{HALF: "a"}]}, "it holds .*half of a character"),
+]
+
+
+@pytest.mark.parametrize(("entry", "why"), ODD)
+def test_odd_entries_are_named_and_the_rest_is_read(tokenizer, entry, why, tmp_path):
+    path = written(tmp_path / "data.jsonl", {"text": "a b c"}, json.dumps(entry), {"text": "d e f"})
+    with pytest.warns(UserWarning, match=rf"1 of 3 texts were left out:\n  .*data\.jsonl, line 2: {why}") as said:
+        texts = list(read_texts(path, tokenizer, 20))
+    assert [words(tokenizer, text.ids) for text in texts] == ["a b c", "d e f"]
+    assert len(said) == 1
+    with pytest.raises(ValueError, match=rf"none of 1 texts can be used:\n  .*data\.jsonl, line 1: {why}"):
+        list(read_texts(written(path, json.dumps(entry)), tokenizer, 20))
+
+
+def test_of_many_odd_entries_the_first_are_named(tokenizer, tmp_path):
+    path = written(tmp_path / "data.jsonl", *[json.dumps({"text": ["a" * 999]})] * 9, {"text": "a b c"})
+    with pytest.warns(UserWarning, match="line 3: .*\n  and 6 more$") as said:
+        assert len(list(read_texts(path, tokenizer, 20))) == 1
+    assert len(str(said[0].message)) < 1500
+
+
+def test_the_first_texts_are_the_first_usable_ones(tokenizer, tmp_path):
+    path = written(tmp_path / "data.jsonl", "[]", {"text": "a b c"}, {"text": ""}, {"text": "d e f"}, {"text": "g h i"})
+    with pytest.warns(UserWarning, match="2 of 4 texts were left out"):
+        texts = list(read_texts(path, tokenizer, 20, limit=2))
+    assert [words(tokenizer, text.ids) for text in texts] == ["a b c", "d e f"]
+
+
+def test_plain_texts_that_are_odd_have_lines(tokenizer, tmp_path):
+    (tmp_path / "a.txt").write_text("a b c\n\n\nd\n \ne f\n\ng\n")
+    with pytest.warns(UserWarning, match=r"a\.txt, line 8: within") as said:
+        texts = list(read_texts(tmp_path / "a.txt", tokenizer, 20))
+    assert [words(tokenizer, text.ids) for text in texts] == ["a b c", "d e f"]
+    assert len(said) == 1
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_bytes(b"a \xff")
+        with pytest.raises(ValueError, match=rf"{name} is not text in UTF-8"):
+            list(read_texts(tmp_path / name, tokenizer, 20) if name == "a.txt" else read_prompts(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("entry", "why"),
+    [
+        ("", "expected"),
+        (None, "expected"),
+        ({"prompt": None}, "expected"),
+        ({"prompt": " "}, "the conversation asks nothing"),
+        ({"prompt": HALF}, "it holds .*half of a character"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "the conversation asks nothing"),
+    ],
+)
+def test_prompts_that_ask_nothing_are_named_and_the_rest_is_asked(entry, why, tmp_path):
+    path = written(tmp_path / "prompts.jsonl", {"prompt": "a"}, json.dumps(entry), {"prompt": "b"})
+    with pytest.warns(UserWarning, match=rf"1 of 3 prompts were left out:\n  .*line 2: {why}"):
+        found = [(number, asked.messages[0]["content"], asked.place) for number, asked in read_prompts(path)]
+    assert found == [(0, "a", f"{path}, line 1"), (2, "b", f"{path}, line 3")]
+    with pytest.raises(ValueError, match=rf"none of 1 prompts can be used:\n  .*line 1: {why}"):
+        list(read_prompts(written(path, json.dumps(entry))))
+
+
 def test_a_file_cut_short_is_named(tokenizer, tmp_path):
     path = written(tmp_path / "data.jsonl.gz", *[{"text": "a b c"}] * 50)
     path.write_bytes(path.read_bytes()[:-20])
@@ -132,6 +218,15 @@ def test_what_is_lost_of_long_texts_is_said(tokenizer, tmp_path):
         assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5, 5, 3]
 
 
+def test_what_is_lost_of_the_first_texts_is_said(tokenizer, files, tmp_path):
+    entries = [{"text": "a b c d e f"}, {"text": "a"}, {"text": "a b c"}, "{not read"]
+    data, folder = written(tmp_path / "data.jsonl", *entries), RunFolder(tmp_path / "out")
+    recipe = Recipe(str(files / "model"), data, folder.path, length=5, max_texts=2, held_out=1)
+    with pytest.warns(UserWarning, match="1 of 3 texts are longer than 5 tokens"):
+        write_corpus(recipe, folder, tokenizer, "")
+    assert [len(texts) for texts in corpus(folder)] == [1, 1]
+
+
 def test_long_texts_are_cut_and_those_without_anything_to_learn_left_out(tokenizer, tmp_path):
     path = written(tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a b c d e f", "response": "g"})
     with pytest.warns(UserWarning, match="1 of 2 texts were left out"):
@@ -154,8 +249,8 @@ def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):
     ]
     rows = [{"text": "a b c"}, {"prompt": "a", "response": "b"}]  # a Dataset yields dictionaries, too
     assert len(list(read_texts(rows, tokenizer, 10))) == 2
-    with pytest.raises(ValueError, match="entry 1: expected"):
-        list(read_texts([{"text": "a b c"}, {"question": "a"}], tokenizer, 10))
+    with pytest.warns(UserWarning, match="1 of 2 texts were left out:\n  entry 1: expected"):
+        assert len(list(read_texts([{"text": "a b c"}, {"question": "a"}], tokenizer, 10))) == 1
 
 
 TOLD = "{% if tools %}<system> {% for t in tools %}{{ t.name }} {% endfor %}<end> \n{% endif %}"
@@ -178,8 +273,8 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
     shown = "<system> t <end> <user> a <end> <assistant> t <end> <user> b <end> <assistant> c d <end>"
     assert words(told, text.ids) == shown
     assert words(told, text.ids[text.learn]) == "t <end> c d <end>"
-    with pytest.warns(UserWarning, match="shows their answers differently"):  # it begins them with a z, unless told
-        assert not list(read_texts([entry | {"chat_template_kwargs": None}], told, 50))
+    with pytest.raises(ValueError, match="shows its answers otherwise"):  # it begins them with a z, unless told
+        list(read_texts([entry | {"chat_template_kwargs": None}], told, 50))
 
     [(_, asked)] = read_prompts([{"prompt": "a", "chat_template_kwargs": {"think": True}}])
     assert (
@@ -192,7 +287,76 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
             list(read_texts([{"messages": messages} | wrong], told, 50))
 
 
+def calls(*arguments):
+    return [{"type": "function", "function": {"name": "t", "arguments": given}} for given in arguments]
+
+
+UNIFIED = [
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "tool_calls": calls({"b": "c"}, {"d": ["e"]})},
+            {"role": "tool", "name": "t", "content": "f"},
+            {"role": "assistant", "content": "g"},
+        ],
+        "tools": [{"type": "function", "function": {"parameters": {"properties": {"b": {"type": "h"}}}}}],
+    },
+    {"prompt": "a", "response": "b", "tools": [{"type": "function", "function": {"parameters": {"type": "i"}}}]},
+    {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+    {"text": "a b c"},
+]
+
+
+def test_rows_of_datasets_are_the_entries_they_were_made_of(tokenizer, tmp_path):
+    """As rows of one table all have the same keys."""
+    datasets = pytest.importorskip("datasets", exc_type=ImportError)
+    names = {name for entry in UNIFIED for name in entry}
+    rows = datasets.Dataset.from_list([{name: entry.get(name) for name in names} for entry in UNIFIED])
+    assert rows[3]["messages"] is rows[3]["tools"] is None
+    assert rows[0]["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"b": "c", "d": None}
+    rows.save_to_disk(str(tmp_path / "rows"))
+    for given in (rows, tmp_path / "rows"):
+        assert [entry for _, entry in read_entries(given)] == UNIFIED
+        assert len(list(read_texts(given, tokenizer, 50))) == 4
+
+
+def test_nulls_that_were_written_stay(tokenizer):
+    """In JSON a call's null is the model's; a call may also be a string."""
+    answer = {"role": "assistant", "tool_calls": calls({"b": None}, '{"c": null}')}
+    messages = [{"role": "user", "content": "a"}, answer]
+    asked = asked_in({"messages": messages, "text": None, "tools": None})
+    assert [call["function"]["arguments"] for call in asked.messages[1]["tool_calls"]] == [{"b": None}, '{"c": null}']
+    assert asked.template == {}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"text": "a b c", "messages": None, "prompt": None},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}], "text": None},
+        {"messages": None, "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b c"}]},
+        {
+            "messages": [
+                {"role": "user", "from": None, "content": None, "value": "a", "tool_calls": None},
+                {"role": None, "from": "gpt", "content": None, "value": "b c", "name": None},
+            ]
+        },
+        {"prompt": "a", "response": "b c", "text": None, "finish": None, "chat_template_kwargs": None},
+    ],
+)
+def test_what_is_null_in_an_entry_is_absent(tokenizer, entry):
+    [text] = read_texts([entry], tokenizer, 50)
+    assert "b c" in words(tokenizer, text.ids[text.learn])
+
+
 # Pictures
+
+
+def test_parts_have_no_keys_of_other_parts():
+    """Templates ask whether a part has an image."""
+    parts = [{"type": "image", "url": "x.png", "text": None}, {"type": "text", "url": None, "text": "a"}]
+    [message] = asked_in({"messages": [{"role": "user", "content": parts}]}).messages
+    assert message["content"] == SHOWN[0]["content"]
 
 
 @pytest.fixture

@@ -49,8 +49,8 @@ def test_the_first_questions_are_kept_and_all_are_counted(tmp_path):
     assert count == 5
     assert len(first_questions(file, 9)[0]) == 5
     file.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"promt": "c"}')
-    with pytest.raises(ValueError, match="line 3"):
-        first_questions(file, 1)
+    with pytest.warns(UserWarning, match=r"1 of 3 prompts were left out:\n  .*line 3: expected"):
+        assert first_questions(file, 1)[1] == 2
 
 
 # What is said
@@ -404,15 +404,21 @@ def test_the_command_measures_the_first_prompts_and_says_so(command, monkeypatch
     assert command("--limit", "0").exit_code == 2
 
 
-def test_a_message_that_the_template_refuses_ends_the_command_with_its_reason(command, monkeypatch):
+def test_prompts_that_the_template_refuses_are_named(command, monkeypatch):
     def refuse(messages, tokenizer):
-        raise ValueError("System role not supported")
+        asked.append(messages)
+        if len(asked) != 7:
+            raise ValueError("System role not supported")
+        return [1, 2, 3]
 
     monkeypatch.setattr("specdec.data.conversations.encode_prompt", refuse)
+    asked: list[object] = []
     result = command()
     assert result.exit_code == 2
-    assert "error: System role not supported" in result.output
+    assert re.search(r"none of 5 prompts can be used:\s+\S+, prompt 1: System role not supported", result.output)
     assert isinstance(result.exception, SystemExit)
+    with pytest.warns(UserWarning, match=r"4 of 5 prompts were left out:\n  .*prompt 1: System role.*\n.*prompt 3: "):
+        assert command().stdout.startswith("measured on 1 of 5 prompts of ")
 
 
 @pytest.mark.parametrize(

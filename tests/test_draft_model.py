@@ -11,7 +11,14 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator, TranslatedDraftProposer
+from specdec import (
+    DraftModelProposer,
+    DynamicTree,
+    HybridProposer,
+    SpeculativeGenerator,
+    TranslatedDraftProposer,
+    draft_view,
+)
 from specdec.draft_view import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
 from tests import tiny
 
@@ -73,6 +80,17 @@ def test_integers_alone_multiply_in_three_ways(dtype, bias):
         torch.testing.assert_close(way(x, alone), by_int8(x, Int8Linear.of(linear)), atol=0.02, rtol=0.02)
     with torch.no_grad():
         assert alone(x[None]).shape == (1, 9, 33)
+
+
+def test_integers_multiply_without_torchs_internal_product(monkeypatch):
+    torch.manual_seed(0)
+    linear, x = nn.Linear(96, 33), torch.randn(9, 96)
+    expected = by_int8(x, Int8Linear.of(linear))
+    monkeypatch.setattr(draft_view, "INT8_PRODUCT", False)
+    monkeypatch.delattr(torch, "_weight_int8pack_mm")
+    for layer in (Int8Linear.of(linear), Int8Alone.of(linear)):
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), expected, atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("vocab", [None, 20])

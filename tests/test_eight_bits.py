@@ -63,3 +63,12 @@ def test_a_head_is_trained_on_them(files, tmp_path):
     result = run(files, tmp_path / "other", "--rounded-states")
     assert result.exit_code == 2
     assert "give --cache-states too" in result.output
+
+
+@torch.no_grad()
+def test_products_are_the_same_without_torchs_internal_operator(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = ByteLinear.of(nn.Linear(64, 48)), torch.randn(17, 64)
+    expected = layer(x)
+    monkeypatch.delattr(torch, "_int_mm")
+    torch.testing.assert_close(layer(x), expected)

@@ -18,6 +18,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, Stoppin
 
 from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
 from specdec.choices import HeadLayout
+from specdec.compat import CACHE, cache_in
 from specdec.eagle3 import save
 from specdec.transcript import Transcript
 from tests import eagle3, tiny
@@ -273,10 +274,8 @@ def test_the_returned_cache_continues_the_text(models, inputs, name, ends):
         more = torch.ones(len(first.sequences), 2, dtype=torch.long)
         text = torch.cat([first.sequences, more], 1)
         mask = torch.cat([inputs["attention_mask"], torch.ones_like(text[:, inputs["input_ids"].shape[1] :])], 1)
-        assert first.past_key_values.get_seq_length() == first.sequences.shape[1] - 1
-        results.append(
-            model.generate(text, attention_mask=mask, past_key_values=first.past_key_values, **arguments).tolist()
-        )
+        assert cache_in(first).get_seq_length() == first.sequences.shape[1] - 1
+        results.append(model.generate(text, attention_mask=mask, **{CACHE: cache_in(first)}, **arguments).tolist())
     assert results[0] == results[1]
 
 

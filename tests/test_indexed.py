@@ -7,6 +7,7 @@ import torch
 
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec.capability import probe
+from specdec.compat import CACHE, cache_in
 from specdec.slots import Slots
 from tests import families, tiny
 
@@ -43,8 +44,8 @@ def test_a_second_turn_goes_on_with_what_the_indexer_kept():
     for generate in (model.generate, spec.generate):
         first = generate(**tiny.prompts(11), max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
         text = torch.cat([first.sequences, tiny.prompts(4, seed=1)["input_ids"]], 1)
-        cache = first.past_key_values
-        second = generate(text, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        cache = cache_in(first)
+        second = generate(text, **{CACHE: cache}, max_new_tokens=12, do_sample=False)
         texts.append((second.tolist(), cache.layers[0].indexer_keys.shape[1] - cache.layers[0].keys.shape[2]))
     assert texts[0] == texts[1]
 

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec.compat import CACHE, cache_in
 from specdec.source import forward_parameters
 from tests import eagle3, families, pictured, tiny
 
@@ -92,7 +93,7 @@ def test_what_comes_back_beside_the_text(name):
     torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-3, rtol=1e-3)
     real = inputs["attention_mask"].bool()
     torch.testing.assert_close(ours.hidden_states[0][-1][real], plain.hidden_states[0][-1][real])
-    for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
+    for a, b in zip(cache_in(ours).layers, cache_in(plain).layers, strict=True):
         kept = real.new_ones(len(real), plain.sequences.shape[1] - 1)
         kept[:, : real.shape[1]] = real
         kept = kept[:, -b.keys.shape[2] :][:, None, :, None]
@@ -103,11 +104,11 @@ def test_a_later_turn_says_what_it_takes_to_be_speculated_on():
     model = pictured.model("qwen2_vl")
     first = model.generate(**pictured.prompts("qwen2_vl", 7), **ARGUMENTS, return_dict_in_generate=True)
     ids = torch.cat([first.sequences, first.sequences[:, -3:]], 1)
-    later = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": first.past_key_values}
+    later = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache_in(first)}
     spec = SpeculativeGenerator(model, NgramProposer())
     with tiny.specdec_warnings() as warned:
         spec.generate(**later, **ARGUMENTS)
-    assert ["without past_key_values" in said for said in warned] == [True]
+    assert [f"without {CACHE}" in said for said in warned] == [True]
 
 
 REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids do not say": {"position_ids": ORDER}}

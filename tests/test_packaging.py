@@ -15,6 +15,7 @@ import pytest
 
 import specdec
 from specdec import namesake, registry
+from tests import tiny
 from tests.shop import Shop
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,6 +143,28 @@ def test_the_wheel_works_on_its_own(installed, tmp_path):
     assert said == {"same": True, "folder": str(site / "specdec"), "version": specdec.__version__}
     help_text = subprocess.run([str(python), "-I", "-m", "specdec", "--help"], **run).stdout
     assert "doctor" in help_text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_readmes_lines_speculate_and_warn_of_nothing(installed, tmp_path):
+    """In the installed wheel, with the transformers of this environment: `make test-newest` runs it on the newest."""
+    tokenizer = tiny.letters()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny.on_host("llama").save_pretrained(tmp_path / "model")
+    [lines] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    lines, named = re.subn(r"^name = .*$", 'name = "model"', lines, flags=re.M)
+    assert named == 1
+    counts = "print(spec.report.num_plain_calls, spec.report.num_draft_tokens)"
+    code = f"import warnings\nwarnings.simplefilter('always')\n{lines}\n{counts}\n"
+    done = subprocess.run([str(installed[0]), "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    plain, drafted = map(int, done.stdout.split()[-2:])
+    assert plain == 0
+    assert drafted > 0
+    said = [line for line in done.stderr.splitlines() if re.search(r"specdec|deprecated.*(cache|past_key)", line)]
+    assert said == []
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.compat import CACHE, cache_in
 from specdec.slots import Slots
 from tests import eagle3, tiny
 
@@ -60,8 +61,8 @@ def talk(generate, inputs, turns, ends, arguments, cache=None):
     outputs, texts = [], []
     for new in turns:
         texts.append(inputs)
-        out = generate(**inputs, **arguments, past_key_values=cache, return_dict_in_generate=True, eos_token_id=ends)
-        cache = out.past_key_values
+        out = generate(**inputs, **arguments, **{CACHE: cache}, return_dict_in_generate=True, eos_token_id=ends)
+        cache = cache_in(out)
         outputs.append((out.sequences, [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]))
         inputs = answered(inputs, out.sequences, new, ends)
     return outputs, texts, cache
@@ -107,7 +108,7 @@ def test_prompts_with_holes(name, proposer):
     spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
     ours = spec.generate(**arguments, output_hidden_states=True)
     assert ours.sequences.tolist() == plain.sequences.tolist()
-    same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+    same_cache(cache_in(ours), cache_in(plain), inputs["attention_mask"])
     real = inputs["attention_mask"][..., None].bool()
     for a, b in zip(ours.hidden_states[0], plain.hidden_states[0], strict=True):
         torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
@@ -125,11 +126,11 @@ def test_the_users_very_cache_is_extended(name, kind):
     ):
         cache = DynamicCache() if kind == "windows unknown" else DynamicCache(config=target.config)
         if kind in ("filled", "windows unknown"):
-            target(inputs["input_ids"][:, :7], past_key_values=cache)
+            target(inputs["input_ids"][:, :7], **{CACHE: cache})
         if kind == "cropped":
-            target(inputs["input_ids"][:, :5], past_key_values=cache)
+            target(inputs["input_ids"][:, :5], **{CACHE: cache})
             cache.crop(-2)
-        text = generate(**inputs, past_key_values=cache, max_new_tokens=20, do_sample=False)
+        text = generate(**inputs, **{CACHE: cache}, max_new_tokens=20, do_sample=False)
         results.append((text.tolist(), cache))
     assert results[0][0] == results[1][0]
     same_cache(results[1][1], results[0][1], inputs["attention_mask"])
@@ -145,16 +146,16 @@ def test_only_the_new_tokens_with_the_mask_of_all(name):
     ):
         first = generate(**inputs, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
         text = answered(inputs, first.sequences, 3)
-        text["input_ids"] = text["input_ids"][:, first.past_key_values.get_seq_length() :]
+        text["input_ids"] = text["input_ids"][:, cache_in(first).get_seq_length() :]
         more = generate(
             **text,
             max_new_tokens=9,
             do_sample=False,
             return_dict_in_generate=True,
-            past_key_values=first.past_key_values,
+            **{CACHE: cache_in(first)},
         )
-        assert more.past_key_values is first.past_key_values
-        results.append((more.sequences.tolist(), more.past_key_values))
+        assert cache_in(more) is cache_in(first)
+        results.append((more.sequences.tolist(), cache_in(more)))
     assert results[0][0] == results[1][0]
     same_cache(results[1][1], results[0][1], text["attention_mask"])
 
@@ -184,7 +185,7 @@ def test_a_later_turn_reads_only_what_is_new():
         assert read[0] == 30
         read.clear()
         text = answered(inputs, first.sequences, 4)
-        spec.generate(**text, max_new_tokens=5, do_sample=False, past_key_values=first.past_key_values)
+        spec.generate(**text, max_new_tokens=5, do_sample=False, **{CACHE: cache_in(first)})
         assert read[0] == 5  # the last token written was in no cache yet
     finally:
         handle.remove()
@@ -204,26 +205,26 @@ def test_a_call_that_fails_leaves_the_cache_usable():
         target, inputs = named(name), tiny.prompts(12)
         plain = target.generate(**inputs, max_new_tokens=9, do_sample=False).tolist()
         cache = DynamicCache(config=target.config)
-        target(inputs["input_ids"][:, :7], past_key_values=cache)
+        target(inputs["input_ids"][:, :7], **{CACHE: cache})
         spec = SpeculativeGenerator(target, "ngram", draft_length=4, on_unsupported="error")
         with pytest.raises(KeyError):
-            spec.generate(**inputs, past_key_values=cache, streamer=Breaks(), max_new_tokens=9, do_sample=False)
+            spec.generate(**inputs, **{CACHE: cache}, streamer=Breaks(), max_new_tokens=9, do_sample=False)
         assert cache.get_seq_length() == (7 if name == "llama" else 0)
-        again = spec.generate(**inputs, past_key_values=cache, max_new_tokens=9, do_sample=False)
+        again = spec.generate(**inputs, **{CACHE: cache}, max_new_tokens=9, do_sample=False)
         assert again.tolist() == plain
 
 
 def test_caches_that_cannot_be_continued_say_what_to_do():
     target, inputs = named("llama"), tiny.prompts(12)
     full = DynamicCache(config=target.config)
-    target(inputs["input_ids"], past_key_values=full)
+    target(inputs["input_ids"], **{CACHE: full})
     static = StaticCache(config=target.config, max_cache_len=40)
     sliding = named("gemma3")
     holes = inputs["attention_mask"].clone()
     holes[0, 5] = 0
     for model, arguments, reason in (
-        (target, {"past_key_values": full}, r"crop\(-1\)"),
-        (target, {"past_key_values": static}, "a DynamicCache could be continued"),
+        (target, {CACHE: full}, r"crop\(-1\)"),
+        (target, {CACHE: static}, "a DynamicCache could be continued"),
         (sliding, {"attention_mask": holes}, "holes"),
     ):
         spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
@@ -248,7 +249,7 @@ def test_texts_past_the_window_several_times(name, window, prompt, proposer):
     spec = SpeculativeGenerator(target, PROPOSERS[proposer](target), draft_length=4, on_unsupported="error")
     ours = spec.generate(**inputs, **arguments)
     assert ours.sequences.tolist() == plain.sequences.tolist()
-    same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+    same_cache(cache_in(ours), cache_in(plain), inputs["attention_mask"])
 
 
 def test_rows_far_ahead_are_rolled_back_in_windows():
@@ -279,7 +280,7 @@ def test_rows_far_ahead_are_rolled_back_in_windows():
         ours = spec.generate(**inputs, **arguments, stopping_criteria=criteria)
         assert spec.report.num_accepted_tokens > 20
         assert ours.sequences.tolist() == plain.sequences.tolist()
-        same_cache(ours.past_key_values, plain.past_key_values, inputs["attention_mask"])
+        same_cache(cache_in(ours), cache_in(plain), inputs["attention_mask"])
 
 
 def test_windows_keep_their_window(monkeypatch):

@@ -242,6 +242,21 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
         assert given == [[2.0 * n + 1, n + 2.0] for n in range(WARM + 3)]
 
 
+@pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "graph"])
+def test_a_torch_with_another_interface_for_graphs_runs_without(missing, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.delattr(torch.cuda, missing)
+    with tiny.specdec_warnings() as warned:
+        assert runs(recorder, lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+    assert len(warned) == 1
+    assert f"has no attribute '{missing}'" in warned[0]
+
+
+def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_a_list(monkeypatch):
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    assert runs(Recorder(), lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+
+
 def test_no_more_than_so_many_are_recorded():
     recorder = Recorder()
     for key in range(MOST + 2):

@@ -5,7 +5,9 @@ import torch
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, recurrences, recurrent
 from specdec.capability import probe
+from specdec.compat import CACHE, cache_in
 from tests import families, fuzz, tiny
+from tests.since import since
 
 HYBRIDS = ("qwen3_5", "lfm2", "mamba2", "falcon_h1")
 
@@ -75,14 +77,12 @@ def test_a_second_turn_goes_on_from_the_states(name, lengths):
         mask = torch.nn.functional.pad(
             inputs["attention_mask"], (0, text.shape[1] - inputs["attention_mask"].shape[1]), value=1
         )
-        second = generate(
-            text, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=10, do_sample=False
-        )
+        second = generate(text, attention_mask=mask, **{CACHE: cache_in(first)}, max_new_tokens=10, do_sample=False)
         texts.append(second.tolist())
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", ["zamba", "qwen4_exp_text"])
+@pytest.mark.parametrize("name", ["zamba", pytest.param("qwen4_exp_text", marks=since("5.21"))])
 @pytest.mark.parametrize("length", [2, 9])
 def test_states_of_other_kinds_go_into_a_cache_and_out_of_it(name, length):
     """Zamba's layers scan in a call for each head; Qwen4's keep ids, and positions for an indexer."""
@@ -91,8 +91,8 @@ def test_states_of_other_kinds_go_into_a_cache_and_out_of_it(name, length):
     for first, second in ((model, model), (model, spec), (spec, model), (spec, spec)):
         out = first.generate(**tiny.prompts(length), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
         text = torch.cat([out.sequences, tiny.prompts(5, seed=1)["input_ids"]], 1)
-        cache = out.past_key_values
-        texts.append(second.generate(text, past_key_values=cache, max_new_tokens=10, do_sample=False).tolist())
+        cache = cache_in(out)
+        texts.append(second.generate(text, **{CACHE: cache}, max_new_tokens=10, do_sample=False).tolist())
     assert texts[0] == texts[1] == texts[2] == texts[3]
 
 
@@ -104,7 +104,7 @@ def test_padding_between_two_turns_is_left_to_plain_decoding():
     mask = torch.cat([torch.ones_like(first.sequences), new["attention_mask"]], 1)
     spec = SpeculativeGenerator(model, "ngram")
     with tiny.specdec_warnings() as messages:
-        spec.generate(text, attention_mask=mask, past_key_values=first.past_key_values, max_new_tokens=4)
+        spec.generate(text, attention_mask=mask, **{CACHE: cache_in(first)}, max_new_tokens=4)
     assert "states go on" in messages[0]
 
 

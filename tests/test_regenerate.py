@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from specdec.cli import app
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.regenerate import regenerate
-from tests import tiny
+from tests import templated, tiny
 from tests.ranks import together
 from tests.training import written
 
@@ -45,8 +46,89 @@ def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
             assert message["content"] != "x"
     texts = list(read_texts(tmp_path / "out.jsonl", tokenizer, 100))
     assert len(texts) == 3
-    assert all(text.ids[-1] == tokenizer.eos_token_id for text in texts)
-    assert not any(text.learn[-1] for text in texts)  # they were cut off: the end is the template's
+    for text, line in zip(texts, lines.values(), strict=True):
+        start = len(encode_prompt(line["messages"][:1], tokenizer))
+        prompt = text.ids[None, :start]
+        plain = target.generate(prompt, max_new_tokens=6, do_sample=False)[0]
+        assert text.ids.tolist() == plain.tolist()  # it was cut off: there is no end
+        assert text.learn.tolist() == [i >= start for i in range(len(plain))]
+
+
+def scripted(tokenizer, script):
+    """In place of `Answering`: a target whose answers are known."""
+
+    class Scripted:
+        def __init__(self, *arguments):
+            self.answers = iter(script)
+
+        def run(self, take):
+            while (request := take()) is not None:
+                request.answer = templated.ids(tokenizer, next(self.answers))
+                request.cut = request.answer[-1] != tokenizer.eos_token_id
+                yield request
+
+    return Scripted
+
+
+ASKED = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = "\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
+LLAMA = "<|begin|><|head|>user\n\na<|eot_id|><|head|>assistant\n\n"
+FINAL = "<|channel|>final<|message|>"
+THOUGHT = "<|channel|>analysis<|message|>x<|end|><|start|>assistant" + FINAL + "b<|return|>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "script", "sequences"),
+    [
+        ("chatml", ("b<|im_end|>", "e"), [(ASKED + "b<|im_end|>" + AGAIN + "e", "b<|im_end|>e")]),
+        (
+            "strips earlier thinking",
+            ("<think>x</think>b<|im_end|>", "<think>y</think>e<|im_end|>"),
+            [
+                (ASKED + "<think>x</think>b<|im_end|>", "<think>x</think>b<|im_end|>"),
+                (ASKED + "b<|im_end|>" + AGAIN + "<think>y</think>e<|im_end|>", "<think>y</think>e<|im_end|>"),
+            ],
+        ),
+        (
+            "r1",
+            ("x</think>b<end>", "y</think>e<end>"),
+            [
+                ("<User>a<Assistant><think>\nx</think>b<end>", "x</think>b<end>"),
+                ("<User>a<Assistant>b<end><User>d<Assistant><think>\ny</think>e<end>", "y</think>e<end>"),
+            ],
+        ),
+        (
+            "llama 3",
+            (" b\n<|eot_id|>", "e<|eot_id|>"),
+            [
+                (LLAMA + " b\n<|eot_id|>", " b\n<|eot_id|>"),
+                (LLAMA + "b<|eot_id|><|head|>user\n\nd<|eot_id|><|head|>assistant\n\ne<|eot_id|>", "e<|eot_id|>"),
+            ],
+        ),
+        ("gpt-oss", (THOUGHT,), [("<|start|>user<|message|>a<|end|><|start|>assistant" + THOUGHT, THOUGHT)]),
+    ],
+)
+def test_what_the_target_read_and_wrote_is_kept_as_token_ids(kind, script, sequences, tmp_path, monkeypatch, recwarn):
+    """However its chat template shows its answers: training reads the same ids."""
+    tokenizer, out = templated.tokenizer(kind), tmp_path / "out.jsonl"
+    monkeypatch.setattr("specdec.data.regenerate.Answering", scripted(tokenizer, script))
+    prompts = written(tmp_path / "prompts.jsonl", {"messages": templated.turns("a", "", "d")})
+    regenerate(tiny.model("llama"), tokenizer, prompts, out, max_new_tokens=30)
+    [line] = map(json.loads, lines(out))
+    expected = [(templated.ids(tokenizer, whole), templated.ids(tokenizer, own)) for whole, own in sequences]
+    for texts in (
+        [(torch.tensor(kept["input_ids"]), torch.tensor(kept["loss_mask"]).bool()) for kept in line["sequences"]],
+        [(text.ids, text.learn) for text in read_texts(out, tokenizer, 500)],
+    ):
+        assert [(ids.tolist(), ids[learn].tolist()) for ids, learn in texts] == expected
+    said = [message["content"] for message in line["messages"] if message["role"] == "assistant"]
+    assert said == [
+        tokenizer.decode(templated.ids(tokenizer, answer)).removesuffix(tokenizer.eos_token) for answer in script
+    ]
+    early = [str(warning.message) for warning in recwarn if "conversations end before" in str(warning.message)]
+    assert len(early) == (kind == "gpt-oss")  # its template takes no thinking in a later prompt
+    assert all(message.startswith("1 ") and "channel tags" in message for message in early)
+    assert not regenerate(tiny.model("llama"), tokenizer, prompts, out, max_new_tokens=30)  # nothing is left to answer
 
 
 def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
@@ -80,6 +162,52 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     result = rewrite(files, out, "--temperature", "0", "--temperature", "1")
     assert result.exit_code == 2
     assert "holds answers of another target or to other prompts" in result.output
+
+
+MINE = {"id": 0, "messages": [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "mine"}]}
+
+
+@pytest.mark.parametrize("beside", ["", ".0.part"])
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        json.dumps(MINE) + "\n" + json.dumps(MINE | {"id": 1}),  # no end of the last line
+        json.dumps(MINE),
+        json.dumps({"id": "one"} | MINE) + "\n",
+        json.dumps(MINE | {"id": "one"}) + "\n",
+        json.dumps(MINE | {"target": "another"}) + "\n" + '{"id": 1, "target": "anoth',
+        json.dumps(MINE)[:-20],
+    ],
+)
+def test_files_of_others_stay_as_they_are(files, tmp_path, foreign, beside):
+    asked(files)
+    path = tmp_path / f"out.jsonl{beside}"
+    path.write_text(foreign)
+    result = rewrite(files, tmp_path / "out.jsonl")
+    assert result.exit_code == 2, result.output
+    assert "choose another name" in result.output.replace("\n", " ")
+    assert path.read_text() == foreign
+    assert [path.name] == [found.name for found in tmp_path.iterdir()]
+
+
+def test_a_whole_answer_that_lacks_the_end_of_its_line_is_kept(files, tmp_path):
+    asked(files)
+    out = tmp_path / "out.jsonl"
+    assert rewrite(files, out).exit_code == 0
+    whole = out.read_text()
+    out.write_text(whole[:-1])
+    assert "nothing was left to answer" in rewrite(files, out).output
+    assert out.read_text() == whole
+
+
+def test_parts_are_joined_beside_files_of_others_and_under_any_name(files, tmp_path):
+    prompts, out, theirs = seven(tmp_path), tmp_path / "out[1].jsonl", tmp_path / "out[1].jsonl.joined"
+    theirs.write_text("mine")
+    for rank in (1, 0):
+        in_part(files, out, rank, 2, prompts)
+    assert [json.loads(line)["id"] for line in lines(out)] == list(range(7))
+    assert theirs.read_text() == "mine"
+    assert not list(tmp_path.glob("*.part"))
 
 
 def seven(folder):
@@ -184,6 +312,67 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     monkeypatch.setattr("specdec.data.regenerate.regenerate", answer)
     assert rewrite(tmp_path, tmp_path / "out.jsonl", "--limit", "1").exit_code == 0
     assert seen == [computed]
+
+
+def test_what_cannot_be_asked_is_named_and_the_rest_is_answered(files, tmp_path):
+    """Also by a template that says so only when it is that conversation's turn; and nothing is asked twice."""
+    strict = AutoTokenizer.from_pretrained(files / "model")
+    strict.chat_template = "{% if messages[-1].content == 'z' %}{{ raise_exception('no z') }}{% endif %}" + (
+        strict.chat_template
+    )
+    target = AutoModelForCausalLM.from_pretrained(files / "model")
+    later = [{"role": "user", "content": "a"}, {"role": "user", "content": "z"}]
+    prompts = written(
+        tmp_path / "prompts.jsonl",
+        {"prompt": "a b"},
+        {"prompt": "\ud83d"},
+        {"prompt": "z"},
+        {"messages": later},
+        {"prompt": "c " * 40},
+        "null",
+        {"prompt": "d"},
+        "[]",
+    )
+    out = tmp_path / "out.jsonl"
+
+    def again(**more):
+        done = []
+        with pytest.warns(UserWarning, match="were left out") as said:
+            tokens = regenerate(
+                target, strict, prompts, out, max_new_tokens=3, max_prompt_tokens=30,
+                progress=lambda *counts: done.append(counts), **more
+            )  # fmt: skip
+        return tokens, [str(warning.message) for warning in said], done[-1]
+
+    tokens, said, done = again()
+    assert len(said) == 2
+    assert re.fullmatch(
+        r"3 of 8 prompts were left out:\n  .*line 2: it holds '\\ud83d', .*\n  .*line 6: .*\n  .*line 8: .*", said[0]
+    )
+    assert re.fullmatch(r"2 of 5 conversations were left out:\n  .*line 3: .*no z\n  .*line 5: .* 30 tokens", said[1])
+    written_now = {line["id"]: len(line["messages"]) for line in map(json.loads, lines(out))}
+    assert written_now == {0: 2, 3: 2, 6: 2}  # of the fourth the second question is refused
+    assert tokens
+    assert done[0] == done[1]
+    before = out.read_text()
+    assert again()[0] == 0
+    assert out.read_text() == before
+    out.unlink()
+    with pytest.raises(ValueError, match=r"none of 1 conversations can be used:\n  .*line 1: .*no z"):
+        regenerate(target, strict, written(prompts, {"prompt": "z"}), out)
+
+
+def test_stop_strings_of_the_generation_config_end_answers(chat_tokenizer, tmp_path):
+    target, prompts = copy.deepcopy(tiny.model("llama")), written(tmp_path / "prompts.jsonl", {"prompt": "abc"})
+
+    def answer(name):
+        regenerate(target, chat_tokenizer, prompts, tmp_path / name, max_new_tokens=9)
+        return json.loads((tmp_path / name).read_text())["messages"][1]["content"]
+
+    usual = answer("usual.jsonl")
+    target.generation_config.stop_strings = usual[2]
+    with pytest.warns(UserWarning, match="one by one, by plain .* StopStringCriteria"):
+        assert answer("stopped.jsonl") == usual[: usual.index(usual[2]) + 1]
 
 
 def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):

@@ -326,7 +326,7 @@ def test_texts_up_to_the_end_of_what_the_target_reads(tokenizer, tmp_path):
     assert result.exit_code == 0, result.output
     prompts = written(tmp_path / "prompts.jsonl", {"prompt": "a " * 8}, {"prompt": "a " * 22})
     command = ["regenerate", str(tmp_path / "model"), str(prompts), str(tmp_path / "answers.jsonl")]
-    with pytest.warns(UserWarning, match="1 conversations were left out: their prompts are longer than 16 tokens"):
+    with pytest.warns(UserWarning, match="1 of 2 conversations were left out:\n  .*line 2: .* longer than 16 tokens"):
         result = CliRunner().invoke(app, [*command, "--max-new-tokens", "16"])
     assert result.exit_code == 0, result.output
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
@@ -339,6 +339,20 @@ def test_too_few_texts(files, tmp_path):
     result = run(files, tmp_path, "--held-out", "50")
     assert result.exit_code == 2
     assert "none is left" in result.output
+
+
+def test_texts_that_hold_nothing_are_named_before_the_target_is_loaded(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.training.preparation.load_model", lambda *rest, **more: 1 / 0)
+    target, data = str(files / "model"), written(tmp_path / "data.jsonl", *[{"text": ""}, "[]"] * 4)
+    command = ["train", target, str(data), str(tmp_path / "out"), *SMALL.split()]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert re.search(r"none of 8 texts can be used:\s.*line 1: the tokenizer makes no token of it", result.output)
+    written(data, *[{"text": ""}, {"text": "a b c"}] * 4)
+    with pytest.warns(UserWarning, match=r"3 of 6 texts were left out:\n  .*line 1: .*\n  .*line 3: "):
+        result = CliRunner().invoke(app, [*command, "--max-texts", "3"])
+    assert isinstance(result.exception, ZeroDivisionError)
+    assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 1  # two are held out
 
 
 def test_the_probe_says_when_hardly_anything_is_accepted(files, tmp_path):

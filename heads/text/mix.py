@@ -19,7 +19,7 @@ from pathlib import Path
 from shards import Entry, texts
 from transformers import AutoTokenizer
 
-from specdec.data.conversations import encode
+from specdec.data.conversations import Encoder
 from specdec.demo.loading import locate
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     wanted = {kind: int(tokens) for kind, _, tokens in (each.partition("=") for each in given.kinds)}
 
     path = locate(given.target)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    encode = Encoder(AutoTokenizer.from_pretrained(path))
     there: dict[str, list[Entry]] = defaultdict(list)
     for entry in texts(path):
         there[entry["kind"]].append(entry)
@@ -53,15 +53,15 @@ def main() -> None:
         draws.shuffle(there[kind])
         tokens = held = 0
         for entry in there[kind]:
-            size = len(encode(entry, tokenizer).ids)
-            if size > given.longest:
+            sizes = [len(text.ids) for text in encode(entry)]
+            if not sizes or max(sizes) > given.longest:
                 continue
             if held < given.held_out:
                 held_out.append(entry)
                 held += 1
                 continue
             learnt.append(entry)
-            tokens += size
+            tokens += sum(sizes)
             if tokens > most:
                 break
         print(f"{kind}: {tokens} tokens")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
-from specdec.cli.common import speak
+from specdec.cli.common import print_versions, speak
 from specdec.cli.endings import Commands
 
 app = typer.Typer(cls=Commands, help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
@@ -26,15 +26,15 @@ for command in (
 
 @app.callback(invoke_without_command=True)
 def main(
-    version: bool = typer.Option(False, "--version", help="Print specdec's version.", is_eager=True),
+    version: bool = typer.Option(
+        False, "--version", help="Print the versions of specdec, transformers and torch.", is_eager=True
+    ),
     debug: bool = typer.Option(
         False, "--debug", envvar="SPECDEC_DEBUG", help="Show the traceback of an error, before the sentence on it."
     ),
 ) -> None:
     """Speculative decoding for Hugging Face models."""
     if version:
-        from specdec import __version__
-
-        typer.echo(f"specdec {__version__}")
+        print_versions()
         raise typer.Exit
     speak()

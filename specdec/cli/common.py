@@ -70,6 +70,28 @@ def speak() -> None:
         log.addHandler(Said())
 
 
+def print_versions(err: bool = False) -> None:
+    """Print installed releases, with a warning if specdec does not work with them or was not tested with them.
+
+    torch is imported only where a release was not tested.
+    """
+    from specdec import __version__
+    from specdec.releases import TESTED, advice, is_tested, summary
+
+    typer.echo(f"specdec {__version__}, {summary()}", err=err)
+    untested = [package for package in TESTED if not is_tested(package)]
+    if not untested:
+        return
+    try:
+        from specdec.capability import installation_fault
+
+        fault = installation_fault()
+    except ImportError as error:
+        fault = f"specdec cannot be imported here ({error}). {' '.join(advice(package) for package in untested)}"
+    for message in [fault] if fault else [advice(package) for package in untested]:
+        typer.secho(f"warning: {message}", fg="yellow", err=True)
+
+
 def interrupted(what: str = "stopped") -> typer.Exit:
     """To be raised after Ctrl-C, when all that is to be said was said."""
     typer.echo(what, err=True)

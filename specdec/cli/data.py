@@ -46,11 +46,12 @@ def regenerate(
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from specdec.data.left_out import LeftOut
     from specdec.data.messages import read_prompts
 
     switches = _switches(template)
-    for _ in read_prompts(prompts):
-        pass  # a broken line is said before the model is loaded
+    useless = LeftOut("prompts")
+    useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # said before the model is loaded
     check(target)
     from accelerate.utils import gather_object
 

@@ -14,6 +14,7 @@ from specdec.cli.common import (
     check,
     interrupted,
     load,
+    print_versions,
     proposer_names,
     sampling,
 )
@@ -38,8 +39,12 @@ def doctor(
     """
     check(target, proposer)
     asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+    from specdec.capability import installation_fault
     from specdec.doctor import diagnose
 
+    print_versions(err=True)
+    if installation_fault():
+        raise ValueError(installation_fault())
     model, tokenizer = load(target, dtype=dtype)
     theirs, ours = encoded(asked, tokenizer), of_ours(tokenizer, 2)
     with bar() as progress:

@@ -22,6 +22,7 @@ from specdec.cli.common import (
     interrupted,
     sampling,
 )
+from specdec.data.entries import check_text
 
 
 def generate(
@@ -75,7 +76,11 @@ def generate(
 def _asked(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise ValueError('a prompt is missing: specdec generate MODEL "a prompt", or one on standard input')
-    asked = sys.stdin.read() if prompt is None else prompt
+    try:
+        asked = sys.stdin.read() if prompt is None else prompt
+        check_text(asked)
+    except ValueError as error:
+        raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
     if not asked.strip():
         raise ValueError("the prompt is empty")
     return asked

@@ -14,12 +14,20 @@ if TYPE_CHECKING:
 
 
 def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
-    """Conversations up to where the model is to answer, (T,) int64 each."""
+    """Conversations up to where the model is to answer, (T,) int64 each, without those that its template refuses."""
     import torch
 
     from specdec.data.conversations import encode_prompt
+    from specdec.data.left_out import LeftOut
 
-    return [torch.tensor(encode_prompt(one.messages, tokenizer, **one.template)) for one in asked]
+    prompts, left_out = [], LeftOut("prompts")
+    for one in asked:
+        try:
+            prompts.append(torch.tensor(encode_prompt(one.messages, tokenizer, **one.template)))
+        except ValueError as error:
+            left_out.add(one.place, error)
+    left_out.settle(len(prompts))
+    return prompts
 
 
 def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:

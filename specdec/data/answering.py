@@ -1,22 +1,39 @@
 """`Answering`: a target answers many prompts at once; a row whose answer has ended takes the next prompt at once.
 
 Owns the rows and the draws. Knows nothing of conversations or files. Nothing is drafted: with many rows a pass is busy
-with one token each, and what counts is that no row waits for the longest.
+with one token each, and what counts is that no row waits for the longest. The target's generation config is kept to:
+each request has processors of its own, and plain `generate()` does what a batch cannot (beams, stop strings, a clock).
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from specdec.call import Call
 from specdec.capability import capability
+from specdec.compat import is_synced
+from specdec.hook import plain, with_stop_strings
 from specdec.runner import ModelRunner, device_of
+from specdec.support import decided_before, why_plain
 from specdec.transcript import end_tokens
+
+ENDS = (MaxLengthCriteria, EosTokenCriteria)  # by which answers end in a batch
+# One answer in its plain form, whatever the generation config says of that.
+ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "output_attentions": False, "use_cache": True}
 
 
 @dataclass
@@ -28,7 +45,8 @@ class Request:
         asker: whom the answer is for.
 
     Attributes:
-        answer: token ids, the end token included. cut: it is as long as an answer may be, and has no end.
+        answer: token ids, the end token included. cut: it has no end token: it is as long as an answer may be, or was
+            ended by a stop string or the clock.
         processors: what `generate()` would put its logits through. draws: what its tokens are drawn with.
     """
 
@@ -48,11 +66,24 @@ class Answering:
     Args:
         rows: prompts that are answered at a time; one where the model can't run ragged batches.
         max_new_tokens: of an answer.
+        tokenizer: needed where the model's generation config has stop strings.
+
+    Raises:
+        ValueError: the generation config asks for what is in no decoding loop of `generate()`.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, max_new_tokens: int):
-        able = capability(model)
-        self.model, self.max_new_tokens, self._masks = model, max_new_tokens, able.masks
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        max_new_tokens: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        outside = decided_before(model, None, {})
+        if outside:
+            raise ValueError(f"the target's generation config cannot be kept to: {outside}. Remove it there")
+        self._able = able = capability(model)
+        self.model, self.max_new_tokens, self._tokenizer, self._said = model, max_new_tokens, tokenizer, False
         self.rows = rows if able.trees else 1
         self._batch, self._reader = ModelRunner(model, able.masks), ModelRunner(model, able.masks)
         self._ends = end_tokens(model)
@@ -60,19 +91,16 @@ class Answering:
     @torch.no_grad()
     def run(self, take: Callable[[], Request | None]) -> Iterator[Request]:
         """Requests, as their answers end. take: called for each row that is free; None if nothing is to be done now."""
-        if self._masks is None:
-            yield from self._alone(take)
-            return
-        self._batch.start(self.rows)
+        if self._able.masks is not None:
+            self._batch.start(self.rows)
         running: list[Request | None] = [None] * self.rows
         while True:
             for row in range(len(running)):
                 while running[row] is None and (request := take()) is not None:
-                    self._read(row, request)
-                    if self._over(request):
-                        yield request
-                    else:
+                    if self._begin(row, request):
                         running[row] = request
+                    else:
+                        yield request
             busy = [row for row, request in enumerate(running) if request is not None]
             if not busy:
                 return
@@ -87,26 +115,59 @@ class Answering:
                     self._batch.truncate([0 if r == row else n for r, n in enumerate(self._batch.lengths)])
                     yield request
 
-    def _alone(self, take: Callable[[], Request | None]) -> Iterator[Request]:
-        """One by one, by `generate()`: the model's cache is another than ours."""
-        while (request := take()) is not None:
-            prompt = torch.tensor([request.prompt], device=device_of(self.model))
-            torch.manual_seed(request.seed)
-            options = _sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
-            text = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-            request.answer = text[0, prompt.shape[1] :].tolist()
-            request.cut = request.answer[-1] not in self._ends
-            yield request
-
-    def _read(self, row: int, request: Request) -> None:
-        """The prompt into a row, and the answer's first token."""
+    def _begin(self, row: int, request: Request) -> bool:
+        """Read the prompt into a row, and write the answer's first token. Returns whether more is to be written: an
+        answer that takes plain `generate()` is written at once.
+        """
         prompt = torch.tensor([request.prompt], device=device_of(self.model))
-        request.draws = torch.Generator(prompt.device).manual_seed(request.seed)
-        request.processors = _processors_of(self.model, prompt, request.temperature)
-        self._reader.start(1)
-        logits = self._reader.extend(prompt, [0]).logits
-        self._batch.cache.adopt(row, self._reader.cache)
-        self._append([request], logits[:, 0])
+        self._prepare(request, prompt)
+        if not request.answer:
+            request.draws = torch.Generator(prompt.device).manual_seed(request.seed)
+            self._reader.start(1)
+            logits = self._reader.extend(prompt, [0]).logits
+            self._batch.cache.adopt(row, self._reader.cache)
+            self._append([request], logits[:, 0])
+            return not self._over(request)
+        request.cut = request.answer[-1] not in self._ends
+        return False
+
+    def _prepare(self, request: Request, prompt: Tensor) -> None:
+        """Take from `model.generate()` what it would put logits after a prompt (1, T) through; or, if it decodes in
+        another way than this, the answer.
+        """
+
+        def decode(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            *,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **inputs: Any,
+        ):
+            parts = (input_ids, logits_processor, stopping_criteria, generation_config)
+            call = Call(*parts, streamer=None, model_kwargs=inputs, source=None, text_kwargs=inputs)
+            reason = self._why_plain(call)
+            if reason is None:
+                request.processors = logits_processor
+                return input_ids
+            if not self._said:
+                self._said = True
+                warnings.warn(f"answers are written one by one, by plain generate(): {reason}")
+            torch.manual_seed(request.seed)
+            return plain(model, call, is_synced(model, None))
+
+        options = ANSWER | _sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
+        _, options = with_stop_strings(self.model, None, options | {"tokenizer": self._tokenizer})
+        options.pop("tokenizer")
+        text = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=decode, **options)
+        request.answer = text[0, prompt.shape[1] :].tolist()
+
+    def _why_plain(self, call: Call) -> str | None:
+        others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
+        if others:
+            return f"the generation config ends texts by {', '.join(others)}"
+        return why_plain(self.model, self._able, call, walks=True)
 
     def _step(self, running: Sequence[Request | None], busy: Sequence[int]) -> None:
         """A token for every busy row."""
@@ -138,19 +199,6 @@ class Answering:
         ended = request.answer[-1] in self._ends
         request.cut = not ended and len(request.answer) >= self.max_new_tokens
         return ended or request.cut
-
-
-def _processors_of(model: PreTrainedModel, prompt: Tensor, temperature: float) -> LogitsProcessorList:
-    """What `model.generate()` would put the logits behind a prompt (1, T) through."""
-    found: list[LogitsProcessorList] = []
-
-    def take(model: PreTrainedModel, input_ids: Tensor, *, logits_processor: LogitsProcessorList, **others: Any):
-        found.append(logits_processor)
-        return input_ids
-
-    mask = torch.ones_like(prompt)
-    model.generate(prompt, attention_mask=mask, custom_generate=take, max_new_tokens=1, **_sampling(temperature))
-    return found[0]
 
 
 def _sampling(temperature: float) -> dict[str, Any]:

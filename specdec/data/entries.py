@@ -9,8 +9,9 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 FORMATS = (
     '{"prompt": ..., "response": ...}, {"messages": [{"role": ..., "content": ...}, ...]}, '
@@ -27,12 +28,12 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
     """
     entries: Iterator[tuple[str, Any]]
     if not isinstance(data, (str, Path)):
-        name, entries = "the data", ((f"entry {number}", entry) for number, entry in enumerate(data))
+        entry_of = _without_nulls if hasattr(data, "features") else lambda entry: entry
+        name, entries = "the data", ((f"entry {number}", entry_of(entry)) for number, entry in enumerate(data))
     elif Path(data).is_dir():
         name, entries = str(data), _dataset(Path(data))
     elif Path(data).suffix == ".txt":
-        parts = Path(data).read_text(encoding="utf-8").split("\n\n")
-        name, entries = str(data), ((f"{data}", {"text": part.strip()}) for part in parts if part.strip())
+        name, entries = str(data), _paragraphs(Path(data))
     else:
         name, entries = str(data), _lines(Path(data))
     count = 0
@@ -42,20 +43,62 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
         raise ValueError(f"{name} is empty: one JSON object per line is expected, {formats}")
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    open_file = gzip.open if path.suffix == ".gz" else open
+def cleaned(entry: Any) -> Any:
+    """An entry without what its columns leave empty.
+
+    Raises:
+        ValueError: see `check_text`.
+    """
+    if isinstance(entry, dict):
+        entry = {name: value for name, value in entry.items() if value is not None}
+    check_text(entry)
+    return entry
+
+
+def check_text(value: Any) -> None:
+    """Raise ValueError for half of a character in a string, or within an entry: no tokenizer and no file takes it."""
     try:
+        json.dumps(value, ensure_ascii=False, default=lambda _: None).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"it holds {half!r}, half of a character (a lone surrogate): remove or repair it") from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    """A text in UTF-8, also gzipped; ValueError where it turns out to be none."""
+    try:
+        open_file = gzip.open if path.suffix == ".gz" else open
         with open_file(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield f"{path}, line {number}", json.loads(line.rstrip())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError(f"{path}, line {number} cannot be read: its JSON is nested too deeply") from error
+            yield cast(TextIO, file)
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         packed = " packed by gzip, as its name says, and whole" if path.suffix == ".gz" else ""
         raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    with opened(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line.rstrip())
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is not JSON: {error.msg} at column {error.colno}") from error
+            except RecursionError as error:
+                raise ValueError(f"{path}, line {number} cannot be read: its JSON is nested too deeply") from error
+            yield f"{path}, line {number}", entry
+
+
+def _paragraphs(path: Path) -> Iterator[tuple[str, Any]]:
+    with opened(path) as file:
+        parts = file.read().split("\n\n")
+    number = 1
+    for part in parts:
+        blank = part[: len(part) - len(part.lstrip())]
+        if part.strip():
+            yield f"{path}, line {number + blank.count(chr(10))}", {"text": part.strip()}
+        number += part.count("\n") + 2
 
 
 def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
@@ -70,4 +113,11 @@ def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
     except FileNotFoundError as error:
         raise ValueError(f"{path} is a folder, but none that datasets' save_to_disk wrote") from error
     for number, row in enumerate(rows):
-        yield f"{path}, row {number}", row
+        yield f"{path}, row {number}", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A row of `datasets` as it was before it became one: every object has the keys of all others there, as nulls."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specdec.data.entries import FORMATS, read_entries
+from specdec.data.entries import FORMATS, cleaned, opened, read_entries
+from specdec.data.left_out import LeftOut
 
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system", "tool")}}
@@ -26,10 +27,12 @@ class Asked:
             than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
         extra: what stands in the entry beside them: the `tools` it may call, and `chat_template_kwargs`, say
             `{"enable_thinking": False}`.
+        place: where the entry stood.
     """
 
     messages: list[Message]
     extra: dict[str, Any] = field(default_factory=dict)
+    place: str = ""
 
     @property
     def shows(self) -> bool:
@@ -43,40 +46,53 @@ class Asked:
         return self.extra.get(SWITCHES, {}) | tools
 
 
-def read_prompts(data: str | Path | Iterable[Any]) -> Iterator[tuple[str, Asked]]:
-    """Entries that ask something, prompts or conversations, and where each stood.
+def read_prompts(data: str | Path | Iterable[Any], left_out: LeftOut | None = None) -> Iterator[tuple[int, Asked]]:
+    """Entries that ask something, prompts or conversations, each with its number among all entries, from 0.
 
     Args:
         data: what `read_entries` reads, but of a `.txt` every line is a prompt.
+        left_out: takes the entries that ask nothing. None: a warning names them at the end, and it is an error if no
+            other is left.
     """
     if isinstance(data, (str, Path)) and Path(data).suffix == ".txt":
         entries = _prompts_of_lines(Path(data))
     else:
         entries = read_entries(data, PROMPT_FORMATS)
-    for place, entry in entries:
+    useless, left = left_out or LeftOut("prompts"), 0
+    for number, (place, entry) in enumerate(entries):
         try:
-            asked = asked_in(entry, PROMPT_FORMATS)
+            asked = _question(entry)
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from error
-        if not any(message["role"] == "user" for message in asked.messages):
-            raise ValueError(f"{place}: the conversation asks nothing: it needs a message of the user's")
-        if asked.shows:
-            raise ValueError(
-                f"{place}: the conversation shows pictures, films or sounds, and would be answered without them: only "
-                "texts to train on may show some"
-            )
-        yield place, asked
+            useless.add(place, error)
+            continue
+        left += 1
+        asked.place = place
+        yield number, asked
+    if left_out is None:
+        useless.settle(left)
+
+
+def _question(entry: Any) -> Asked:
+    asked = asked_in(cleaned(entry), PROMPT_FORMATS)
+    if asked.shows:
+        raise ValueError(
+            "the conversation shows pictures, films or sounds, and would be answered without them: only texts to train "
+            "on may show some"
+        )
+    if not any(message["role"] == "user" and message["content"].strip() for message in asked.messages):
+        raise ValueError("the conversation asks nothing: it needs a message of the user's that is not empty")
+    return asked
 
 
 def questions(path: Path) -> Iterator[Asked]:
     """Conversations up to where the target is to answer, of what `regenerate` reads."""
     for _, asked in read_prompts(path):
         last = max(i for i, message in enumerate(asked.messages) if message["role"] in ("user", "tool"))
-        yield Asked(asked.messages[: last + 1], asked.extra)
+        yield replace(asked, messages=asked.messages[: last + 1])
 
 
 def first_questions(path: Path, limit: int) -> tuple[list[Asked], int]:
-    """The first `limit` of them, and how many there are; a broken line further down is said, too."""
+    """The first `limit` of them, and how many there are; those further down that ask nothing are said, too."""
     kept, count = [], 0
     for count, asked in enumerate(questions(path), start=1):
         if count <= limit:
@@ -86,7 +102,7 @@ def first_questions(path: Path, limit: int) -> tuple[list[Asked], int]:
 
 def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
-    with path.open(encoding="utf-8") as file:
+    with opened(path) as file:
         for number, line in enumerate((line for line in file if line.strip()), start=1):
             yield f"{path}, prompt {number}", {"prompt": line.rstrip("\n")}
     if number == 0:
@@ -101,7 +117,8 @@ def asked_in(entry: Any, formats: str = FORMATS) -> Asked:
     if not messages and "prompt" in entry:
         messages = [{"role": "user", "content": entry["prompt"]}]
     if not messages:
-        raise ValueError(f"expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
+        empty = next((f"{name} is empty: " for name in ("messages", "conversations") if name in entry), "")
+        raise ValueError(f"{empty}expected {formats}, found {', '.join(map(repr, entry)) or 'nothing'}")
     if not isinstance(messages, (list, tuple)):
         raise ValueError(f"messages must be a list, got {messages!r}")
     return Asked([_message(message) for message in messages], extra_of(entry))
@@ -120,7 +137,7 @@ def _message(message: Any) -> Message:
     if not isinstance(message, dict):
         raise ValueError(f"a message needs a role and content, got {message!r}")
     role = ROLES.get(str(message.get("role") or message.get("from")))
-    content = message.get("content") if "content" in message else message.get("value")
+    content = message.get("value") if message.get("content") is None else message["content"]
     kept = {name: message[name] for name in KEPT if message.get(name)}
     if content is None and "tool_calls" in kept:
         content = ""
@@ -143,4 +160,6 @@ def _joined(content: Any) -> str | list[dict[str, Any]] | None:
     texts = [part.get("text") for part in content if part["type"] == "text"]
     if not all(isinstance(text, str) for text in texts):
         return None
-    return "".join(texts) if len(texts) == len(content) else content
+    if len(texts) == len(content):
+        return "".join(texts)
+    return [{name: value for name, value in part.items() if value is not None} for part in content]

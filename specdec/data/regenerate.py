@@ -6,7 +6,6 @@ Owns who is asked what, and when. The lines of the file are `answers`'.
 from __future__ import annotations
 
 import json
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,10 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specdec.data.answering import Answering, Request
 from specdec.data.answers import Answers
 from specdec.data.conversations import context_of, encode_prompt
+from specdec.data.left_out import LeftOut
 from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
+from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
 
 AHEAD = 16  # times the rows, in which prompts of about one length are looked for
 MOST_TURNS = 1000  # by which the seeds of conversations are apart
+LEFT, DONE, USELESS = range(3)  # of a prompt
 
 
 @dataclass
@@ -30,20 +32,25 @@ class Conversation:
     """One line of the output.
 
     Attributes:
-        number: its entry's place in the prompts. asked: messages of the user's and the system's, in order.
+        number: its entry's among the prompts. place: where that stood.
+        asked: messages of the user's and the system's, in order.
         extra: what its chat template is told beside them, see `Asked`.
         messages: the conversation with the target's answers. finish: "length" if the last answer was cut off.
+        sequences: what the target read and wrote, see `sequences`.
     """
 
     number: int
+    place: str
     asked: list[Message]
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     finish: str = "stop"
+    sequences: list[TokenSequence] = field(default_factory=list)
 
     def take_answer(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> None:
         """The answer to what was asked last."""
         self.finish = "length" if request.cut else "stop"
+        extend(self.sequences, request.prompt, request.answer)
         text = tokenizer.decode(request.answer if request.cut else request.answer[:-1])
         self.messages.append({"role": "assistant", "content": text})
 
@@ -78,7 +85,7 @@ def regenerate(
     go_on: Callable[[], bool] = lambda: True,
 ) -> int:
     """Have the target answer prompts; answers that are there already are replaced. No more prompts are in memory than
-    are answered together.
+    are answered together. Prompts that cannot be asked are left out, and warnings name them.
 
     Args:
         prompts: see `read_entries`, read twice; entries are `{"prompt": ...}` or conversations.
@@ -97,6 +104,9 @@ def regenerate(
 
     Returns:
         The tokens written.
+
+    Raises:
+        ValueError: `out` is somebody else's; or none of the prompts can be answered.
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
@@ -111,38 +121,47 @@ def regenerate(
     mine, processes = share
     answers, name = Answers(out, share), str(target.config._name_or_path)
 
-    def conversations() -> Iterator[Conversation]:
-        return _conversations(given, limit, tokenizer, switches or {})
+    def conversations(left_out: LeftOut) -> Iterator[Conversation]:
+        return islice(_conversations(given, tokenizer, switches or {}, left_out), limit)
 
+    useless = LeftOut("prompts")
+    done = _finished(answers, conversations(useless), name, temperatures, max_new_tokens)
+    (useless.settle if mine == 0 else useless.check)(len(done) - done.count(USELESS))
+    agree(True)  # nobody writes while others read, nor before all is known to be this run's
     if mine == 0:
         answers.mend()
     agree(True)
-    done = _finished(answers, conversations(), name, temperatures, max_new_tokens)
-    agree(True)  # nobody writes while others read
-    own = range(mine, len(done), processes)
+    own, vocabulary = range(mine, len(done), processes), fingerprint(tokenizer)
     answers.own.touch()
-    handled, tokens, too_long = sum(done[mine::processes]), 0, 0
+    useful = len(own) - done[mine::processes].count(USELESS)
+    handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, LeftOut("conversations")
+    early = LeftOut("conversations", "end before a question that cannot follow the target's answer")
     progress(handled, len(own), tokens)
-    waiting = _alike((c for c in conversations() if c.number in own and not done[c.number]), AHEAD * batch_size)
+    asked = conversations(LeftOut("prompts"))  # which were named before
+    waiting = _alike((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
     further: deque[Request] = deque()  # of conversations that have begun
 
     def request(c: Conversation) -> Request | None:
-        prompt = _next_prompt(c, tokenizer, max_prompt_tokens)
+        try:
+            prompt = _next_prompt(c, tokenizer, max_prompt_tokens)
+        except ValueError as error:
+            (early if c.messages else left_out).add(c.place, error)
+            return None
         temperature = temperatures[c.number % len(temperatures)]
         own_seed = (seed + c.number) * MOST_TURNS + len(c.messages)
         return None if prompt is None else Request(prompt, temperature, own_seed, c)
 
     def take() -> Request | None:
-        nonlocal handled, too_long
+        nonlocal handled
         if further:
             return further.popleft()
         while go_on() and (c := next(waiting, None)) is not None:
             if (first := request(c)) is not None:
                 return first
-            handled, too_long = handled + 1, too_long + 1
+            handled += 1
         return None
 
-    for answered in Answering(target, batch_size, max_new_tokens).run(take):
+    for answered in Answering(target, batch_size, max_new_tokens, tokenizer).run(take):
         c = answered.asker
         c.take_answer(answered, tokenizer)
         tokens += len(answered.answer)
@@ -150,16 +169,17 @@ def regenerate(
             further.append(after)
             continue
         line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
-        answers.append(line | {"max_new_tokens": max_new_tokens, "messages": c.messages} | c.extra)
+        line |= {"max_new_tokens": max_new_tokens, "messages": c.messages, TOKENIZER: vocabulary}
+        answers.append(line | {SEQUENCES: c.sequences} | c.extra)
         handled += 1
         progress(handled, len(own), tokens)
         if not go_on():
             break
     progress(handled, len(own), tokens)
-    if too_long:
-        warnings.warn(
-            f"{too_long} conversations were left out: their prompts are longer than {max_prompt_tokens} tokens"
-        )
+    if agree(left_out.count == useful):
+        left_out.check(0)
+    left_out.warn(useful - left_out.count)
+    early.warn(useful - left_out.count - early.count)
     if agree(handled == len(own)) and mine == 0:
         answers.join()
     return tokens
@@ -172,7 +192,9 @@ def _finished(
     temperatures: Sequence[float],
     max_new_tokens: int,
 ) -> bytearray:
-    """For each conversation, is it over? By earlier runs, with the same options or a ValueError."""
+    """For each entry up to the last conversation: `LEFT` to do, `DONE` by earlier runs, with the same options or a
+    ValueError, or `USELESS`, as it is no conversation.
+    """
     said: dict[int, tuple[int, int, int]] = {}  # of each how many messages were asked, and checksums: texts may be many
     for entry in answers.entries():
         number = entry["id"]
@@ -189,8 +211,9 @@ def _finished(
         said[number] = len(asked), _checksum(asked), _checksum(Asked([], extra_of(entry)).template)
     done = bytearray()
     for c in conversations:
-        done.append(c.number in said)
-        if not done[-1]:
+        done.extend(USELESS for _ in range(len(done), c.number))
+        done.append(DONE if c.number in said else LEFT)
+        if done[-1] == LEFT:
             continue
         count, asked_for, told = said.pop(c.number)
         if _checksum(c.asked[:count]) != asked_for:
@@ -207,19 +230,23 @@ def _checksum(content: Any) -> int:
 
 
 def _conversations(
-    prompts: Any, limit: int | None, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any]
+    prompts: Any, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any], left_out: LeftOut
 ) -> Iterator[Conversation]:
-    for number, (place, given) in enumerate(islice(read_prompts(prompts), limit)):
+    for number, given in read_prompts(prompts, left_out):
         asked = [message for message in given.messages if message["role"] != "assistant"]
         if tokenizer.chat_template is None and len(asked) > 1:
-            raise ValueError(f"{place}: the tokenizer has no chat template, so a conversation is one message")
+            left_out.add(given.place, "the tokenizer has no chat template, so a conversation is one message")
+            continue
         if any(message["role"] == "tool" for message in asked):
-            raise ValueError(
-                f"{place}: what a tool said answers a call of whoever wrote this conversation, which the target may "
-                "not make: leave out all from the first call on (training takes such conversations as they are)"
+            left_out.add(
+                given.place,
+                "what a tool said answers a call of whoever wrote this conversation, which the target may not make: "
+                "leave out all from the first call on (training takes such conversations as they are)",
             )
+            continue
         own = {SWITCHES: switches | given.extra.get(SWITCHES, {})}
-        yield Conversation(number, asked, given.extra | {name: told for name, told in own.items() if told})
+        extra = given.extra | {name: told for name, told in own.items() if told}
+        yield Conversation(number, given.place, asked, extra)
 
 
 def _alike(conversations: Iterator[Conversation], window: int) -> Iterator[Conversation]:
@@ -238,16 +265,23 @@ def _length(message: Message) -> int:
 def _next_prompt(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[int] | None:
-    """Tokens up to the next answer; None if the conversation is over, or too long to go on."""
+    """Tokens up to the next answer; None if the conversation is over.
+
+    Raises:
+        ValueError: it cannot go on, and was left as it was after the last answer.
+    """
     messages = conversation.next_question()
     if messages is None:
         return None
     try:
         prompt = encode_prompt(messages, tokenizer, **Asked(messages, conversation.extra).template)
-    except ValueError as error:
-        raise ValueError(f"entry {conversation.number}: {error}") from error
-    if len(prompt) <= max_prompt_tokens:
-        return prompt
-    messages.pop()
-    conversation.asked.clear()
-    return None
+        if not prompt:
+            raise ValueError("the tokenizer makes no token of it")
+        if len(prompt) > max_prompt_tokens:
+            raise ValueError(f"its prompt is longer than {max_prompt_tokens} tokens")
+    except ValueError:
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        conversation.asked.clear()
+        raise
+    return prompt

@@ -97,7 +97,7 @@ class DraftModelProposer(RecordedDrafts):
             )
         able = self._capability(target)
         if able is not None and able.masks is None:
-            raise ValueError(f"{type(self.model).__name__} cannot draft: {able.reason}")
+            raise ValueError(able.message(f"{type(self.model).__name__} cannot draft"))
 
     def _capability(self, target: PreTrainedModel) -> Capability | None:
         """How the draft model can be run; None: as a target of its class, without trying it out."""
@@ -161,7 +161,7 @@ class DraftModelProposer(RecordedDrafts):
         able = self._capability(context.target)
         self._idle = able is not None and not able.trees and context.batch_size > 1
         if able is not None and self._idle:
-            warnings.warn(f"{type(self.model).__name__} drafts nothing in a batch: {able.reason}")
+            warnings.warn(able.message(f"{type(self.model).__name__} drafts nothing in a batch"))
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(self.model)

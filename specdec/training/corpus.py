@@ -7,9 +7,8 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
@@ -17,6 +16,7 @@ from specdec.data.texts import Text, Texts, keep, kept_texts
 from specdec.pictures import marks_of
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
+from specdec.transcript import end_tokens_in
 
 
 def checksum_of_entries(recipe: Recipe) -> str:
@@ -47,16 +47,24 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     before = folder.identity() or {}
     if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
         return
-    marks = marks_of(AutoConfig.from_pretrained(recipe.target))
-    texts = islice(read_texts(recipe.data, tokenizer, recipe.length, marks), recipe.max_texts)
+    marks, ends = marks_of(AutoConfig.from_pretrained(recipe.target)), ends_of(recipe.target)
+    texts = read_texts(recipe.data, tokenizer, recipe.length, marks, ends, limit=recipe.max_texts)
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
     learnt = keep(texts, folder.learnt)
-    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks), folder.held_out)
+    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
     seen = _among(held_out, learnt)
     if seen:
         warnings.warn(f"{seen} of the {len(held_out)} texts to evaluate on are learnt from, too")
+
+
+def ends_of(target: str) -> list[int]:
+    """Tokens that end a target's texts, by the generation config beside its weights, or by its config."""
+    try:
+        return end_tokens_in(GenerationConfig.from_pretrained(target))
+    except OSError:
+        return end_tokens_in(GenerationConfig.from_model_config(AutoConfig.from_pretrained(target)))
 
 
 def corpus(folder: RunFolder) -> tuple[Texts, Texts]:

@@ -49,7 +49,9 @@ class ByteLinear(nn.Linear):
 
     def _product(self, rows: Tensor, scale: Tensor) -> Tensor:
         """(n, out) float32 of rows (n, in) int8 and their scale (n,)."""
-        return torch._int_mm(rows, self.quantized.T).float().mul_(scale[:, None])
+        if hasattr(torch, "_int_mm"):  # an internal operator (2.9 to 2.15)
+            return torch._int_mm(rows, self.quantized.T).float().mul_(scale[:, None])
+        return (rows.float() @ self.quantized.T.float()).mul_(scale[:, None])
 
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ class Preparation:
             described(self.recipe.teacher)  # before anything is read
         target = self._load()
         if self.recipe.teacher is None and capability(target).masks is None:
-            raise ValueError(f"{self.recipe.target} cannot be decoded speculatively: {capability(target).reason}")
+            raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
         identity = self._refuse_others(fingerprint(target))
         head = starting_head(self.recipe, self.given, target, self.learnt, self.folder, self.processes)
         if self.processes.is_main_process:

@@ -1,0 +1,170 @@
+"""`ChatTemplate`: conversations as tokens; where an answer begins in them, and where the target would end it.
+
+Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from specdec.data.messages import Message
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the target writes, in templates that say so
+QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as the template shows it directly after it was given.
+
+    Attributes:
+        prompt: token ids of all that comes before it. ids: its own, up to the token that ends the turn.
+        trimmed: the template leaves out blanks that it was written with.
+    """
+
+    prompt: list[int]
+    ids: list[int]
+    trimmed: bool
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, and which tokens end a turn in it.
+
+    Args:
+        ends: tokens that end the target's texts, by its generation config.
+
+    Attributes:
+        end: the token that the target ends a turn with; None if the template ends turns without a special token.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()):
+        self.tokenizer = tokenizer
+        eos = tokenizer.eos_token_id
+        known = [token for token in (eos, *ends) if token is not None]
+        tail = self._after_answers()
+        if tail is None:
+            self.end = next((token for token in known if token in ends), eos)
+        else:
+            special = {i for i, token in tokenizer.added_tokens_decoder.items() if not token.content.isspace()}
+            candidates = [token for token in tail if token in special.union(known)]
+            self.end = next((token for token in candidates if token in known), next(iter(candidates), None))
+        self._tail = tail or []
+        self._stops = {*known, self.end}
+
+    def answer(self, messages: Sequence[Message], cut: bool, **template: Any) -> Answer | None:
+        """The last of some messages, which is an answer; None if the template shows it otherwise than it was written.
+
+        Args:
+            cut: it has no end. template: arguments of the chat template.
+        """
+        before = rendered(messages[:-1], self.tokenizer, True, **template)
+        after = rendered(messages, self.tokenizer, False, **template)
+        parts = _parts(messages[-1])
+        trimmed = not _shows(before, after, parts)
+        if trimmed and not _shows(_squeezed(before), _squeezed(after), [_squeezed(part) for part in parts]):
+            return None
+        prompt, ids = self._ids(before), self._ids(after)
+        start = _shared(prompt, ids)
+        marked = self._marked(messages, **template)
+        if start == len(prompt):
+            start = max(start, marked or 0)
+        elif marked is None:
+            return None
+        else:
+            start = marked
+        return Answer(ids[:start], self.turn(ids[start:], cut), trimmed)
+
+    def turn(self, ids: list[int], cut: bool) -> list[int]:
+        """What the target writes of an answer's tokens and those that the template puts after it.
+
+        Args:
+            cut: the end of the turn is not the target's.
+        """
+        for place, token in enumerate(ids):
+            if token in self._stops:
+                return ids[: place if cut else place + 1]
+        return ids[: len(ids) - _shared(ids[::-1], self._tail[::-1])]
+
+    def response(self, text: str, cut: bool) -> list[int]:
+        """The tokens of an answer that is given as it was written, its end included."""
+        end = [] if self.end is None else [self.end]
+        return self.turn(self._ids(text) + end, cut)
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _after_answers(self) -> list[int] | None:
+        """The tokens that the template puts after an answer, without those that end any conversation (Phi-3's); None
+        if it shows no answer of one word.
+        """
+        try:
+            asked, asking = (rendered([QUESTION], self.tokenizer, generation) for generation in (False, True))
+            _, found, tail = rendered([QUESTION, ANSWER], self.tokenizer, False).rpartition(ANSWER["content"])
+        except ValueError:  # no template, or one that wants other conversations
+            return None
+        if not found:  # one that wants contents in parts
+            return None
+        ids, closing = self._ids(tail), self._ids(asked)
+        closing = closing[_shared(closing, self._ids(asking)) :]
+        return ids[: len(ids) - len(closing)] if closing and ids[-len(closing) :] == closing else ids
+
+    def _marked(self, messages: Sequence[Message], **template: Any) -> int | None:
+        """Where the last answer begins by the template's `{% generation %}`; None if it has none."""
+        source = self.tokenizer.get_chat_template(tools=template.get("tools"))
+        if not self.tokenizer.is_fast or not GENERATION.search(source):
+            return None
+        mask = self.tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, **template
+        )["assistant_masks"]
+        last = "".join(map(str, mask)).rstrip("0")
+        return last.rfind("0") + 1 if last else None
+
+
+def rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, generation: bool, **template: Any) -> str:
+    """A conversation through the chat template.
+
+    Args:
+        generation: up to where the target is to answer. template: arguments of the chat template.
+
+    Raises:
+        ValueError: there is no template, or it refuses the conversation.
+    """
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=generation, tokenize=False, **template
+        )
+    except (TemplateError, TypeError) as error:  # TypeError: a template for strings, and a content in parts
+        raise ValueError(f"the conversation does not fit the chat template: {error}") from error
+
+
+def _parts(message: Message) -> list[str]:
+    """What was written of an answer: its thinking, its content, and the names of the functions it calls."""
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
+    called = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
+    return [part for part in (message.get("reasoning_content"), *texts, *called) if part]
+
+
+def _shows(before: str, after: str, parts: Sequence[str]) -> bool:
+    """Whether an answer's parts are in the text with it, and not in the prompt before it alone."""
+    start = _shared(before, after)
+    return all((place := after.rfind(part)) >= 0 and place + len(part) > start for part in parts)
+
+
+def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
+    """How many items two sequences begin with in common."""
+    if two[: len(one)] == one:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(two))
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
