@@ -10,7 +10,8 @@ is a *wait*: reading a value, copying from pageable memory, shapes that depend o
 memory that do not block are none; and what such a copy brings is rubbish until an event was waited for.
 
 Not seen: limits of kernels, streams, memory, graphs, times. Kernels are counted by operation: some of torch's launch
-several. It reaches into torch's device guards (2.13): processes that pretend do nothing else.
+several. It reaches into torch's device guards, which Python can make since a release after 2.9 (read in 2.13 and 2.15;
+`missing` says what is not there): processes that pretend do nothing else.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -378,19 +380,40 @@ class Generator(torch._C.Generator):
         return super().__new__(cls, "cpu")
 
 
-class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self):
-        return torch._C._autograd.DeviceType.CUDA
-
-
 _libraries: list[torch.library.Library] = []
-_guard = _Guard()
+_guards: list[Any] = []  # lent to C++, and so kept
+# What of torch's own is used, as it was read in 2.13 and 2.15: where it lies, and its name. 2.9 has no `_acc`.
+INTERNALS = (
+    ("torch._C._acc", "DeviceGuard"),
+    ("torch._C._acc", "register_python_privateuseone_device_guard"),
+    ("torch._C", "_set_only_lift_cpu_tensors"),
+    ("torch._C", "_disabled_torch_function_impl"),
+    ("torch._C", "_jit_get_all_schemas"),
+    ("torch.Tensor", "_make_wrapper_subclass"),
+    ("torch.library.Library", "fallback"),
+    ("torch.__future__", "set_swap_module_params_on_conversion"),
+)
+REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # in libc10.so: a guard for each of 21 kinds of devices
+
+
+def missing() -> str | None:
+    """Why nothing can be pretended with this torch: the first of its internals that is not there."""
+    for owner, name in INTERNALS:
+        try:
+            attrgetter(f"{owner}.{name}".removeprefix("torch."))(torch)
+        except AttributeError:
+            return f"torch {torch.__version__} has no {owner}.{name}, which the pretended device is made with"
+    if not hasattr(_c10(), REGISTRY):
+        return f"torch {torch.__version__} has no {REGISTRY} in libc10.so, where the pretended device's guard goes"
+    return None
 
 
 def install() -> None:
-    """Let "cuda" be pretended in this process from now on."""
+    """Let "cuda" be pretended in this process from now on. See `missing` first."""
     if _libraries:
         return
+    if reason := missing():
+        raise RuntimeError(reason)
     if torch.cuda.is_available():
         raise RuntimeError("there is a real CUDA device here: nothing is pretended beside it")
     _lend_guard()
@@ -436,8 +459,17 @@ def _factories() -> Iterator[Callable[..., Any]]:
 
 def _lend_guard() -> None:
     """C++ asks the device's guard in indexing, `.to()` and `torch.tensor()`; Python may make one for another device."""
-    torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self):
+            return torch._C._autograd.DeviceType.CUDA
+
+    _guards.append(Guard())
+    torch._C._acc.register_python_privateuseone_device_guard(_guards[-1])
+    guards = (ctypes.c_void_p * 21).in_dll(_c10(), REGISTRY)
     cuda, lender = 1, 20  # c10/core/DeviceType.h
     guards[cuda], guards[lender] = guards[lender], None
+
+
+def _c10() -> ctypes.CDLL:
+    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
