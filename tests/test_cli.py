@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -261,6 +262,30 @@ def test_completion_can_be_installed(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["--install-completion"], prog_name="specdec")
     assert result.exit_code == 0, result.output
     assert "_SPECDEC_COMPLETE" in (tmp_path / ".bash_completions" / "specdec.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[]"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", None),  # a field of another kind
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x10" + bytes(100)),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("generation_config.json", b"3"),
+    ],
+)
+def test_damaged_files_of_a_target_are_named(name, content, files, tmp_path):
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    if content is None:
+        content = (model / name).read_bytes().replace(b'"silu"', b"7")
+    (model / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["generate", str(model), "a", "--proposer", "ngram"])
+    assert result.exit_code == 2
+    assert f"{model} cannot be read (" in result.stderr
+    assert "it is damaged, or not what it is taken for" in result.stderr
 
 
 def test_export_keeps_what_lies_there(tmp_path):

@@ -120,6 +120,7 @@ def load(
     from transformers import AutoTokenizer
 
     from specdec.machine import best_device, crowded, format_for
+    from specdec.parsed import read_by_library
     from specdec.proposers.draft_model import load as loaded
 
     place = _device(device) if device else best_device()
@@ -130,7 +131,10 @@ def load(
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
         typer.echo(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}", err=True)
-    return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
+    if not tokenizer:
+        return model, None
+    with read_by_library(f"the tokenizer of {target}"):
+        return model, AutoTokenizer.from_pretrained(target)
 
 
 def _device(name: str) -> torch.device:
