@@ -380,6 +380,8 @@ def main(
 
 
 def run_all(out: Path, setting: Setting, seconds: float) -> None:
+    if (out / "results.jsonl").exists() and not (out / "machine.json").exists():
+        raise typer.BadParameter(f"{out / 'results.jsonl'} is not of this benchmark: choose another --out")
     (out / "results.jsonl").unlink(missing_ok=True)
     (out / "machine.json").write_text(json.dumps(machine.describe(), indent=1))
     end = perf_counter() + seconds

@@ -138,6 +138,8 @@ def main(
     learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
     keep_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 25,
 ) -> None:
+    if (out / "config.json").exists() and not (out / TEXT).exists():
+        raise typer.BadParameter(f"{out} holds another model, which would be lost: choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     ids = prepared(out, text or [])
     torch.manual_seed(0)

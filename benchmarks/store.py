@@ -58,8 +58,8 @@ class Store:
         self.fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
         self.records: list[Record] = []
         folder.mkdir(parents=True, exist_ok=True)
-        self._check(settings)
         self._lines = folder / "results.jsonl"
+        self._check(settings)
         if self._lines.exists():
             self._read()
 
@@ -75,6 +75,8 @@ class Store:
     def _check(self, settings: dict[str, Any]) -> None:
         path = self.folder / "settings.json"
         if not path.exists():
+            if self._lines.exists():
+                raise ValueError(f"{self._lines} has no settings.json beside it: choose another --out")
             path.write_text(json.dumps(settings, indent=2) + "\n")
             return
         before = json.loads(path.read_text())
@@ -91,8 +93,6 @@ class Store:
     def _read(self) -> None:
         content = self._lines.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):  # the process was stopped while it wrote the last line
-            self._lines.write_bytes(whole)
         for number, line in enumerate(whole.decode().splitlines(), start=1):
             try:
                 record = Record.from_json(line)
@@ -104,3 +104,5 @@ class Store:
                     f"{self.fingerprint}): choose another --out"
                 )
             self.records.append(record)
+        if len(whole) < len(content):  # the process was stopped while it wrote the last line
+            self._lines.write_bytes(whole)

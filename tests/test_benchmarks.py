@@ -279,6 +279,16 @@ class TestSummary:
         assert best.per_group == {"0": "hf-a", "1": "hf-b"}
         assert best.per_group_mean == pytest.approx(1.75)
 
+    def test_files_of_others_stay_as_they_are(self, tmp_path):
+        lines = tmp_path / "results.jsonl"
+        lines.write_text('{"mine": 1}\n{"mine": 2}')
+        with pytest.raises(ValueError, match="choose another --out"):
+            Store(tmp_path, {"a": 1})
+        (tmp_path / "settings.json").write_text('{"a": 1}')
+        with pytest.raises(ValueError, match="line 1 cannot be read"):
+            Store(tmp_path, {"a": 1})
+        assert lines.read_text() == '{"mine": 1}\n{"mine": 2}'
+
     def test_a_record_survives_the_file(self, tmp_path):
         report = Report()
         report.record_round([3], [3], [2], 0.5)

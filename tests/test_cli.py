@@ -55,6 +55,10 @@ from tests import eagle3, tiny
         (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub repository"),
         (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
         (["export", "PROMPTS", "OUT"], "prompts.jsonl is a file: give the folder"),
+        (
+            ["regenerate", "TARGET", "PROMPTS", "OUT", "--template", '{"a": "\\ud800"}'],
+            "--template must be a JSON object",
+        ),
         (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: the target comes first"),
         (["regenerate", "TARGET", "NESTED", "OUT"], "line 1 cannot be read: its JSON is nested too deeply"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--template", "[" * 100_000], "--template must be a JSON object"),

@@ -7,9 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from specdec.cli.measuring import encoded
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.entries import read_entries
-from specdec.data.messages import asked_in, read_prompts
+from specdec.data.messages import Asked, asked_in, read_prompts
+from specdec.data.prompts import Prompt
 from specdec.pictures import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
@@ -72,7 +74,9 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
         ([], "is empty: one JSON object per line"),
         ([{"text": "a b c"}, "{broken"], "line 2 is not JSON"),
         (['{"text": "a"', {"text": "b"}], "line 1 is not JSON: .* at column 13"),
-        (["[1]"], "line 1: expected"),
+        ([{"text": "a"}, "[" * 5000 + "]" * 5000], "line 2 cannot be read: its JSON is nested too deeply"),
+        (["[" * 5000 + "]" * 5000], "line 1 cannot be read: its JSON is nested too deeply"),
+        (["[1]"], "entry 0: expected"),
         ([{"messages": [{"role": "user", "content": "a"}]}], "line 1: the conversation has no answer"),
         ([{"messages": [{"role": "robot", "content": "a"}]}], "line 1: a message needs a role"),
         ([{"prompt": "a", "response": "", "finish": "length"}], "line 1: the response is empty"),
@@ -130,8 +134,8 @@ def test_odd_entries_are_named_and_the_rest_is_read(tokenizer, entry, why, tmp_p
         texts = list(read_texts(path, tokenizer, 20))
     assert [words(tokenizer, text.ids) for text in texts] == ["a b c", "d e f"]
     assert len(said) == 1
-    with pytest.raises(ValueError, match=rf"none of 1 texts can be used:\n  .*data\.jsonl, line 1: {why}"):
-        list(read_texts(written(path, json.dumps(entry)), tokenizer, 20))
+    with pytest.raises(ValueError, match=rf"none of 1 texts can be used:\n  entry 0: {why}"):
+        list(read_texts([entry], tokenizer, 20))
 
 
 def test_of_many_odd_entries_the_first_are_named(tokenizer, tmp_path):
@@ -139,6 +143,60 @@ def test_of_many_odd_entries_the_first_are_named(tokenizer, tmp_path):
     with pytest.warns(UserWarning, match="line 3: .*\n  and 6 more$") as said:
         assert len(list(read_texts(path, tokenizer, 20))) == 1
     assert len(str(said[0].message)) < 1500
+
+
+ARRAY = [
+    {"text": "a b c"},
+    {"messages": [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e f"}]},
+    5,
+]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("name", ["data.json", "data.jsonl", "data.json.gz"])
+def test_a_file_may_be_one_array(tokenizer, name, indent, tmp_path):
+    path = written(tmp_path / name, "", json.dumps(ARRAY, indent=indent), "")
+    with pytest.warns(UserWarning, match=rf"1 of 3 texts were left out:\n  .*{name}, entry 2: expected"):
+        texts = [words(tokenizer, text.ids) for text in read_texts(path, tokenizer, 20)]
+    assert texts == ["a b c", "<user> d <end> <assistant> e f <end>"]
+    assert len(list(read_prompts(written(path, json.dumps(ARRAY[1:2], indent=indent))))) == 1
+    with pytest.raises(ValueError, match="is empty"):
+        list(read_texts(written(path, "[]"), tokenizer, 20))
+
+
+def test_an_array_that_is_broken_is_said_with_its_line(tokenizer, tmp_path):
+    path = written(tmp_path / "data.json", "[", '{"text": "a b c"},', '{"text": "a b c"', "]")
+    with pytest.raises(ValueError, match=r"data\.json, line 4 is not JSON: Expecting ',' delimiter at column 1"):
+        list(read_texts(path, tokenizer, 20))
+
+
+def test_messages_may_be_a_prompt_and_its_completion(tokenizer):
+    """As TRL has them."""
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}
+    [text] = read_texts([{"prompt": [user], "completion": [answer]}], tokenizer, 20)
+    assert words(tokenizer, text.ids) == "<user> a <end> <assistant> b c <end>"
+    assert words(tokenizer, text.ids[text.learn]) == "b c <end>"
+    [(_, asked)] = read_prompts([{"prompt": [user]}])
+    assert asked.messages == [user]
+    with pytest.raises(ValueError, match="completion must be a list of messages, as prompt is one, got 'b'"):
+        list(read_texts([{"prompt": [user], "completion": "b"}], tokenizer, 20))
+
+
+def test_roles_have_several_names():
+    function = {"name": "t", "arguments": "{}"}
+    messages = [
+        {"role": "developer", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": None, "function_call": function},
+        {"role": "function", "name": "t", "content": "c"},
+    ]
+    asked = asked_in({"messages": messages}).messages
+    assert [message["role"] for message in asked] == ["system", "user", "assistant", "tool"]
+    assert asked[2] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
 
 
 def test_the_first_texts_are_the_first_usable_ones(tokenizer, tmp_path):
@@ -179,6 +237,16 @@ def test_prompts_that_ask_nothing_are_named_and_the_rest_is_asked(entry, why, tm
     assert found == [(0, "a", f"{path}, line 1"), (2, "b", f"{path}, line 3")]
     with pytest.raises(ValueError, match=rf"none of 1 prompts can be used:\n  .*line 1: {why}"):
         list(read_prompts(written(path, json.dumps(entry))))
+
+
+def test_prompts_of_no_tokens_are_refused(tokenizer):
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="the tokenizer makes no token of the prompt"):
+        Prompt("blank", " ").encode(plain)
+    blank, usual = (Asked([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
+    with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer makes no token of it"):
+        assert len(encoded([blank, usual], plain)) == 1
 
 
 def test_a_file_cut_short_is_named(tokenizer, tmp_path):
@@ -239,6 +307,14 @@ def test_without_a_chat_template_a_conversation_is_a_prompt_and_its_answer(token
     messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d"}]
     [text] = read_texts([{"messages": messages, "finish": "length"}], plain, 10)
     assert (words(plain, text.ids), words(plain, text.ids[text.learn])) == ("a b c d", "c d")
+
+
+def test_an_entry_that_is_nested_too_deeply_is_left_out(tokenizer):
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.warns(UserWarning, match="1 of 2 texts were left out:\n  entry 0: it is nested too deeply"):
+        assert len(list(read_texts([{"text": "a", "more": deep}, {"text": "a b c"}], tokenizer, 10))) == 1
 
 
 def test_plain_texts_and_datasets_are_read(tokenizer, tmp_path):

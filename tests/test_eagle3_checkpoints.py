@@ -527,6 +527,15 @@ def test_a_head_is_not_written_over_a_model(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
+@pytest.mark.parametrize("config", ['{"model_type": "gpt2"}', "// mine\n{}", "[]"])
+def test_a_head_is_not_written_over_another_config(config, tmp_path):
+    """Its weights may be in files that are no safetensors."""
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match="choose another folder"):
+        save(eagle3.head(), tmp_path)
+    assert (tmp_path / "config.json").read_text() == config
+
+
 def test_a_head_is_written_over_a_head(tmp_path):
     save(eagle3.head(), tmp_path, "speculators")
     save(eagle3.head(), tmp_path)

@@ -91,6 +91,14 @@ def test_every_other_part_runs(part, tmp_path):
     assert all(row.get("right", 1) == 1 and row.get("passed", True) for row in rows), rows
 
 
+def test_results_of_another_benchmark_stay(tmp_path):
+    (tmp_path / "results.jsonl").write_text("mine")
+    result = CliRunner().invoke(gpu.app, ["--out", str(tmp_path), "--small"])
+    assert result.exit_code == 2
+    assert (tmp_path / "results.jsonl").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_a_part_that_fails_takes_nothing_with_it(tmp_path, monkeypatch):
     """Each is a process of its own: one that dies, one that hangs, one that measured something before it died."""
     line = json.dumps({"part": "third", "method": "m", "batch": 1, "prompt": 2, "tokens/s": 1.5})

@@ -120,6 +120,14 @@ def test_gradients_reach_every_parameter(trainee):
     assert all(weight.grad is None for weight in target.parameters())
 
 
+def test_layers_are_not_written_over_a_model(tmp_path):
+    tiny.model("llama").save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="choose another folder"):
+        write([], tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", *(family for family, _ in CASES[:2])])
 def test_any_target_gets_fresh_layers(family, tmp_path_factory):
     """Made of its own last layer with full attention; written, they are read again."""
@@ -130,7 +138,9 @@ def test_any_target_gets_fresh_layers(family, tmp_path_factory):
     torch.manual_seed(0)
     head = initialize_mtp(target, torch.arange(target.config.vocab_size), 2)
     folder = tmp_path_factory.mktemp("head")
-    write([tensors_of(layer) for layer in head.layers], folder)
+    for _ in range(2):
+        write([tensors_of(layer) for layer in head.layers], folder)
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
     read = load(target, str(folder))
     for ours, theirs in zip(head.layers, read.layers, strict=True):
         assert all(

@@ -177,6 +177,48 @@ def test_a_target_that_has_changed_since_is_said(files, tokenizer, tmp_path):
     assert "another recipe (the target's weights were others): choose another folder" in result.output
 
 
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "texts.safetensors",
+        "held_out.part",
+        "every_text",
+        "evaluation.json",
+        "curve.png",
+        "head/config.json",
+        "run/checkpoint-9/mine",
+        "states/mine",
+        "recipe.json",
+    ],
+)
+@pytest.mark.parametrize("text", ["mine", '{"flour": 1}', "[1]"])
+def test_files_of_others_are_not_written_over(files, tmp_path, name, text):
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    (tmp_path / "notes.txt").write_text("mine")
+    before = content(tmp_path)
+    result = run(files, tmp_path, "--max-minutes", "0")
+    assert result.exit_code == 2, result.output
+    assert "choose another folder" in result.output.replace("\n", " ")
+    assert {path: old for path, old in content(tmp_path).items() if path.name != ".lock"} == before
+
+
+def test_a_run_that_was_stopped_before_its_target_was_read_is_taken_up(files, tmp_path):
+    """Also by other options: nothing was made by these yet."""
+    (tmp_path / "notes.txt").write_text("mine")  # which is in nobody's way
+    assert "none is left" in run(files, tmp_path, "--held-out", "50").output
+    assert (tmp_path / "recipe.json").exists()
+    (tmp_path / "texts.safetensors").write_text("of a run that was killed")
+    result = run(files, tmp_path, "--held-out", "3", "--max-minutes", "0")
+    assert "not finished yet" in result.output, result.output
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
 def test_two_runs_do_not_share_a_folder(files, tmp_path):
     with RunFolder(tmp_path).alone():
         result = run(files, tmp_path)

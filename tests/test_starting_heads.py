@@ -224,6 +224,7 @@ def test_heads_that_training_cannot_go_on_from(files, tmp_path, changes, options
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert left <= {
         ".lock",
+        "recipe.json",
         "texts.safetensors",
         "held_out.safetensors",
     }  # no work was done, and a corrected command is not refused

@@ -117,6 +117,8 @@ def test_it_is_saved_and_loaded(tmp_path):
     assert list(loaded.texts()) == texts
     assert asked(loaded, [2, 3, 4])[0].following == [5]
     assert list(TextMemory.load(tmp_path / "texts", capacity=4).texts()) == [[7, 8, 9]]
+    remembering([1, 2]).save(tmp_path / "texts")
+    assert list(TextMemory.load(tmp_path / "texts").texts()) == [[1, 2]]
     assert [file.name for file in tmp_path.iterdir()] == ["texts"]
 
 
@@ -126,6 +128,10 @@ def test_other_files_are_refused(tmp_path):
     for name in ("weights", "broken"):
         with pytest.raises(ValueError, match=r"TextMemory\.save"):
             TextMemory.load(tmp_path / name)
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(ValueError, match="would be lost: choose another name"):
+            remembering([1, 2, 3]).save(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
     with pytest.raises(ValueError, match="capacity"):
         TextMemory(-1)
 

@@ -191,6 +191,28 @@ def test_a_run_may_begin_with_fewer_steps(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_head_is_saved_beside_files_of_others(kind, tmp_path):
+    target = tiny.model("llama", num_hidden_layers=4)
+    head = eagle3.head() if kind == "eagle3" else blocks.head("DSpark", **blocks.OWN)
+    args = quiet_arguments(tmp_path / "run", 1, 1)
+    trainer = HeadTrainer(head, LocalTeacher.of(target, head), args, train_dataset=PackedTexts(some_texts(target), 60))
+    mine = [tmp_path / name / "notes.txt" for name in ("head", "head.part", "head.old")]
+    for path in mine:
+        path.parent.mkdir()
+        path.write_text("mine")
+    for _ in range(2):
+        trainer.save_head(tmp_path / "head")
+    assert all(path.read_text() == "mine" for path in mine)
+    saved = {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "head").iterdir()} == {"notes.txt", *saved}
+    target.save_pretrained(tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    with pytest.raises(ValueError, match="choose another folder"):
+        trainer.save_head(tmp_path / "model")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
     """However many rows a pass takes, and though it was learnt from others before."""
     target = tiny.model("llama", num_hidden_layers=4)

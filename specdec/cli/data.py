@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from specdec.cli.common import HOTTEST, Target, check, interrupted, load, warm_enough
+from specdec.data.entries import check_text
 
 
 def _warm_enough(temperatures: list[float]) -> list[float]:
@@ -102,6 +103,7 @@ def regenerate(
 def _switches(template: str) -> dict[str, Any]:
     try:
         switches = json.loads(template)
+        check_text(switches)
     except (ValueError, RecursionError):
         switches = None
     if not isinstance(switches, dict):

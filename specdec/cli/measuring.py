@@ -23,10 +23,14 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
     prompts, left_out = [], LeftOut("prompts")
     for one in asked:
         try:
-            prompts.append(torch.tensor(encode_prompt(one.messages, tokenizer, **one.template)))
+            tokens = encode_prompt(one.messages, tokenizer, **one.template)
+            if not tokens:
+                raise ValueError("the tokenizer makes no token of it")
+            prompts.append(torch.tensor(tokens))
         except ValueError as error:
             left_out.add(one.place, error)
-    left_out.settle(len(prompts))
+    if asked:
+        left_out.settle(len(prompts))
     return prompts
 
 

@@ -20,8 +20,8 @@ FORMATS = (
 
 
 def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> Iterator[tuple[str, Any]]:
-    """Entries, and where each stood: of a JSONL file (also gzipped), a plain text (`.txt`, a text between blank lines),
-    a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
+    """Entries, and where each stood: of a JSONL file or one JSON array (also gzipped), a plain text (`.txt`, a text
+    between blank lines), a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
 
     Args:
         formats: what an error asks for.
@@ -35,7 +35,7 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
     elif Path(data).suffix == ".txt":
         name, entries = str(data), _paragraphs(Path(data))
     else:
-        name, entries = str(data), _lines(Path(data))
+        name, entries = str(data), _array(Path(data)) or _lines(Path(data))
     count = 0
     for count, (place, entry) in enumerate(entries, start=1):  # noqa: B007
         yield place, entry
@@ -44,13 +44,18 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
 
 
 def cleaned(entry: Any) -> Any:
-    """An entry without what its columns leave empty.
+    """An entry without what its columns leave empty, and TRL's messages in `prompt` and `completion` as a conversation.
 
     Raises:
-        ValueError: see `check_text`.
+        ValueError: see `check_text`; or a prompt of messages has a completion of another kind.
     """
     if isinstance(entry, dict):
         entry = {name: value for name, value in entry.items() if value is not None}
+        if isinstance(entry.get("prompt"), list):
+            completion = entry.pop("completion", [])
+            if not isinstance(completion, list):
+                raise ValueError(f"completion must be a list of messages, as prompt is one, got {completion!r}")
+            entry["messages"] = [*entry.pop("prompt"), *completion]
     check_text(entry)
     return entry
 
@@ -62,6 +67,8 @@ def check_text(value: Any) -> None:
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise ValueError(f"it holds {half!r}, half of a character (a lone surrogate): remove or repair it") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager
@@ -88,6 +95,25 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
             except RecursionError as error:
                 raise ValueError(f"{path}, line {number} cannot be read: its JSON is nested too deeply") from error
             yield f"{path}, line {number}", entry
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]] | None:
+    """Entries of a file that is one JSON array; None if it is another one."""
+    with opened(path) as file:
+        begun = next((line for line in file if line.strip()), "")
+        if not begun.lstrip().startswith("["):
+            return None
+        file.seek(0)
+        try:
+            entries = json.loads(file.read())
+        except json.JSONDecodeError as error:
+            if error.msg == "Extra data":  # a line of its own
+                return None
+            place = f"line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
+            raise ValueError(f"{path}, {place}") from error
+        except RecursionError:
+            return None  # `_lines` says which
+    return ((f"{path}, entry {number}", entry) for number, entry in enumerate(entries))
 
 
 def _paragraphs(path: Path) -> Iterator[tuple[str, Any]]:

@@ -11,8 +11,11 @@ from specdec.data.entries import FORMATS, cleaned, opened, read_entries
 from specdec.data.left_out import LeftOut
 
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
-ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ("user", "assistant", "system", "tool")}}
+ROLES = {role: role for role in ("user", "assistant", "system", "tool")}
+# Other names of the same roles: ShareGPT's, OpenAI's new one for "system" and its old one for "tool".
+ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", "function": "tool"}
 KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its role and content
+CALL = "function_call"  # OpenAI's old name for a message's only call
 TOOLS, SWITCHES = "tools", "chat_template_kwargs"  # of an entry, beside its messages
 
 Message = dict[str, Any]
@@ -139,6 +142,8 @@ def _message(message: Any) -> Message:
     role = ROLES.get(str(message.get("role") or message.get("from")))
     content = message.get("value") if message.get("content") is None else message["content"]
     kept = {name: message[name] for name in KEPT if message.get(name)}
+    if message.get(CALL) and "tool_calls" not in kept:
+        kept["tool_calls"] = [{"type": "function", "function": message[CALL]}]
     if content is None and "tool_calls" in kept:
         content = ""
     content = _joined(content)

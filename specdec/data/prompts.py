@@ -28,8 +28,15 @@ class Prompt:
     text: str
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Inputs of `generate()`: in the tokenizer's chat template, or as it is where a model has none."""
-        ids = torch.tensor([encode_prompt([{"role": "user", "content": self.text}], tokenizer)], device=device)
+        """Inputs of `generate()`: in the tokenizer's chat template, or as it is where a model has none.
+
+        Raises:
+            ValueError: the tokenizer makes no token of it.
+        """
+        tokens = encode_prompt([{"role": "user", "content": self.text}], tokenizer)
+        if not tokens:
+            raise ValueError("the tokenizer makes no token of the prompt: give it some text")
+        ids = torch.tensor([tokens], device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 

@@ -64,23 +64,27 @@ def among_all(ids: Tensor, vocab_size: int) -> Tensor:
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """The weights last: a folder without them is not taken for a finished one."""
+    """Both files are replaced when both are whole. The weights last: a folder without them is not taken for a finished
+    one.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    partial = folder / "model.safetensors.part"
+    described, partial = folder / "config.json.part", folder / "model.safetensors.part"
+    described.write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, partial, metadata={"format": "pt"})
-    partial.chmod((folder / "config.json").stat().st_mode)  # safetensors makes it the owner's alone
-    partial.rename(folder / "model.safetensors")
+    partial.chmod(described.stat().st_mode)  # safetensors makes it the owner's alone
+    described.replace(folder / "config.json")
+    partial.replace(folder / "model.safetensors")
 
 
 def refuse_others(folder: Path) -> None:
     """Heads are written over heads, not over a target."""
     try:
         config = read_config(folder)
-    except ValueError:  # none, or not written to its end
+    except ValueError:  # none, or none of a model's
         config = {}
-    if "draft_vocab_size" not in config and any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds the weights of another model, which would be lost: choose another folder")
+    others = (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
+    if "draft_vocab_size" not in config and others:
+        raise ValueError(f"{folder} holds another model, which would be lost: choose another folder")
 
 
 def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:

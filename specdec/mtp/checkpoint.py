@@ -136,7 +136,13 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
 
 
 def write(layers: Sequence[MtpTensors], folder: Path) -> None:
-    """Write MTP layers alone, in Nemotron-H's layout: model.safetensors, which `read` takes for any target."""
+    """Write MTP layers alone, in Nemotron-H's layout: model.safetensors, which `read` takes for any target.
+
+    Raises:
+        ValueError: the folder holds another model's weights.
+    """
+    if (folder / "config.json").exists():  # which layers alone have not
+        raise ValueError(f"{folder} holds another model, which would be lost: choose another folder")
     tensors: dict[str, Tensor] = {}
     index = 0
     for layer in layers:
@@ -149,7 +155,9 @@ def write(layers: Sequence[MtpTensors], folder: Path) -> None:
             tensors |= {f"mtp.layers.{index}.{name}": tensor for name, tensor in block.items()}
             index += 1
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / SINGLE, {"format": "pt"})
+    partial = folder / f"{SINGLE}.part"
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, {"format": "pt"})
+    partial.replace(folder / SINGLE)
 
 
 def _place(name: str, target_layers: int) -> tuple[int | None, str] | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -113,7 +114,16 @@ class TextMemory:
             return iter([list(text) for text in self._texts.values()])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the texts into a safetensors file; what was there is replaced at once or not at all."""
+        """Write the texts into a safetensors file; texts that were there are replaced at once or not at all.
+
+        Raises:
+            ValueError: the file is something else.
+        """
+        if Path(path).exists():
+            try:
+                _opened(path)
+            except ValueError as error:
+                raise ValueError(f"{path} is no file of texts, and would be lost: choose another name") from error
         texts = list(self.texts())
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
@@ -131,13 +141,8 @@ class TextMemory:
         Raises:
             ValueError: the file is something else.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                if (file.metadata() or {}).get("format") != FORMAT:
-                    raise ValueError(f"{path} holds no texts: write one with TextMemory.save")
-                tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({error}): write one with TextMemory.save") from error
+        with _opened(path) as file:
+            tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
         memory = cls(capacity)
         for text in tokens.split(lengths.tolist()):
             memory.write(memory.new(), text.tolist())
@@ -173,6 +178,17 @@ class TextMemory:
                     places.remove((text, end))
                 if not places:
                     del self._places[ngram]
+
+
+def _opened(path: str | os.PathLike[str]) -> Any:
+    """A file that `TextMemory.save` wrote."""
+    try:
+        file = safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read ({error}): write one with TextMemory.save") from error
+    if (file.metadata() or {}).get("format") != FORMAT:
+        raise ValueError(f"{path} holds no texts: write one with TextMemory.save")
+    return file
 
 
 def _ngrams(tokens: Sequence[int], end: int) -> Iterator[int]:

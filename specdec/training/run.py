@@ -44,6 +44,8 @@ def train(recipe: Recipe) -> Measured | None:
     folder.path.mkdir(parents=True, exist_ok=True)
     deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
     with folder.alone() if processes.is_main_process else nullcontext():
+        if processes.is_local_main_process:
+            folder.take()
         return _train(recipe, folder, processes, deadline)
 
 

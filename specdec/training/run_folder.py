@@ -40,6 +40,9 @@ class RunFolder:
         self.learnt, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
         self.evaluation, self.curve = path / "evaluation.json", path / "curve.png"
         self._recipe = path / "recipe.json"
+        files = [self.learnt, self.held_out, path / "every_text", self.evaluation, self.curve]
+        self._written = [self.head, self.transferred, self.start, self.states, self.checkpoints, *files]
+        self._written += [file.with_suffix(".part") for file in files]
 
     def check(self) -> None:
         """Raise ValueError where a run's results cannot go."""
@@ -57,13 +60,31 @@ class RunFolder:
         except Timeout as error:
             raise ValueError(f"another run is at work in {self.path}: wait for it, or choose another folder") from error
 
+    def take(self) -> None:
+        """Make the folder a training's, before anything else is written to it.
+
+        Raises:
+            ValueError: it is no training's, and holds what a training would write over.
+        """
+        if isinstance(read_json(self._recipe), dict):
+            return
+        lost = [path.name for path in (self._recipe, *self._written) if path.exists()]
+        if lost:
+            raise ValueError(
+                f"{self.path} was not begun by a training, which would write over what it holds ({', '.join(lost)}): "
+                "choose another folder"
+            )
+        self.claim({})
+
     def identity(self) -> dict[str, str] | None:
-        """Of the recipe that was at work here; None if there was none."""
-        return read_json(self._recipe)
+        """Of the recipe that was at work here; None if there was none, or it did not come to its target."""
+        return read_json(self._recipe) or None
 
     def claim(self, mine: Mapping[str, str]) -> None:
         """Write down whose work lies here."""
-        self._recipe.write_text(json.dumps(mine, indent=1))
+        partial = self.path / ".recipe.part"
+        partial.write_text(json.dumps(mine, indent=1))
+        partial.replace(self._recipe)
 
     def refuse_others(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Raise ValueError if the states and checkpoints that lie here are of a recipe other than `mine`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -169,23 +168,20 @@ class HeadTrainer(Trainer):
         return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
-        """Write the head alone, in bfloat16; an earlier one there is replaced when this one is whole."""
+        """Write the head alone, in bfloat16. The files of an earlier one are replaced when the new ones are whole; what
+        else lies in the folder stays.
+
+        Raises:
+            ValueError: it holds another model's weights.
+        """
         copy = copy_of(self.head, torch.bfloat16)
         folder = Path(folder)
-        written = folder.with_name(folder.name + ".part")
-        old = folder.with_name(folder.name + ".old")
-        shutil.rmtree(written, ignore_errors=True)
         if isinstance(copy, DFlashHead):
-            save_block(copy, written, self.teacher.name)
+            save_block(copy, folder, self.teacher.name)
         elif isinstance(copy, MtpTrainee):
-            write([tensors_of(layer) for layer in copy.layers], written)
+            write([tensors_of(layer) for layer in copy.layers], folder)
         else:
-            save(copy, written)
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        written.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+            save(copy, folder)
 
 
 def _simulated_length(accuracy: Tensor) -> float:
