@@ -9,6 +9,9 @@ operation on the CPU tensors inside of its arguments. Mixing devices raises as o
 is a *wait*: reading a value, copying from pageable memory, shapes that depend on values. Copies to and from pinned
 memory that do not block are none; and what such a copy brings is rubbish until an event was waited for.
 
+Time is told by a clock that advances by a millisecond whenever it is read: what specdec decides by measured costs is
+the same in every run, however busy the machine is.
+
 Not seen: limits of kernels, streams, memory, graphs, times. Kernels are counted by operation: some of torch's launch
 several. It reaches into torch's device guards, which Python can make since a release after 2.9 (read in 2.13 and 2.15;
 `missing` says what is not there): processes that pretend do nothing else.
@@ -26,9 +29,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +39,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import specdec
+from specdec import report
 
 DEVICE, _CPU = torch.device("cuda", 0), torch.device("cpu")
 OURS = f"{Path(specdec.__file__).parent}{os.sep}"  # the folder whose frames are named in the ledger
@@ -56,6 +60,14 @@ class Ledger:
     def count(self, kind: str, *regions: str) -> int:
         """Of "waits", "launches" or "uploads", in these regions; without any: in all."""
         return sum(times for (_, where, _), times in getattr(self, kind).items() if not regions or where in regions)
+
+
+_ticks = count()
+
+
+def now() -> float:
+    """Seconds, by the pretended clock."""
+    return next(_ticks) / 1000
 
 
 _ledgers: list[Ledger] = []
@@ -260,7 +272,7 @@ def _deliver(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Event:
-    """`torch.cuda.Event`; times are the host's."""
+    """`torch.cuda.Event`; times are the pretended clock's."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._timed = enable_timing
@@ -269,7 +281,7 @@ class Event:
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(self, stream: Any = None) -> None:
-        self._at, self._over = perf_counter(), False
+        self._at, self._over = now(), False
         self._before = list(_on_their_way)
         _events.append(self)
 
@@ -424,6 +436,7 @@ def install() -> None:
     kernels.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "CUDA")
     for factory in _factories():
         factories.impl(factory, partial(_made, factory), "CUDA")
+    report.perf_counter = now
     cuda, accelerator = torch.cuda, torch.accelerator
     cuda._lazy_init = lambda: None
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
