@@ -45,7 +45,7 @@ def sample(probs: Tensor) -> Tensor:
 
 def walk(
     tree: DraftTree,
-    choose: Callable[[Tensor, Tensor], Tensor],
+    choose: Callable[[Tensor, Tensor], Tensor | None],
     alive: Tensor,
     go_on: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> Verdict:
@@ -55,7 +55,7 @@ def walk(
 
     Args:
         choose: from path (B, d + 1), the nodes from the root to each row's own, and alive (B,) bool, rows for which it
-            matters, the target's token (B,) int64 there.
+            matters, the target's token (B,) int64 there. None, not at the root: the walk ends one node before.
         alive: (B,) bool, rows that walk at all.
         go_on: asked with the path and the token (B,) before a child is entered; False ends the walk in front of it.
     """
@@ -66,6 +66,10 @@ def walk(
     for depth in range(1, tree.height + 2):
         path = torch.stack(reached, 1)
         token = choose(path, alive)
+        if token is None:
+            accepted = accepted - alive.long()
+            del places[-1]
+            break
         next_token = torch.where(alive, token, next_token)
         if depth > tree.height:
             break

@@ -70,12 +70,12 @@ def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: T
     embeds = call.text_kwargs.get("inputs_embeds")
     given, pads = conversation.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
-    chunk = call.config.prefill_chunk_size or given.shape[1]
-    outputs = []
-    for start in range(0, given.shape[1], chunk):
-        part = given[:, start : start + chunk]
+    chunk = call.config.prefill_chunk_size
+    outputs, start = [], 0
+    for part in given.split(given.shape[1] if chunk is None else chunk, 1):
         part_pads = pads_of_part(pads, start, part.shape[1])
         outputs.append(target.extend(part, part_pads, embedded=embeds is not None, hidden_states=wants_hidden))
+        start += part.shape[1]
     hidden = outputs[-1].hidden_states  # of the last chunk, as plain decoding gives them
     if hidden is not None and len(outputs) == 1:
         hidden = tuple(conversation.as_given(states) for states in hidden)

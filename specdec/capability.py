@@ -7,18 +7,17 @@ share is touched: what is tried is a view of the model, with its weights and wit
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specdec import compat
 from specdec.compat import CONTINUABLE_LAYERS
@@ -31,15 +30,14 @@ from specdec.runner import (
     device_of,
     layer_kinds,
 )
-from specdec.source import stand_in, takes_positions
+from specdec.source import declined, stand_in, takes_positions
 from specdec.step import spread
 from specdec.tree import DraftTree
+from specdec.view import apart, in_eval_mode
 
 log = logging.getLogger(__name__)
 
 WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
-SMALL = 65_536  # numbers in a buffer that is state (RoPE's frequencies, which a pass may write) rather than weights
-M = TypeVar("M", bound=PreTrainedModel)
 
 
 @dataclass(frozen=True)
@@ -65,25 +63,30 @@ class Capability:
         return self.reason if self.installation else f"{subject}: {self.reason}"
 
 
-_found: WeakKeyDictionary[PreTrainedModel, dict[tuple[Any, ...], Capability]] = WeakKeyDictionary()
+REMEMBERED = 8  # states of a model: whoever trains switches between two
+_found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Capability]]] = WeakKeyDictionary()
 
 
 def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
-    """`probe(model)`, once per model, precision, attention implementation, and mode (train or eval, checkpointing).
+    """`probe(model)`, once, and again when its config, precision, device or mode (train or eval) is another.
 
     The call's random numbers stay what they are: a model in train mode draws some for its dropout.
+
+    Args:
+        drafts: it is a draft model, which runs in eval mode.
     """
-    known = _found.setdefault(model, {})
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    key = (drafts, model.dtype, device_of(model), attention, model.training, _checkpoints(model))
-    if key not in known:
-        log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
-        device = device_of(model)
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            found = probe(model, drafts)
-            fault = "" if found.trees else installation_fault()
-        known[key] = replace(found, reason=fault, installation=True) if fault else found
-    return known[key]
+    known, state = _found.setdefault(model, []), _state(model, drafts)
+    for before, found in known:
+        if before == state:
+            return found
+    log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
+    devices = _devices(model)
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu"):
+        found = probe(model, drafts)
+        fault = "" if found.trees else installation_fault()
+    found = replace(found, reason=fault, installation=True) if fault else found
+    known[:] = [(state, found), *known[: REMEMBERED - 1]]
+    return found
 
 
 @functools.cache
@@ -106,9 +109,23 @@ def installation_fault() -> str:
     )
 
 
-def _checkpoints(model: PreTrainedModel) -> bool:
-    """Layers in train mode that compute their states anew for gradients may take no cache."""
-    return model.training and any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+def _state(model: PreTrainedModel, drafts: bool) -> Any:
+    """What a model's passes depend on, other than the values of its weights."""
+    training = [] if drafts else [module for module in model.modules() if module.training]
+    # Rates of dropout, whether states are computed anew for gradients, ...
+    modes = [[value for value in vars(module).values() if isinstance(value, (bool, float))] for module in training]
+    return drafts, model.dtype, device_of(model), _said(model.config), modes
+
+
+def _said(value: Any) -> Any:
+    """A config as it is now: values, lists and dictionaries of its own, other objects by what they are."""
+    if isinstance(value, PretrainedConfig):
+        value = vars(value)
+    if isinstance(value, dict):
+        return {name: _said(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_said(each) for each in value]
+    return value if isinstance(value, (str, int, float, torch.dtype, type(None))) else id(value)
 
 
 @torch.no_grad()
@@ -121,13 +138,38 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
         return Capability(None, "its forward pass takes no cache")
     if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            return _tried(model, model, drafts)
+            return _without_random_numbers(model, _tried(model, model, drafts))
     try:
-        view = _apart(model)
+        view = apart(in_eval_mode(model) if drafts else model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        return _tried(model, view, drafts)
+        return _without_random_numbers(view, _tried(model, view, drafts))
+
+
+def _without_random_numbers(view: PreTrainedModel, found: Capability) -> Capability:
+    """What was found, unless passes draw random numbers: plain decoding, which makes other passes, draws others."""
+    if found.masks is None:
+        return found
+    before = _random_states(view)
+    _last_logits(view, _token_ids(view, 4))
+    if all(map(torch.equal, before, _random_states(view))):
+        return found
+    if any(module.training for module in view.modules()):
+        return Capability(None, "it is in train mode, where its forward pass draws random numbers: call model.eval()")
+    return Capability(None, "its forward pass draws random numbers")
+
+
+def _random_states(model: PreTrainedModel) -> list[Tensor]:
+    on_devices = [torch.get_device_module(device).get_rng_state(device) for device in _devices(model)]
+    return [torch.get_rng_state(), *on_devices]
+
+
+def _devices(model: PreTrainedModel) -> list[torch.device]:
+    """Where a model's weights are that have a generator of random numbers beside the CPU's."""
+    return sorted(
+        {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}, key=str
+    )
 
 
 def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
@@ -146,7 +188,7 @@ def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capab
     failure = _mismatch(view, _chain_trial, "own", drafts)
     if not failure:
         return Capability("own", f"batches and trees are out of reach: {reason}")
-    if model.training:
+    if view.training:
         failure = f"it is in train mode, where {failure.removeprefix('its ')}: call model.eval()"
     return Capability(None, _more_than_keys(model) or failure)
 
@@ -241,7 +283,7 @@ def _last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
     """The model's own pass over texts (B, T), whose first token stands at `start`."""
-    inputs = {"input_ids": texts, "return_dict": True, **options, **_positions(model, texts, start)}
+    inputs = {"input_ids": texts, "return_dict": True, **declined(model), **options, **_positions(model, texts, start)}
     source = stand_in(model, len(texts))
     return model(**(inputs if source is None else source.read_by(model, inputs)))
 
@@ -263,17 +305,6 @@ def _token_ids(model: PreTrainedModel, count: int) -> Tensor:
     size = config.vocab_size
     ids = [i for i in ((7919 * k + 13) % size for k in range(4 * count)) if i not in special]
     return torch.tensor(ids[:count], device=device_of(model))
-
-
-def _apart(model: M) -> M:
-    """The model's structure around its very weights, with a config and state of its own.
-
-    Another thread may be decoding with the model: masks are built from its config at each pass.
-    """
-    shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
-    shared += [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]  # accelerate's: offloaded
-    shared += [vars(module)["generate"] for module in model.modules() if "generate" in vars(module)]  # a user's
-    return copy.deepcopy(model, {id(kept): kept for kept in shared})
 
 
 @contextmanager

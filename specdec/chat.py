@@ -48,45 +48,74 @@ class Chat:
     def say(self, text: str, streamer: ColourStreamer) -> Report:
         """A turn: the user's text in, the model's answer to the streamer.
 
-        Interrupted (`KeyboardInterrupt`), the conversation goes on from what was said until then.
+        Interrupted (`KeyboardInterrupt`), the conversation goes on from what was said until then. A turn that fails
+        leaves it as it was.
 
         Returns:
             What the turn took; `prefill` holds the seconds it read for.
+
+        Raises:
+            ValueError: the text holds what is no character.
         """
-        self.messages.append({"role": "user", "content": text})
-        ids = self._encoded()
-        self._keep(_common(self._cached, ids))
+        messages = [*self.messages, {"role": "user", "content": text}]
+        ids = self._encoded(messages)
         prompt = torch.tensor([ids], device=self.spec.model.device)
-        arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
         try:
+            self._keep(_common(self._cached, ids))
+            arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
             out = self.spec.generate(prompt, streamer=streamer, **arguments)
-            self._cached = out[0, : self._cache.get_seq_length()].tolist()
+            self._cached = out[0, : self._length].tolist()
         except KeyboardInterrupt:
-            self._keep(len(self._cached))
+            self._keep(len(self._cached), interrupted=True)
+            self.messages = [*messages, self._answer(streamer)]
             raise
         except BaseException:
-            self.messages.pop()  # the turn never was
             self._forget()
             raise
-        finally:
-            if self.messages and self.messages[-1]["role"] == "user":
-                answer = self.tokenizer.decode(streamer.tokens, skip_special_tokens=True)
-                self.messages.append({"role": "assistant", "content": answer})
+        self.messages = [*messages, self._answer(streamer)]
         return self.spec.last_report
 
-    def _encoded(self) -> list[int]:
-        encoded = self.tokenizer.apply_chat_template(self.messages, add_generation_prompt=True, return_dict=True)
+    def _answer(self, streamer: ColourStreamer) -> dict[str, str]:
+        return {"role": "assistant", "content": self.tokenizer.decode(streamer.tokens, skip_special_tokens=True)}
+
+    def _encoded(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        text = messages[-1]["content"]
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds {text[error.start]!r} at position {error.start}, which is a byte that is not "
+                "UTF-8 or half of a character: leave it out"
+            ) from None
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
-    def _keep(self, length: int) -> None:
-        """Of the cache so many tokens; all are forgotten where it cannot be cut (windows that have slid)."""
-        have = self._cache.get_seq_length()
-        if length < have:
-            try:
-                self._cache.crop(length - have)  # a negative number: how many go
-            except (ValueError, RuntimeError, NotImplementedError):
-                self._forget()
-        self._cached = self._cached[: self._cache.get_seq_length()]
+    def _keep(self, length: int, interrupted: bool = False) -> None:
+        """Of the cache so many tokens; all are forgotten where it cannot be cut (windows that have slid, states).
+
+        Args:
+            interrupted: in the middle of a pass, which some layers may have seen and others not.
+        """
+        try:
+            for layer in self._cache.layers if length else ():
+                if hasattr(layer, "has_previous_state"):
+                    if interrupted or length < self._length:
+                        raise ValueError("a state does not say which tokens it has seen")
+                elif layer.is_initialized and length < (have := layer.get_seq_length()):
+                    layer.crop(length - have)  # a negative number: how many go
+        except (AttributeError, ValueError, RuntimeError, NotImplementedError):
+            length = 0
+        if not length:
+            self._forget()
+        self._cached = self._cached[: self._length]
+
+    @property
+    def _length(self) -> int:
+        """Tokens in the cache; 0 where it holds states alone."""
+        try:
+            return self._cache.get_seq_length()
+        except ValueError:
+            return 0
 
     def _forget(self) -> None:
         self._cache, self._cached = DynamicCache(config=self.spec.model.config), []

@@ -130,6 +130,16 @@ def generate_frame() -> dict[str, Any]:
     return frame.f_locals if frame is not None else {}
 
 
+def requested(name: str, model: PreTrainedModel, config: GenerationConfig | None, arguments: Mapping[str, Any]) -> Any:
+    """Setting of a call as generate() resolves it: the argument, even if it is None, else the config's, else the
+    model's; None if nobody set it.
+    """
+    if name in arguments:
+        return arguments[name]
+    value = getattr(config, name, None)
+    return getattr(model.generation_config, name, None) if value is None else value
+
+
 def is_synced(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
     """Whether processes make their passes together. Resolves a `synced_gpus` of None as `generate()` does."""
     if synced_gpus is None:
@@ -156,7 +166,7 @@ def run_decoding_loop(
         model._validate_generation_mode(mode, config, {"streamer": streamer})
     if mode.value not in ("sample", "greedy_search", "assisted_generation", "beam_search", "beam_sample"):
         raise ValueError(f"{mode.value} is handled before a custom_generate callable: call generate() without one")
-    method = "_beam_search" if config.num_beams and config.num_beams > 1 else "_sample"
+    method = "_beam_search" if mode.value.startswith("beam") else "_sample"
     if method == "_sample":
         model_kwargs["streamer"] = streamer
     return getattr(type(model), method)(

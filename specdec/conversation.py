@@ -97,9 +97,9 @@ class Conversation:
         cache = self.cache
         columns: list[int] = []
         rows.start(len(self.real), keeps_all=self._keeps_all)
-        if self.cached:
-            self._hand_over(rows)
         try:
+            if self.cached:
+                self._hand_over(rows)
             yield columns
         finally:
             if cache is not None:
@@ -127,11 +127,11 @@ class Conversation:
                 rows.cache.states.put((index, which), *states, rows.cache.lengths)
             if getattr(layer, "keys", None) is not None:
                 keys, values = layer.keys, layer.values
-                layer.keys = layer.values = None
                 indexed = getattr(layer, "indexer_keys", None)
                 if getattr(layer, "indexer_position_ids", None) is not None:
                     rows.cache.indexer_position_ids = layer.indexer_position_ids
                 rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]), indexed)
+                layer.keys = layer.values = None
 
     def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int) -> None:
         grown = torch.arange(max(0, columns - self.real.shape[1]))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.graphs import Graphs
 from specdec.kept_costs import KeptCosts
@@ -62,12 +63,24 @@ class Drafting:
 
 
 class Draftings:
-    """A generator's own, and those that its calls ask for, which are prepared once."""
+    """A generator's own, and those that its calls ask for, which are prepared once, and anew where a model was moved,
+    converted or given another vocabulary since."""
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
-        self.own = Drafting(proposer, target)
-        self.asked_for: dict[Any, Drafting] = {}
         self._target = target
+        self.asked_for: dict[Any, tuple[Any, Drafting | None]] = {}  # None: it cannot draft as it was then
+        self._prepare(proposer)
+
+    def _prepare(self, proposer: Proposer) -> None:
+        self._own = Drafting(proposer, self._target)
+        self._state = self._state_with(proposer.drafting_model())
+
+    @property
+    def own(self) -> Drafting:
+        proposer = self._own.proposer
+        if self._state != self._state_with(proposer.drafting_model()):
+            self._prepare(proposer)
+        return self._own
 
     def of_call(
         self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any], warn: Callable[[str], None]
@@ -79,20 +92,37 @@ class Draftings:
                 told what cannot draft for this target.
         """
         asked: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
-        if config.prompt_lookup_num_tokens is not None:
+        lookup = config.prompt_lookup_num_tokens
+        if lookup is not None:
+            if lookup < 1:
+                raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None switches it off")
             asked = "ngram"
         elif asked is None and assistant is not None:
             asked = bare(assistant)
-        if asked is None or _drafts_with(self.own.proposer, asked):
-            return self.own
-        if asked not in self.asked_for:
+        own = self.own
+        if asked is None or _drafts_with(own.proposer, asked):
+            return own
+        state = tokenizers, self._state_with(None if isinstance(asked, str) else asked)
+        before, drafting = self.asked_for.get(asked, (None, None))
+        if before != state:
             try:
-                self.asked_for[asked] = Drafting(as_proposer(asked, self._target, tokenizers), self._target)
+                drafting = Drafting(as_proposer(asked, self._target, tokenizers), self._target)
             except ValueError as error:
-                field = "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
-                warn(f"{field} is ignored, {type(self.own.proposer).__name__} drafts: {error}")
-                self.asked_for[asked] = self.own
-        return self.asked_for[asked]
+                drafting, field = None, "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
+                warn(f"{field} is ignored, {type(own.proposer).__name__} drafts: {error}")
+            self.asked_for[asked] = state, drafting
+        return drafting or own
+
+    def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:
+        """What proposers check, of the target and of what drafts for it."""
+        return _state(self._target), drafting and _state(drafting)
+
+
+def _state(model: nn.Module) -> tuple[Any, ...]:
+    """Where a model's weights are, their type, and how many tokens it knows."""
+    weight, config = next(model.parameters(), None), getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if isinstance(config, PretrainedConfig) else config
+    return weight is not None and (weight.device, weight.dtype), getattr(text, "vocab_size", None)
 
 
 def _drafts_with(proposer: Proposer, asked: Any) -> bool:

@@ -28,9 +28,9 @@ from specdec.drafting import Drafting, Draftings
 from specdec.graphs import Graphs, cannot_capture
 from specdec.group import group_of
 from specdec.hook import (
-    Installed,
     callers_level,
     further_arguments,
+    install,
     plain,
     with_stop_strings,
 )
@@ -111,9 +111,9 @@ class SpeculativeGenerator:
         self.compile = compile
         self._draftings = Draftings(self.proposer, self.model)
         self.report, self.last_report = Report(), Report()
-        self._watched: list[Round] | None = None
+        self._watching: tuple[list[Round], ...] = ()
         self._warned: set[str] = set()
-        self._lock = Lock()  # of the reports: calls may run in several threads
+        self._lock = Lock()  # of the reports and watchers: calls may run in several threads
 
     def __repr__(self) -> str:
         settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
@@ -182,10 +182,10 @@ class SpeculativeGenerator:
     ):
         given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
-        generation_config, kwargs = with_stop_strings(self.model, generation_config, kwargs)
+        kwargs = with_stop_strings(self._entrance, generation_config, kwargs)
         plain_generate = type(self._entrance).generate
         first = () if inputs is None else (inputs,)  # Whisper's has another name for it
-        outside = decided_before(self.model, generation_config, kwargs)
+        outside = decided_before(self._entrance, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
             return plain_generate(self._entrance, *first, generation_config=generation_config, **kwargs)
@@ -196,7 +196,7 @@ class SpeculativeGenerator:
                 return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
 
         # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
-        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model")
+        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model", "custom_generate")
         kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
             self._entrance, *first, generation_config=generation_config, custom_generate=decode, **kwargs
@@ -212,7 +212,7 @@ class SpeculativeGenerator:
         **kwargs: Any,
     ):
         """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
-        if stop_strings:
+        if stop_strings is not None:
             raise ValueError(
                 f"stop_strings={stop_strings!r} does not reach custom_generate with its tokenizer: call "
                 "SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "
@@ -245,30 +245,30 @@ class SpeculativeGenerator:
     def installed(self) -> Iterator[SpeculativeGenerator]:
         """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say).
 
-        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too.
+        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too. Contexts of
+        several generators or threads may overlap: the one entered last answers, whichever thread calls.
         """
-        theirs = self._entrance.__dict__
-        before = theirs.get("generate")
-        theirs["generate"] = Installed(self.generate, self._entrance)
+        remove = install(self._entrance, self.generate)
         try:
             yield self
         finally:
-            if before is None:
-                del theirs["generate"]
-            else:
-                theirs["generate"] = before
+            remove()
 
     @contextmanager
     def watch(self) -> Iterator[list[Round]]:
-        """Within this context every round of every call, in any thread, is kept in the list that it gives.
+        """Keep every round of every call that begins within this context, in any thread, in the list that it gives.
 
-        A round takes about a kilobyte per drafted token. The time to keep it counts as "other" in the report.
+        Several contexts may nest or overlap: each list gets the rounds. A round takes about a kilobyte per drafted
+        token. The time to keep it counts as "other" in the report.
         """
-        before, self._watched = self._watched, []
+        kept: list[Round] = []
+        with self._lock:
+            self._watching += (kept,)
         try:
-            yield self._watched
+            yield kept
         finally:
-            self._watched = before
+            with self._lock:
+                self._watching = tuple(other for other in self._watching if other is not kept)
 
     # A call, as transformers has prepared it
 
@@ -302,7 +302,8 @@ class SpeculativeGenerator:
         )
         watch = Stopwatch(report, device_of(model))
         step = in_step(is_synced(model, synced_gpus), device_of(model))
-        reason = why_plain(model, self.capability, call, walks(self.rule, call.samples))
+        able = self.capability
+        reason = why_plain(model, able, call, walks(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"
         if reason:
@@ -315,20 +316,20 @@ class SpeculativeGenerator:
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
             drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
             with torch.no_grad():
-                output = self._speculate(drafting, call, watch, step)
+                output = self._speculate(drafting, able, call, watch, step)
         report.total_seconds = watch.elapsed()
         return output
 
-    def _speculate(self, drafting: Drafting, call: Call, watch: Stopwatch, step: Step | None):
+    def _speculate(self, drafting: Drafting, able: Capability, call: Call, watch: Stopwatch, step: Step | None):
         group = group_of(self.model)
         if group is not None:
             call = replace(call, criteria=group.stopping(call.criteria))
         talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, talk)
         pictures = shown(call.text_kwargs)
-        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting)
+        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting, able)
         recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None
-        target = ModelRunner(self.model, self.capability.masks, drafting.taps, step, graphs, call.source)
+        target = ModelRunner(self.model, able.masks, drafting.taps, step, graphs, call.source)
         target.places.pads = talk.pads
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
@@ -354,8 +355,8 @@ class SpeculativeGenerator:
                     pacer=pacer,
                     watch=watch,
                     sampling=sampling,
-                    trees=self.capability.trees,
-                    watched=self._watched,
+                    trees=able.trees,
+                    watching=self._watching,
                     recorder=recorder,
                     recorded=RecordedPass.of(target, verify, recorder),
                 )
@@ -363,6 +364,8 @@ class SpeculativeGenerator:
                     loop.run(read, fresh)
                 finally:
                     watch.report.num_output_tokens = text.num_output_tokens
+                    if noise is not None:  # also where a streamer or a criterion broke the call off
+                        noise.settle(text.settled - text.start)
                 if group is None or group.leads:
                     drafting.keep(text.batch_size, pacer)
                 if step is not None:
@@ -375,11 +378,11 @@ class SpeculativeGenerator:
         """The model is where kernels are launched one by one, and can be all at once."""
         return device_of(self.model).type == "cuda"
 
-    def _graphs(self, drafting: Drafting) -> Graphs | None:
+    def _graphs(self, drafting: Drafting, able: Capability) -> Graphs | None:
         """Of the target's passes, if they are to be captured and can be."""
         if not self.compile or (self.compile == "auto" and not self._launches):
             return None
-        reason = cannot_capture(self.model) if self.capability.trees else "it makes masks of its own"
+        reason = cannot_capture(self.model) if able.trees else "it makes masks of its own"
         if reason is not None:
             if self.compile is True:  # else nobody asked for them
                 self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
+from functools import wraps
+from threading import Lock
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -15,21 +17,67 @@ from transformers.generation import StopStringCriteria
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from specdec.call import Call
-from specdec.compat import run_decoding_loop
+from specdec.compat import requested, run_decoding_loop
 
 
 class Installed:
-    """Stands as a model's `generate`; a deep copy of the model gets back its class's own."""
+    """A model's `generate` while generators stand in for it: a bound method with the signature of the one before.
 
-    def __init__(self, generate: Callable[..., Any], model: Any):
-        self._generate, self._model = generate, model
+    Generators of several contexts and threads are installed and removed in any order; the newest answers. A deep copy
+    of the model generates by itself.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._generate(*args, **kwargs)
+    def __init__(self, model: Any):
+        self.before = vars(model).get("generate")  # an attribute of the model's own, which hides its class's method
+        self.answering: tuple[list[Callable[..., Any]], ...] = ()  # each in a list, and so an object of its own
+        self._model = ref(model)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo.get(id(self._model), self._model)
-        return MethodType(type(copied).generate, copied)
+        @wraps(getattr(self.before, "__func__", type(model).generate))
+        def generate(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+            answering, is_ours = self.answering, model is self._model()
+            if is_ours and answering:
+                return answering[-1][0](*args, **kwargs)
+            if is_ours and self.before is not None:
+                return self.before(*args, **kwargs)
+            return type(model).generate(model, *args, **kwargs)
+
+        self.function = generate
+        vars(generate)[KEPT_AT] = self
+
+    @classmethod
+    def at(cls, model: Any) -> Installed | None:
+        """What stands at a model, unless that is its class's method or somebody else's."""
+        function = getattr(vars(model).get("generate"), "__func__", None)
+        found = getattr(function, KEPT_AT, None)  # `functools.wraps` copies attributes to functions of others
+        return found if found is not None and found.function is function and found._model() is model else None
+
+
+KEPT_AT = "_specdec_installed"
+_lock = Lock()  # of changes to what stands at models
+
+
+def install(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
+    """Make `generate` stand in for a model's method of this name, until what is returned is called.
+
+    When the last one is removed, the model has again what it had before, unless somebody has replaced it since.
+    """
+    entry = [generate]
+    with _lock:
+        installed = Installed.at(model)
+        if installed is None:
+            installed = Installed(model)
+            vars(model)["generate"] = MethodType(installed.function, model)
+        installed.answering += (entry,)
+
+    def remove() -> None:
+        with _lock:
+            installed.answering = tuple(kept for kept in installed.answering if kept is not entry)
+            if not installed.answering and Installed.at(model) is installed:
+                del vars(model)["generate"]
+                if installed.before is not None:
+                    vars(model)["generate"] = installed.before
+
+    return remove
 
 
 def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutput | Tensor:
@@ -44,21 +92,19 @@ def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutp
 
 def with_stop_strings(
     model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]
-) -> tuple[GenerationConfig | None, dict[str, Any]]:
+) -> dict[str, Any]:
     """Turn `stop_strings` into a criterion: transformers hands no tokenizer to a custom_generate callable."""
-    given = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
-    given = given or getattr(model.generation_config, "stop_strings", None)
-    if not given:
-        return config, kwargs
+    given = requested("stop_strings", model, config, kwargs)
+    if given is None:
+        return kwargs
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
         raise ValueError(f"stop_strings={given!r} needs the tokenizer: pass tokenizer=... to generate()")
-    if config is not None and config.stop_strings:
-        config = copy.deepcopy(config)
-        config.stop_strings = None
-    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-    criteria.append(StopStringCriteria(stop_strings=given, tokenizer=tokenizer))
-    return config, {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
+    made, theirs = StopStringCriteria(stop_strings=given, tokenizer=tokenizer), kwargs.get("stopping_criteria")
+    criteria = StoppingCriteriaList([] if theirs is None else theirs)
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # the caller's takes precedence
+        criteria.append(made)
+    return {**kwargs, "stop_strings": None, "stopping_criteria": criteria}
 
 
 def further_arguments(values: Sequence[Any]) -> dict[str, Any]:

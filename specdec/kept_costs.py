@@ -98,11 +98,13 @@ class KeptCosts:
             path = self.path
             path.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as part:
-                part.write(json.dumps(content, indent=1))
-            try:
-                os.replace(part.name, path)
-            except OSError:
-                os.unlink(part.name)
+                try:
+                    part.write(json.dumps(content, indent=1))
+                    part.close()
+                    os.replace(part.name, path)
+                except BaseException:
+                    os.unlink(part.name)
+                    raise
         except (OSError, RuntimeError):  # no folder, no room, no right, no home
             pass
 

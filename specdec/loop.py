@@ -36,8 +36,8 @@ class Loop:
         target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
         processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
         text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
-        sampling: T > 0. trees: the target can verify trees. watched: gets every round; None: nobody looks. recorder:
-            where drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
+        sampling: T > 0. trees: the target can verify trees. watching: lists that get every round. recorder: where
+            drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
     """
 
     target: ModelRunner
@@ -50,7 +50,7 @@ class Loop:
     watch: Stopwatch
     sampling: bool
     trees: bool
-    watched: list[Round] | None = None
+    watching: Sequence[list[Round]] = ()
     recorder: Recorder | None = None
     recorded: RecordedPass | None = None
 
@@ -106,7 +106,7 @@ class Loop:
         """The target's pass and what it decides; features (B, N, C) of the draft's nodes, or of a recorded pass (B, W,
         C) as the next context has them."""
         text = self.text
-        if self.recorded is not None and self.watched is None and self.recorded.takes(draft, text):
+        if self.recorded is not None and not self.watching and self.recorded.takes(draft, text):
             launched = self.recorded.launched(draft, text)
             self.watch.mark("verify")
             arrived, states = launched.sent(draft, text), launched.gained.states
@@ -125,8 +125,8 @@ class Loop:
         )
         self.watch.mark("verify")
         verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
-        if self.watched is not None:
-            self._show(self.watched, proposed, output, verified, active)
+        if self.watching:
+            self._show(proposed, output, verified, active)
         return output.features, verified
 
     def _first_token(self, prefill: Output) -> None:
@@ -221,13 +221,13 @@ class Loop:
             parents[b] = torch.where(chain < self.text.room[b], chain, -1)
         return replace(draft, tokens=tokens, parents=parents, levels=None)
 
-    def _show(
-        self, watched: list[Round], draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]
-    ) -> None:
+    def _show(self, draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]) -> None:
         """Called right after the text took its tokens: what it settles later may cut rows back."""
         positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
         rows = [b for b, alive in enumerate(active) if alive]
-        watched += rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
+        made = rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
+        for kept in self.watching:
+            kept += made
 
     def _book(
         self,

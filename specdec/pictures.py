@@ -46,7 +46,7 @@ def problem(
         return "the prompt has no tokens in the place of its pictures"
     if columns_in(cache_in(model_kwargs)):
         return f"pictures together with {CACHE}"
-    if config.prefill_chunk_size:
+    if config.prefill_chunk_size is not None:
         return "prefill_chunk_size for a prompt with pictures"
     if not left_padded(real_columns(input_ids, config, model_kwargs)):
         return "attention_mask has holes inside a prompt with pictures"

@@ -22,7 +22,7 @@ from specdec.positions import Places, with_positions
 from specdec.products import quick
 from specdec.rows import CachedRows, Sight, pads_of_part
 from specdec.slots import Span
-from specdec.source import Source, decoders_name, forward_parameters, takes_positions
+from specdec.source import Source, declined, decoders_name, forward_parameters, takes_positions
 from specdec.step import Step, spread
 from specdec.taps import Taps
 
@@ -92,6 +92,7 @@ class ModelRunner(CachedRows):
         self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
         super().__init__(spans(model, self.masks))
         self.cache_argument = cache_argument(model)
+        self._declined = declined(model)
         self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
 
     @torch.no_grad()
@@ -147,7 +148,7 @@ class ModelRunner(CachedRows):
     def look(self, inputs: Mapping[str, Any]) -> Output:
         """A pass as `generate()` prepares it, over whole prompts and what else belongs to them, into a cache that is
         among the inputs: logits (B, 1, V), hidden states if asked for and features over all columns."""
-        logits, states, features = self._listen(inputs)
+        logits, states, features = self._listen({**self._declined, **inputs})
         return Output(logits[:, -1:], states, features)
 
     @torch.no_grad()
@@ -234,7 +235,7 @@ class ModelRunner(CachedRows):
         embedded: bool = False,
         draft: bool = False,
     ) -> Output:
-        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, **self._declined}
         inputs["inputs_embeds" if embedded else "input_ids"] = given
         if mask is not None:
             inputs["attention_mask"] = mask

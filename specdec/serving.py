@@ -7,15 +7,16 @@ and the chat template are transformers' own (`transformers serve`; read in 5.23)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from huggingface_hub.constants import HF_HUB_CACHE
 from transformers import PreTrainedModel
 
 from specdec.generator import SpeculativeGenerator
-from specdec.hook import Installed
+from specdec.hook import install
 
 
 def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], **options: Any) -> Any:
@@ -43,17 +44,39 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
         return Serve(force_model=target, **options)
 
 
+_patching = Lock()  # of transformers' name for the class
+
+
 @contextmanager
 def _speculating(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]) -> Iterator[None]:
-    """Within this context servers are made whose models generate by specdec, and which name `target` as one of them."""
+    """Make the next server's models generate by specdec, and the server name `target` as one of them.
+
+    A server runs within this context, but transformers' class is replaced only until the server has made its manager:
+    others, of any thread, have their own.
+    """
     from transformers.cli.serving import model_manager
 
-    plain = model_manager.ModelManager
+    with ExitStack() as patch:
+        patch.enter_context(_patching)
+        plain = model_manager.ModelManager
+        patch.callback(setattr, model_manager, "ModelManager", plain)
+        model_manager.ModelManager = _manager(plain, target, generator_of, patch.close)
+        yield
 
-    class Speculating(plain):  # type: ignore[misc, valid-type]
+
+def _manager(
+    plain: Any, target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], made: Callable[[], None]
+) -> Any:
+    """Class of a manager whose models generate by specdec. made: called as soon as there is one."""
+
+    class Speculating(plain):
+        def __init__(self, *args: Any, **kwargs: Any):
+            made()
+            super().__init__(*args, **kwargs)
+
         def _load_model(self, *args: Any, **kwargs: Any) -> PreTrainedModel:
             model = super()._load_model(*args, **kwargs)
-            model.generate = Installed(generator_of(model).generate, model)
+            install(model, generator_of(model).generate)
             return model
 
         @staticmethod
@@ -62,8 +85,4 @@ def _speculating(target: str, generator_of: Callable[[PreTrainedModel], Speculat
             served = {"owned_by": "", "id": target, "object": "model", "created": 0}
             return [served, *(model for model in plain.get_gen_models(cache_dir) if model["id"] != target)]
 
-    model_manager.ModelManager = Speculating
-    try:
-        yield
-    finally:
-        model_manager.ModelManager = plain
+    return Speculating

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.compat import cache_name
 
 PREFIX = "decoder_"  # of what is the decoder's
+EXTRAS = ("output_router_logits", "output_hidden_states", "output_attentions")  # a pass's outputs beside its logits
 OWN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "hidden_states")
 
 
@@ -91,6 +92,17 @@ def decoders_name(model: PreTrainedModel, name: str) -> str:
     return PREFIX + name if model.config.is_encoder_decoder and name in OWN else name
 
 
+def declined(model: PreTrainedModel) -> dict[str, bool]:
+    """Arguments by which a pass goes without what the model's config asks of every pass, where it asks: of experts'
+    routers, for instance, whose loss takes no mask of ours."""
+    asked = [name for name in EXTRAS if any(getattr(config, name, None) for config in _configs(model))]
+    if not asked:
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: False for name in asked if passed_on or name in parameters}
+
+
 def takes_positions(model: PreTrainedModel) -> bool:
     """A pass can be told where its tokens stand."""
     return decoders_name(model, "position_ids") in forward_parameters(model)
@@ -150,6 +162,10 @@ class _Output(BaseModelOutput):
     attention_mask: Tensor | None = None
     router_logits: Any = None
     router_probs: Any = None
+
+
+def _configs(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.config, model.config.get_text_config(decoder=True)
 
 
 def _known(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:

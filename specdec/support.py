@@ -14,7 +14,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from specdec import conversation, pictures
 from specdec.call import Call
 from specdec.capability import Capability
-from specdec.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel
+from specdec.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel, requested
 from specdec.logits import NodeProcessors
 from specdec.mixers import has_states
 from specdec.positions import counts_positions, padding_counted_by
@@ -67,9 +67,8 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
     if kwargs.get("custom_generate") is not None:
         return "custom_generate brings its own decoding loop"
     for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"):
-        given = [kwargs.get(name), getattr(config, name, None), getattr(model.generation_config, name, None)]
-        value = next((value for value in given if value is not None), None)
-        if value and not (name == "num_beam_groups" and value == 1):
+        value = requested(name, model, config, kwargs)
+        if value not in (None, False, 0) and not (name == "num_beam_groups" and value == 1):
             return f"{name} is handled by transformers before any decoding loop"
     if kwargs.get("cache_implementation") == "paged":
         return "cache_implementation='paged' is continuous batching"
@@ -180,7 +179,7 @@ def _counting_problem(
         return "attention_mask has holes inside a prompt, which this model counts as positions"
     if any(bool((input_ids == padding).any()) for padding in padding_counted_by(model)):
         return "the decoder's prompt holds padding, by which this model numbers the tokens of a prompt"
-    if config.prefill_chunk_size and model.config.is_encoder_decoder:
+    if config.prefill_chunk_size is not None and model.config.is_encoder_decoder:
         return "prefill_chunk_size for an encoder-decoder model"
     return None
 
@@ -201,7 +200,7 @@ def _rope_problem(
     longest, new = int(real.sum(-1).max()), config.max_length - input_ids.shape[1]
     if longest + new <= limit:
         return None
-    in_one_pass = not config.prefill_chunk_size and (bool(real.all()) or longest <= known_at_once(*real.shape))
+    in_one_pass = config.prefill_chunk_size is None and (bool(real.all()) or longest <= known_at_once(*real.shape))
     if steady and longest > limit and in_one_pass and not conversation.columns_in(cache_in(model_kwargs)):
         return None
     return (

@@ -80,6 +80,7 @@ class Transcript:
         self.done = False
         self._drafted: list[list[bool]] = [[] for _ in range(B)]
         self._unfinished = [True] * B
+        self._held: int | None = None  # column at which rows wait for those before it
         self._settled_scores: list[Tensor] = []
         on_tokens = [criterion for criterion in self.criteria if _ends_on_tokens_alone(criterion)]
         self._others = [criterion for criterion in self.criteria if not _ends_on_tokens_alone(criterion)]
@@ -112,6 +113,11 @@ class Transcript:
         return [closed and self.records.wanted and self._has_room(b) for b, closed in enumerate(self.closed)]
 
     @property
+    def finished(self) -> list[bool]:
+        """Rows that are not run any more: padding follows their text."""
+        return [closed and not padding for closed, padding in zip(self.closed, self.padding, strict=True)]
+
+    @property
     def room(self) -> list[int]:
         """How many tokens may be drafted for each row: one less than it may gain."""
         most = self.max_length if self.max_length is not None else max(self.ends) + 1024
@@ -141,6 +147,15 @@ class Transcript:
             self.ends[b] += len(new)
         self._write(before, kept, there)
         return kept
+
+    def hold(self, column: int) -> None:
+        """Have rows that are this far wait until all others are: the next token there cannot be chosen before."""
+        self._held = column
+
+    def padded(self, b: int, columns: int) -> Tensor:
+        """(columns,) int64, a finished row and its padding."""
+        self._reserve(columns)
+        return self.tokens[b, :columns]
 
     def _write(self, before: Sequence[int], kept: Sequence[int], there: Tensor | None) -> None:
         """Put the last `kept[b]` tokens of each row into `tokens`, from column `before[b]` on."""
@@ -193,12 +208,18 @@ class Transcript:
             if self.pad_token is not None:
                 for b in (b for b, now in enumerate(ended) if now):
                     self._close(b)
-        if not self.done and not any(self.active) and not any(self.padding):
+        if self._stuck:
+            self._held = None  # all have arrived
+        if self._stuck:
             raise RuntimeError(
                 f"no row can gain a token behind column {self.settled}, and yet the stopping criteria do not end the "
                 f"text: {', '.join(type(criterion).__name__ for criterion in self.criteria)}. One of them has end "
                 "tokens or a maximum length that it does not keep to."
             )
+
+    @property
+    def _stuck(self) -> bool:
+        return not self.done and not any(self.active) and not any(self.padding)
 
     def _stops(self, column: int) -> list[bool]:
         """What the criteria say of each row once this column is written. Those that look at the text are shown it;
@@ -245,7 +266,7 @@ class Transcript:
         self.records.truncate(b, self.settled - self.start)
 
     def _has_room(self, b: int) -> bool:
-        return self.max_length is None or self.ends[b] < self.max_length
+        return all(limit is None or self.ends[b] < limit for limit in (self.max_length, self._held))
 
     def _reserve(self, columns: int) -> None:
         have = self.tokens.shape[1]

@@ -97,15 +97,32 @@ class _Step:
         self.scores: list[Tensor] = []
         self.written = 0
 
-    def choose(self, path: Tensor, alive: Tensor) -> Tensor:
-        """(B,) int64, the token after each row's node path[:, -1]. path: (B, d + 1) nodes from the root."""
+    def choose(self, path: Tensor, alive: Tensor) -> Tensor | None:
+        """(B,) int64, the token after each row's node path[:, -1]. path: (B, d + 1) nodes from the root.
+
+        A processor that raises does so when plain decoding calls it: as soon as the text before is settled. None: this
+        is later, and the round ends before this node. At the root, rows that are ahead of the others wait for them.
+        """
+        while True:
+            try:
+                return self._chosen(path, alive & self.alive)
+            except Exception:
+                if path.shape[1] > 1 and self.walker.processors.known:
+                    return None
+                ends = [end for end, alive in zip(self.ends, self.alive.tolist(), strict=True) if alive]
+                if min(ends) == max(ends):
+                    raise
+                self.text.hold(max(ends))
+                self.alive = self.alive & uploaded([end < max(ends) for end in self.ends], self.alive.device).bool()
+
+    def _chosen(self, path: Tensor, alive: Tensor) -> Tensor:
         text, depth = self.text, path.shape[1] - 1
         logits = self.output.logits[self.rows, path[:, -1]]  # (B, V)
         scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
-        self.scores.append(scores)
         taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # a device is not waited for
         columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
         token = self.walker.winner(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
+        self.scores.append(scores)
         return torch.where(self.padding, text.filler, token)  # finished rows go on with pads
 
     def write(self, path: Tensor, token: Tensor) -> bool:
@@ -117,11 +134,12 @@ class _Step:
         return not self.text.done
 
     def _texts(self, path: Tensor) -> list[list[Tensor]]:
-        """[b][0]: row b's text down to its node, in `generate()`'s layout."""
-        drafted = self.draft.tokens.gather(1, path)[:, 1:]
+        """[b][0]: row b's text down to its node, in `generate()`'s layout; of finished rows with padding."""
+        text, drafted, depths = self.text, self.draft.tokens.gather(1, path)[:, 1:], _depths(path)
+        longest = max(end + depth for end, depth in zip(self.ends, depths, strict=True))
         return [
-            [torch.cat([self.text.tokens[b, :end], drafted[b, :depth]])]
-            for b, (end, depth) in enumerate(zip(self.ends, _depths(path), strict=True))
+            [text.padded(b, longest) if over else torch.cat([text.tokens[b, : self.ends[b]], drafted[b, : depths[b]]])]
+            for b, over in enumerate(text.finished)
         ]
 
 

@@ -1,10 +1,11 @@
 """`view`: a model with other layers around the very same weights. The model itself stays as it was.
 
-Owns copying a model's structure. Knows nothing of what the new layers compute.
+Owns copying a model's structure, all of it (`apart`) or what changes. Knows nothing of what the new layers compute.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 Swap = Callable[[nn.Module], nn.Module]
+SMALL = 65_536  # numbers in a tensor that is state (RoPE's frequencies, which a pass may write) rather than weights
 
 
 def view(model: M, swap: Swap) -> M:
@@ -44,9 +46,49 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
     children = {name: child and _view(child, swap, known) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module
-    copy = twin(module, type(module))
-    copy._modules = children
-    return copy
+    changed = twin(module, type(module))
+    changed._modules = children
+    return changed
+
+
+def apart(model: M) -> M:
+    """The model's structure around its very weights, with a config, modes and state of its own.
+
+    Another thread may be decoding with the model: masks are built from its config at each pass.
+    """
+    modules = list(model.modules())
+    shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
+    for held in map(vars, modules):
+        shared += [value for value in held.values() if isinstance(value, torch.Tensor) and value.numel() > SMALL]
+        shared += [held[name] for name in ("_hf_hook", "generate") if name in held]  # accelerate's: offloaded; a user's
+    return copy.deepcopy(model, {id(kept): kept for kept in shared})
+
+
+def in_eval_mode(model: M) -> M:
+    """`model` itself if all of it is in eval mode, else a view of it that is."""
+    return _evaluating(model, {}) if any(module.training for module in model.modules()) else model
+
+
+def _evaluating(module: M, known: dict[int, nn.Module]) -> M:
+    if id(module) not in known:
+        known[id(module)] = _fresh_evaluating(module, known)
+    return known[id(module)]  # type: ignore[return-value]
+
+
+def _fresh_evaluating(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    children = {name: child and _evaluating(child, known) for name, child in module._modules.items()}
+    if not module.training and all(children[name] is child for name, child in module._modules.items()):
+        return module
+    if "forward" in vars(module):  # accelerate's, say, which holds the module that it is of and is copied with it
+        copied = apart(module).eval()
+        for ours, theirs in zip(copied.modules(), module.modules(), strict=True):
+            if "forward" in vars(ours) and vars(ours)["forward"] is vars(theirs)["forward"]:
+                del ours.forward  # a function, by `torch.compile` say, that runs `module`
+        return copied
+    evaluating = twin(module, type(module))
+    evaluating._modules, evaluating.training = children, False
+    vars(evaluating).pop("_compiled_call_impl", None)  # it runs `module`
+    return evaluating
 
 
 def whole(module: M) -> M:
@@ -54,13 +96,13 @@ def whole(module: M) -> M:
     weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
     if any(hasattr(weight, "ds_id") for weight in weights.values()):
         raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (DeepSpeed's ZeRO-3)")
-    copy = twin(module, type(module))
-    copy._parameters = {name: nn.Parameter(_gathered(weight), requires_grad=False) for name, weight in weights.items()}
-    copy._parameters |= {name: None for name in module._parameters if name not in weights}
-    vars(copy).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
-    for hooks in (copy._forward_pre_hooks, copy._forward_hooks):  # of FSDP: so do they
+    own = twin(module, type(module))
+    own._parameters = {name: nn.Parameter(_gathered(weight), requires_grad=False) for name, weight in weights.items()}
+    own._parameters |= {name: None for name in module._parameters if name not in weights}
+    vars(own).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
+    for hooks in (own._forward_pre_hooks, own._forward_hooks):  # of FSDP: so do they
         hooks.clear()
-    return copy
+    return own
 
 
 def _gathered(weight: Any) -> torch.Tensor:
@@ -69,8 +111,8 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 def twin(module: nn.Module, kind: type[M]) -> M:
     """A module of class `kind` with all that `module` has; hooks and children may change in one without the other."""
-    copy = object.__new__(kind)
+    made = object.__new__(kind)
     for name, value in vars(module).items():
         own = "_hooks" in name or name == "_modules"
-        copy.__dict__[name] = value.copy() if own and isinstance(value, dict) else value
-    return copy
+        made.__dict__[name] = value.copy() if own and isinstance(value, dict) else value
+    return made

@@ -160,6 +160,12 @@ def test_every_layout_is_read(layout, tmp_path):
     torch.testing.assert_close(drafts(loaded), drafts(head))  # where weights lie decides how sums are rounded
 
 
+def test_rope_of_a_picture_model(tmp_path):
+    """In a text all its planes turn alike: plain RoPE."""
+    config = Z_LAB | {"rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    assert load(written(tmp_path, blocks.head().state_dict(), config)).config == blocks.head().config
+
+
 def test_half_precision_stays(tmp_path):
     written(tmp_path, blocks.head().bfloat16().state_dict(), Z_LAB)
     assert load(tmp_path).dtype == torch.bfloat16

@@ -1,17 +1,21 @@
 """A conversation in turns: each reads only what is new, and is what plain decoding of the whole text would say."""
 
+import copy
 from functools import wraps
 from io import StringIO
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from rich.console import Console
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeGenerator
+from specdec.capability import Capability
 from specdec.chat import Chat
 from specdec.streamer import ColourStreamer
+from specdec.taps import decoder_layers
 from tests import tiny
 
 NEW = 6
@@ -101,6 +105,50 @@ def test_a_turn_that_failed_never_was(spec, chat_tokenizer):
     assert chat.messages == before
     chat.say("no", streamer(chat_tokenizer))
     assert chat.messages[-1]["content"] == alone(spec, chat_tokenizer, chat.messages[:-1])
+
+
+def test_a_turn_that_cannot_be_encoded_never_was(chat_tokenizer):
+    spec = SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=3)
+    chat = chat_of(spec, chat_tokenizer)
+    chat.say("abcabc", streamer(chat_tokenizer))
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match=r"the text holds '\\udc80' at position 4, .*: leave it out"):
+        chat.say("bad \udc80", streamer(chat_tokenizer))
+    template = chat_tokenizer.chat_template
+    chat_tokenizer.chat_template = "{{ raise_exception('no such turn') }}"
+    with pytest.raises(TemplateError, match="no such turn"):
+        chat.say("bad", streamer(chat_tokenizer))
+    chat_tokenizer.chat_template = template
+    assert chat.messages == before
+    chat.say("no", streamer(chat_tokenizer))
+    assert chat.messages[-1]["content"] == alone(spec, chat_tokenizer, chat.messages[:-1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5", "mamba2"])
+@pytest.mark.parametrize("way", ["speculated", "plain"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_interrupted_within_a_pass_each_layer_is_cut_to_the_same_text(name, way, layer, chat_tokenizer, monkeypatch):
+    """In plain decoding the layers before it have seen a token that the others have not."""
+    spec = SpeculativeGenerator(copy.deepcopy(tiny.model(name)), "ngram", draft_length=3)
+    assert spec.capability.trees
+    if way == "plain":
+        monkeypatch.setattr(SpeculativeGenerator, "capability", Capability(None, "for the test"))
+    chat = chat_of(spec, chat_tokenizer)
+    chat.say("abcabc", streamer(chat_tokenizer))
+    passes = []
+
+    def stop(module, arguments):
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+
+    stopping = decoder_layers(spec.model)[layer].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        chat.say("xyx", streamer(chat_tokenizer))
+    stopping.remove()
+    for said in ("no", "yes"):
+        chat.say(said, streamer(chat_tokenizer))
+        assert chat.messages[-1]["content"] == alone(spec, chat_tokenizer, chat.messages[:-1])
 
 
 def test_without_a_chat_template_it_says_so(spec):

@@ -227,6 +227,29 @@ def test_a_conversation(tmp_path, chat_tokenizer):
     assert "2 (0)" in result.stdout  # calls, as plain decoding: of the report at the end
 
 
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
+def test_a_line_that_is_no_text_ends_no_conversation(errors, tmp_path, chat_tokenizer, monkeypatch):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    lines = iter([b"abc", b"\xff", b"no"])
+
+    def typed(console, prompt):
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line.decode(errors=errors)
+
+    monkeypatch.setattr("rich.console.Console.input", typed)
+    result = CliRunner().invoke(
+        app, ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("5 tokens in ") == 2
+    assert (
+        result.stderr.count("error: the text holds" if errors == "surrogateescape" else "bytes that are no text") == 1
+    )
+
+
 def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
     tiny.model("llama").save_pretrained(tmp_path)
     untuned = copy.deepcopy(chat_tokenizer)

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
@@ -14,6 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from specdec import (
     DraftModelProposer,
     DynamicTree,
+    EarlyExitProposer,
     HybridProposer,
     SpeculativeGenerator,
     TranslatedDraftProposer,
@@ -56,6 +58,74 @@ def test_a_view_shares_the_weights_and_leaves_the_model_alone(llama):
     assert all(type(module) is not Int8Linear for module in llama.modules())
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     torch.testing.assert_close(view(ids).logits, llama(ids).logits[..., :7])
+
+
+def dropping():
+    """The target's weights, with so much dropout in train mode that hardly a draft is right."""
+    return copy.deepcopy(tiny.model("llama", attention_dropout=0.5)).train()
+
+
+def with_hooks(model):
+    return dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def with_a_compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    return model
+
+
+def partly_in_eval_mode(model):
+    model.training = False
+    return model
+
+
+IN_TRAIN_MODE = {
+    "as it is": lambda model: model,
+    "in part": partly_in_eval_mode,
+    "with hooks": with_hooks,
+    "compiled forward": with_a_compiled_forward,
+}
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 1, 5)], ids=["single", "ragged"])
+@pytest.mark.parametrize("kind", IN_TRAIN_MODE)
+@pytest.mark.parametrize("asked", ["made for it", "by the call"])
+def test_a_draft_model_in_train_mode_drafts_without_dropout(asked, kind, lengths):
+    """It draws none of the call's random numbers, and stays in the mode that it was in."""
+    target, inputs, draft = tiny.model("llama"), tiny.prompts(*lengths), IN_TRAIN_MODE[kind](dropping())
+    modes = [module.training for module in draft.modules()]
+    spec = SpeculativeGenerator(target, draft if asked == "made for it" else "ngram", draft_length=3)
+    more = {} if asked == "made for it" else {"assistant_model": draft}
+    for arguments in ({"do_sample": False}, {"do_sample": True}):
+        torch.manual_seed(1)
+        plain = target.generate(**inputs, **arguments, max_new_tokens=16).tolist()
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        assert spec.generate(**inputs, **arguments, **more, max_new_tokens=16).tolist() == plain
+        assert torch.equal(torch.get_rng_state(), state)
+        assert spec.last_report.num_accepted_tokens == spec.last_report.num_draft_tokens > 9
+    assert [module.training for module in draft.modules()] == modes
+
+
+def test_a_draft_of_another_class_in_train_mode_is_tried_out_as_it_drafts():
+    target, draft = tiny.model("llama"), copy.deepcopy(tiny.model("qwen3", attention_dropout=0.5)).train()
+    spec = SpeculativeGenerator(target, draft, draft_length=3)
+    inputs = tiny.prompts(9, 4)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=8).tolist()
+    assert spec.generate(**inputs, do_sample=False, max_new_tokens=8).tolist() == plain
+    assert spec.report.num_draft_tokens > 0
+
+
+def test_a_target_in_train_mode_drafts_for_itself():
+    """Without dropout it is the same in either mode, and it stays in its own."""
+    target, inputs = copy.deepcopy(tiny.model("llama")).train(), tiny.prompts(9, 4)
+    plain = target.generate(**inputs, do_sample=False, max_new_tokens=12).tolist()
+    for proposer in (target, EarlyExitProposer(1)):
+        spec = SpeculativeGenerator(target, proposer, draft_length=3)
+        assert spec.generate(**inputs, do_sample=False, max_new_tokens=12).tolist() == plain
+        assert spec.report.num_plain_calls == 0
+        assert spec.report.num_accepted_tokens > 0
+        assert all(module.training for module in target.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

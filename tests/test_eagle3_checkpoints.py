@@ -10,6 +10,8 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
@@ -242,6 +244,117 @@ def test_speculators_that_counts_outputs(tmp_path):
     config["eagle_aux_hidden_state_layer_ids"] = [1, 46, 90]
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load(tmp_path).config.taps(94) == default_taps(94) == (2, 47, 91)
+
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [3.0, 4.0, 5.0, 6.0]}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
+# What configs say of their RoPE, and what transformers takes for the same.
+ROPES = {
+    "silent": ({"rope_theta": 500.0}, {"rope_type": "default"}),
+    "null": ({"rope_theta": 500.0, "rope_scaling": None, "rope_parameters": None}, {"rope_type": "default"}),
+    "Qwen2.5-VL": (
+        {"rope_theta": 500.0, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}},
+        {"rope_type": "default"},
+    ),
+    "Qwen3-VL": (
+        {
+            "rope_theta": 500.0,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2], "mrope_interleaved": True},
+        },
+        {"rope_type": "default"},
+    ),
+    "saved again": (
+        {"rope_parameters": {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 500.0}},
+        {"rope_type": "default"},
+    ),
+    "linear": ({"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2}}, {"rope_type": "linear"}),
+    "dynamic": (
+        {"rope_theta": 500.0, "rope_scaling": {"rope_type": "dynamic", "type": "dynamic", "factor": 2.0}},
+        {"rope_type": "dynamic"},
+    ),
+    "llama3": ({"rope_theta": 500.0, "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, {"rope_type": "llama3"}),
+    "yarn": ({"rope_theta": 500.0, "rope_scaling": {"type": "yarn"} | YARN}, {"rope_type": "yarn"}),
+    "yarn of a picture model": (
+        {"rope_theta": 500.0, "rope_scaling": {"type": "yarn", "mrope_section": [1, 1, 2]} | YARN},
+        {"rope_type": "yarn"},
+    ),
+    "yarn by its lengths": (
+        {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 500.0, "factor": None, "mscale": None}},
+        {"rope_type": "yarn"} | YARN,
+    ),
+    "longrope": (
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0, "factor": 4.0} | FACTORS},
+        {"rope_type": "longrope"},
+    ),
+    "Phi-3": (
+        {"rope_theta": 500.0, "rope_scaling": {"type": "su"} | FACTORS, "original_max_position_embeddings": 512},
+        {"rope_type": "longrope", "original_max_position_embeddings": 512},
+    ),
+    "proportional": (
+        {"rope_parameters": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5}},
+        {"rope_type": "proportional"},
+    ),
+    "HunYuan": (
+        {"rope_theta": 20.0, "rope_scaling": {"type": "dynamic", "alpha": 25.0 ** (6 / 8), "factor": 1.0}},
+        {"rope_type": "default"},
+    ),
+    "by layers": (
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+            "layer_types": ["full_attention"],
+        },
+        {"rope_type": "linear", "factor": 2.0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_every_type_of_rope(name, tmp_path):
+    said, meant = ROPES[name]
+    written(tmp_path, midlayer(eagle3.head()), LLAMA | said)
+    head = load(tmp_path)
+    given = {**(said.get("rope_scaling") or {}), **(said.get("rope_parameters") or {}), **meant, "rope_theta": 500.0}
+    if meant["rope_type"] == "default":
+        given = {"rope_type": "default", "rope_theta": 500.0}
+    theirs = LlamaRotaryEmbedding(LlamaConfig(**LLAMA | {"rope_parameters": given}))
+    x = torch.zeros(1, 3, 32)
+    for positions in (torch.tensor([[0, 1, 400]]), torch.tensor([[3, 700, 3000]])):  # beyond 2048, too
+        for ours, right in zip(head.rotation(x, positions), theirs(x, positions), strict=True):
+            assert torch.allclose(ours, right, atol=1e-6)
+    assert fields(tmp_path)["rope"].source == "config"
+    save(head, tmp_path / "again")
+    assert same(load(tmp_path / "again"), head)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rope_scaling": {"type": "xdrope"}}, "type 'xdrope', known are default, .*mrope"),
+        ({"rope_scaling": {"type": "linear"}}, "type 'linear' lacks factor: add it to rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of RoPE must be a number"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "lacks short_factor"),
+        ({"rope_scaling": {"type": "su"} | FACTORS | {"long_factor": [1.0]}}, "long_factor of RoPE has 1 numbers .* 4"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, it is 'yarn'"),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1e6},
+                    "sliding_attention": {"rope_theta": 1e4},
+                }
+            },
+            "different rotations",
+        ),
+    ],
+)
+def test_rope_that_is_not_known_names_its_field(said, message, tmp_path):
+    written(tmp_path, midlayer(eagle3.head()), LLAMA | said)
+    with pytest.raises(ValueError, match=f"config.json: .*{message}"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["midlayer.", "layers.0."])

@@ -1,5 +1,7 @@
 """Encoder-decoder targets: texts, sound and pictures in, drafts for the decoder."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -79,6 +81,20 @@ def test_draft_models_read_the_input_too(name, rows):
     given = spec.generate(**inputs, **GREEDY, assistant_model=alike)
     assert given.tolist() == model.generate(**inputs, **GREEDY).tolist()
     assert spec.last_report.num_drafts_by["DraftModelProposer"] > 0
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_a_draft_model_in_train_mode_reads_the_input_without_dropout(name):
+    model, inputs, draft = encoded.model(name), encoded.inputs(name, 3), copy.deepcopy(encoded.model(name)).train()
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, **GREEDY)
+    state = torch.get_rng_state()
+    spec = SpeculativeGenerator(model, draft, draft_length=4, on_unsupported="error")
+    torch.manual_seed(1)
+    assert spec.generate(**inputs, **GREEDY).tolist() == plain.tolist()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert spec.report.draft_acceptance_rate > 0.9
+    assert draft.training
 
 
 def test_a_draft_model_without_the_input():

@@ -1,22 +1,39 @@
 """Every argument of `generate()`: the same sequences, side outputs, streams and errors as plain `generate()`."""
 
 import copy
+import functools
+import gc
+import inspect
+import itertools
 import pickle
 import threading
+import types
+import weakref
 from typing import get_args
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteriaList,
     TextIteratorStreamer,
     pipeline,
 )
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria, StopStringCriteria
 
-from specdec import DraftModelProposer, DraftTree, NgramProposer, Proposer, SpeculativeGenerator, Unsupported
+from specdec import (
+    DraftModelProposer,
+    DraftTree,
+    Eagle3Proposer,
+    NgramProposer,
+    Proposer,
+    SpeculativeGenerator,
+    Unsupported,
+)
 from specdec.choices import HeadLayout
 from specdec.compat import CACHE, cache_in
 from specdec.eagle3 import save
@@ -368,6 +385,123 @@ def test_stop_strings_in_the_models_generation_config(llama, inputs, tokenizer, 
         llama.generation_config = before
 
 
+ABSENT = object()
+
+
+def with_bytes():
+    """A tokenizer under which even an empty stop string is one: it ends the text at once."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: tiny.VOCAB]
+    inner = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def outcome(generate, **arguments):
+    """What it wrote, or the kind of its error."""
+    try:
+        return generate(**arguments).tolist()
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.parametrize("argument", [ABSENT, None, "", [], "written"], ids=["absent", "None", "empty", "[]", "text"])
+def test_stop_strings_take_precedence_as_in_plain_decoding(argument, single):
+    """The argument's, even None, before the config's, before the model's; an empty string is one."""
+    model, tokenizer = copy.deepcopy(tiny.model("llama")), with_bytes()
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+    written = tokenizer.decode(model.generate(**single, do_sample=False, max_new_tokens=16)[0, -16:])
+    assert len(written) == 16
+    if argument == "written":
+        argument = [written[2:5]]
+    for in_config, in_model in itertools.product([ABSENT, None, "", [written[5:8]]], [None, "", written[8:11]]):
+        for given in ({}, {"tokenizer": tokenizer}):
+            model.generation_config.stop_strings = in_model
+            arguments = {**single, **given, "do_sample": False, "max_new_tokens": 16}
+            if argument is not ABSENT:
+                arguments["stop_strings"] = argument
+            if in_config is not ABSENT:
+                arguments["generation_config"] = GenerationConfig(pad_token_id=0, stop_strings=in_config)
+            assert outcome(spec.generate, **arguments) == outcome(model.generate, **arguments)
+
+
+def test_a_criterion_for_stop_strings_takes_precedence(spec, inputs, tokenizer, stop):
+    def arguments():
+        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, "never written")])
+        return {**inputs, "stop_strings": stop, "tokenizer": tokenizer, "stopping_criteria": criteria}
+
+    assert same(spec, arguments).shape[1] == inputs["input_ids"].shape[1] + NEW
+
+
+# Whether a setting was given, and not whether it is true
+
+
+class Silent(Recorder):
+    def __len__(self):
+        return 0
+
+
+EMPTY = {
+    "streamer of length 0": lambda: {"streamer": Silent()},
+    "no criteria": lambda: {"stopping_criteria": StoppingCriteriaList()},
+    "no processors": lambda: {"logits_processor": LogitsProcessorList()},
+    "custom_generate": lambda: {"custom_generate": None},
+    "assistant_model": lambda: {"assistant_model": None},
+    "prompt_lookup_num_tokens": lambda: {"prompt_lookup_num_tokens": None},
+    "eos_token_id 0": lambda: {"eos_token_id": 0},
+    "temperature 0": lambda: {"temperature": 0.0, "do_sample": False},
+    "num_beam_groups 0": lambda: {"num_beam_groups": 0},
+    "penalty_alpha 0": lambda: {"penalty_alpha": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_empty_values(spec, inputs, name):
+    same(spec, lambda: {**inputs, **EMPTY[name]()})
+
+
+@pytest.mark.parametrize("place", ["argument", "config", "model"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_lookup_num_tokens", 0),
+        ("prefill_chunk_size", 0),
+        ("num_beams", 0),
+        ("dola_layers", ""),
+        ("constraints", []),
+        ("force_words_ids", []),
+    ],
+)
+def test_empty_values_that_plain_decoding_refuses(single, name, value, place):
+    model = copy.deepcopy(tiny.model("llama"))
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+    arguments = {**single, "max_new_tokens": 4}
+    if place == "argument":
+        arguments[name] = value
+    else:
+        config = GenerationConfig(pad_token_id=0) if place == "config" else model.generation_config
+        setattr(config, name, value)
+        arguments |= {"generation_config": config} if place == "config" else {}
+    expected = outcome(model.generate, **arguments)
+    assert issubclass(expected, Exception)
+    with tiny.specdec_warnings():
+        assert outcome(spec.generate, **arguments) == expected
+
+
+def test_prompt_lookup_of_no_tokens(spec, single):
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be at least 1, got 0: None switches it off"):
+        spec.generate(**single, prompt_lookup_num_tokens=0)
+
+
+def test_none_as_an_argument_overrides_the_models_setting(single):
+    """None as an argument is a value."""
+    model = copy.deepcopy(tiny.model("llama"))
+    model.generation_config.token_healing = True  # which needs a tokenizer
+    spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
+    expected = model.generate(**single, do_sample=False, max_new_tokens=4, token_healing=None)
+    ours = spec.generate(**single, do_sample=False, max_new_tokens=4, token_healing=None)
+    assert ours.tolist() == expected.tolist()
+
+
 # transformers' own ways in
 
 
@@ -383,8 +517,9 @@ def test_custom_generate(spec, inputs, ends):
 
 def test_stop_strings_through_custom_generate_say_what_to_do(spec, inputs, tokenizer):
     """transformers keeps the tokenizer to itself."""
-    with pytest.raises(ValueError, match=r"call SpeculativeGenerator.generate\(.* or pass stopping_criteria="):
-        spec.model.generate(**inputs, stop_strings=["x"], tokenizer=tokenizer, custom_generate=spec)
+    for stop in (["x"], ""):
+        with pytest.raises(ValueError, match=r"call SpeculativeGenerator.generate\(.* or pass stopping_criteria="):
+            spec.model.generate(**inputs, stop_strings=stop, tokenizer=tokenizer, custom_generate=spec)
 
 
 def test_decoding_modes_that_moved_are_named_to_those_who_call_the_hook(spec, single):
@@ -424,6 +559,114 @@ def test_a_copy_of_the_model_generates_by_itself(spec, single):
         copied.lm_head.weight.neg_()
     assert copied.generate(**arguments).tolist() != expected
     assert spec.report.num_calls == 0
+
+
+def calls(specs, model, inputs):
+    """How many calls of `model.generate` each of these generators answered so far, after one more."""
+    model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    return [spec.report.num_calls for spec in specs]
+
+
+@pytest.mark.parametrize("left", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)], ids=str)
+def test_contexts_that_overlap(single, left):
+    """Entered and left in any order, as those of several threads are: the newest answers, the last one tidies up."""
+    model = copy.deepcopy(tiny.model("llama"))
+    specs = [SpeculativeGenerator(model, "ngram") for _ in range(2)]
+    contexts = [spec.installed() for spec in (*specs, specs[0])]
+    inside, expected = [], [0, 0]
+    for place, context in enumerate(contexts):
+        context.__enter__()
+        inside.append(place)
+    for place in left:
+        expected[(0, 1, 0)[max(inside)]] += 1
+        assert calls(specs, model, single) == expected
+        contexts[place].__exit__(None, None, None)
+        inside.remove(place)
+    assert calls(specs, model, single) == expected
+    assert "generate" not in vars(model)
+
+
+def test_what_the_model_had_comes_back():
+    """An attribute of its own, as transformers gives models whose repository has a `generate`."""
+    model = copy.deepcopy(tiny.model("llama"))
+    own = model.generate = functools.partial(type(model).generate, model, top_k=7)
+    first, second = (SpeculativeGenerator(model, "ngram").installed() for _ in range(2))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert model.generate is not own
+    second.__exit__(None, None, None)
+    assert model.generate is own
+
+
+def test_what_others_put_there_meanwhile_stays(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    specs = [SpeculativeGenerator(model, "ngram") for _ in range(2)]
+    first, second = (spec.installed() for spec in specs)
+    first.__enter__()
+    ours, seen = model.generate, []
+
+    @functools.wraps(ours)
+    def theirs(*args, **kwargs):
+        seen.append(kwargs)
+        return ours(*args, **kwargs)
+
+    model.generate = theirs
+    assert calls(specs, model, single) == [1, 0]
+    second.__enter__()
+    assert calls(specs, model, single) == [1, 1]
+    first.__exit__(None, None, None)
+    assert calls(specs, model, single) == [1, 2]
+    second.__exit__(None, None, None)
+    assert model.generate is theirs
+    assert calls(specs, model, single) == [1, 2]
+    assert len(seen) == 2
+
+
+def test_an_installed_generator_is_a_method(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    before, spec = model.generate, SpeculativeGenerator(model, "ngram")
+    arguments = {**single, "max_new_tokens": NEW, "do_sample": False}
+    expected = model.generate(**arguments).tolist()
+    with spec.installed():
+        method = model.generate
+        assert inspect.ismethod(method)
+        assert method.__self__ is model
+        assert method == model.generate
+        assert inspect.signature(method) == inspect.signature(before)
+        assert inspect.unwrap(method) is inspect.unwrap(before)
+        for name in ("__name__", "__qualname__", "__module__", "__doc__", "__annotations__"):
+            assert getattr(method, name) == getattr(before, name)
+        assert types.MethodType(method.__func__, model)(**arguments).tolist() == expected
+        assert (
+            functools.wraps(method)(lambda *args, **kwargs: method(*args, **kwargs))(**arguments).tolist() == expected
+        )
+        assert spec.report.num_calls == 2
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(method).__self__]
+        copies.append(pickle.loads(pickle.dumps(method)).__self__)
+        other = types.MethodType(method.__func__, copies[0])
+    for copied in copies:
+        assert copied is not model
+        assert inspect.ismethod(copied.generate)
+        assert copied.generate.__self__ is copied
+        assert copied.generate(**arguments).tolist() == expected
+    assert other(**arguments).tolist() == expected
+    assert spec.report.num_calls == 2
+    assert method(**arguments).tolist() == expected  # kept beyond the context: the model's own again
+    assert spec.report.num_calls == 2
+
+
+def test_a_copy_made_meanwhile_keeps_no_model(single):
+    model = copy.deepcopy(tiny.model("llama"))
+    spec = SpeculativeGenerator(model, "ngram")
+    with spec.installed():
+        copied = copy.deepcopy(model)
+    with SpeculativeGenerator(copied, "ngram").installed():
+        copied.generate(**single, max_new_tokens=2, do_sample=False)
+    gone = weakref.ref(model)
+    del model, spec
+    gc.collect()
+    assert gone() is None
 
 
 def test_pipeline(spec, tokenizer):
@@ -584,6 +827,27 @@ def test_an_assistant_of_another_tokenizer_is_named_and_ignored(spec, single, mo
     assert len(messages) == 1
     assert "assistant_model is ignored" in messages[0]
     assert "they don't share a tokenizer" in messages[0]
+
+
+def test_an_assistant_that_did_not_fit_and_was_mended(spec, single, models):
+    other = copy.deepcopy(models("llama", vocab_size=tiny.VOCAB * 200))
+    arguments = {**single, "do_sample": False, "max_new_tokens": NEW, "assistant_model": other}
+    expected = spec.model.generate(**single, do_sample=False, max_new_tokens=NEW)
+    with tiny.specdec_warnings() as messages:
+        spec.generate(**arguments)
+    assert "assistant_model is ignored" in messages[0]
+    other.resize_token_embeddings(tiny.VOCAB)
+    assert spec.generate(**arguments).tolist() == expected.tolist()
+    assert set(spec.last_report.num_drafts_by) == {"DraftModelProposer"}
+
+
+def test_a_target_that_loses_tokens_is_compared_with_its_head_again(llama, single):
+    target = copy.deepcopy(llama)
+    spec = SpeculativeGenerator(target, Eagle3Proposer(eagle3.head()), draft_length=3)
+    spec.generate(**single, max_new_tokens=4)
+    target.resize_token_embeddings(tiny.VOCAB - 4)
+    with pytest.raises(ValueError, match=f"beyond the target's vocabulary of {tiny.VOCAB - 4}"):
+        spec.generate(**single, max_new_tokens=4)
 
 
 def test_an_early_exit_that_cannot_be_is_named_and_ignored(spec, single):

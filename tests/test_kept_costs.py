@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -132,12 +133,19 @@ def test_a_folder_that_cannot_be_written_is_no_matter(llama, tmp_path, monkeypat
     assert kept.read()[0].seen() == NOTHING
 
 
-def test_what_fails_half_way_leaves_nothing(llama, folder, monkeypatch):
-    def refuse(old, new):
-        raise OSError("no space left")
+@pytest.mark.parametrize("step", [(os, "replace"), (json, "dumps")], ids=["replaced", "written"])
+@pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["no space", "interrupted"])
+def test_what_fails_half_way_leaves_nothing(llama, folder, step, error, monkeypatch):
+    kept, done = KeptCosts(llama, 1), step[0].__dict__[step[1]]
 
-    monkeypatch.setattr(os, "replace", refuse)
-    KeptCosts(llama, 1).keep(passes(), DraftCost())
+    def refuse(*args, indent=None):
+        if step[0] is os or indent:  # what is written, not what names the file
+            raise error
+        return done(*args)
+
+    monkeypatch.setattr(*step, refuse)
+    with pytest.raises(KeyboardInterrupt) if isinstance(error, KeyboardInterrupt) else nullcontext():
+        kept.keep(passes(), DraftCost())
     assert list(folder.iterdir()) == []
 
 

@@ -73,6 +73,34 @@ def test_every_family_has_its_layers(target, family):
     assert spec.report.num_draft_tokens
 
 
+def test_layers_in_train_mode_draft_without_dropout(tmp_path):
+    model, inputs = mtp.target("glm4_moe", tmp_path, attention_dropout=0.5), tiny.prompts(11, 4, vocab=mtp.VOCAB)
+    head, reports = load(model), []
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, do_sample=False, max_new_tokens=20)
+    state = torch.get_rng_state()
+    for mode in (False, True):
+        head.layers[0].train(mode)
+        spec = SpeculativeGenerator(model, MtpProposer(head), draft_length=3, on_unsupported="error")
+        torch.manual_seed(1)
+        assert spec.generate(**inputs, do_sample=False, max_new_tokens=20).tolist() == plain.tolist()
+        assert torch.equal(torch.get_rng_state(), state)
+        assert head.layers[0].block.training == mode
+        reports.append(spec.report.num_accepted_tokens_per_pos)
+    assert reports[0] == reports[1]
+
+
+def test_a_target_that_is_trained_stays_so(tmp_path):
+    """Its embedding and LM head are the layers', too."""
+    model = mtp.target("glm4_moe", tmp_path).train()
+    head = load(model)
+    spec = SpeculativeGenerator(model, MtpProposer(head), draft_length=3)
+    spec.generate(**tiny.prompts(9, vocab=mtp.VOCAB), do_sample=False, max_new_tokens=4)
+    assert all(module.training for module in model.modules())
+    assert all(weight.requires_grad for weight in model.parameters() if weight.is_floating_point())
+    assert not any(weight.requires_grad for layer in head.layers for weight in layer.parameters())
+
+
 class Recorded(MtpProposer):
     """Keeps each draft beside the text that it was made for."""
 

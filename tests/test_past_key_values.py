@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.cache import SpeculativeCache
 from specdec.compat import CACHE, cache_in
 from specdec.slots import Slots
 from tests import eagle3, tiny
@@ -212,6 +213,27 @@ def test_a_call_that_fails_leaves_the_cache_usable():
         assert cache.get_seq_length() == (7 if name == "llama" else 0)
         again = spec.generate(**inputs, **{CACHE: cache}, max_new_tokens=9, do_sample=False)
         assert again.tolist() == plain
+
+
+def test_a_call_that_fails_as_it_takes_the_cache_over_leaves_it_usable(monkeypatch):
+    target, inputs = named("llama"), tiny.prompts(12)
+    arguments = {**inputs, "max_new_tokens": 9, "do_sample": False}
+    plain = target.generate(**arguments).tolist()
+    cache = DynamicCache(config=target.config)
+    target(inputs["input_ids"][:, :7], **{CACHE: cache})
+    spec, put = SpeculativeGenerator(target, "ngram", draft_length=4, on_unsupported="error"), SpeculativeCache.put
+
+    def out_of_memory(self, layer, *args):
+        if layer == 1:
+            raise MemoryError
+        put(self, layer, *args)
+
+    monkeypatch.setattr(SpeculativeCache, "put", out_of_memory)
+    with pytest.raises(MemoryError):
+        spec.generate(**arguments, **{CACHE: cache})
+    monkeypatch.undo()
+    assert [layer.get_seq_length() for layer in cache.layers] == [7, 7]
+    assert spec.generate(**arguments, **{CACHE: cache}).tolist() == plain
 
 
 def test_caches_that_cannot_be_continued_say_what_to_do():

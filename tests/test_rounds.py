@@ -97,11 +97,24 @@ def test_only_calls_within_the_context_are_watched():
     count = len(rounds)
     spec.generate(**tiny.prompts(9), max_new_tokens=5, do_sample=False)
     assert len(rounds) == count > 0
-    with spec.watch() as outer:
-        with spec.watch() as inner:
-            spec.generate(**tiny.prompts(9), max_new_tokens=5, do_sample=False)
-        assert inner
-        assert outer == []
+
+
+def test_contexts_that_overlap():
+    """Each has the rounds of the calls that begin within it, in whatever order they end."""
+    spec, counts = SpeculativeGenerator(tiny.model("llama"), tiny.Garbage(), draft_length=4), []
+    contexts = [spec.watch() for _ in range(3)]
+    kept = [context.__enter__() for context in contexts[:2]]
+    for context in (*contexts[:2], None):
+        spec.generate(**tiny.prompts(9), max_new_tokens=5, do_sample=False)
+        counts.append([len(rounds) for rounds in kept])
+        if context is not None:
+            context.__exit__(None, None, None)
+    n = counts[0][0]
+    assert n > 0
+    assert counts == [[n, n], [n, 2 * n], [n, 2 * n]]
+    with contexts[2] as alone:
+        spec.generate(**tiny.prompts(9), max_new_tokens=5, do_sample=False)
+    assert len(alone) == n
 
 
 def test_a_round_in_words():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import StoppingCriteriaList
 
 from specdec import (
     BlockProposer,
@@ -11,12 +12,15 @@ from specdec import (
     EarlyExitProposer,
     HybridProposer,
     HydraProposer,
+    Lenient,
     NgramProposer,
     SpeculativeGenerator,
     SuffixProposer,
 )
+from specdec.choices import COUPLED
 from specdec.noise import Noise, noise_of_call
-from tests import blocks, eagle3, tiny
+from specdec.transcript import Transcript
+from tests import blocks, eagle3, encoded, tiny
 
 NEW = 12
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -143,6 +147,177 @@ def test_scores_that_cannot_be_sampled_raise_as_in_plain_decoding(value):
             with_seed(0, generate, **tiny.prompts(8), logits_processor=[Broken()])
         said.append(str(error.value))
     assert said[0] == said[1]
+
+
+# Calls that are broken off
+
+
+class Breaks:
+    """A streamer, a criterion or a processor that raises: what was streamed before is in `puts`."""
+
+    def __init__(self, error, put=None, criterion=None, at_end=False):
+        self.error, self.put_no, self.width, self.at_end, self.puts = error, put, criterion, at_end, []
+
+    def put(self, value):
+        if len(self.puts) + 1 == self.put_no:
+            raise self.error
+        self.puts.append(value.tolist())
+
+    def end(self):
+        if self.at_end:
+            raise self.error
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] == self.width:
+            raise self.error
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+BREAKS = {f"put {k}": {"put": k} for k in (1, 2, 3, 6, 9)} | {"end": {"at_end": True}}
+BREAKS |= {f"criterion {k}": {"criterion": k} for k in (1, 2, 3, 6)}  # new tokens
+
+
+def broken_off(generate, seed, error, breaks, width, **kwargs):
+    """Where a call that raises leaves the generator, and what it streamed until then."""
+    if "criterion" in breaks:
+        breaks = {"criterion": width + breaks["criterion"]}
+    spoils = Breaks(error, **breaks)
+    if "criterion" in breaks:
+        kwargs["stopping_criteria"] = StoppingCriteriaList([spoils])
+    with pytest.raises(type(error), match="enough"):
+        with_seed(seed, generate, streamer=spoils, **kwargs)
+    return spoils.puts, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt("enough")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("rule", [COUPLED, Lenient(0.0)], ids=["coupled", "lenient"])
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
+@pytest.mark.parametrize("proposer", ["itself", "fixed tree", "garbage"])
+def test_a_call_that_is_broken_off_leaves_the_generator_where_plain_decoding_does(proposer, lengths, rule, error):
+    model, inputs = tiny.model("llama"), tiny.prompts(*lengths)
+    drafts = PROPOSERS[proposer](model, "llama")
+    spec = SpeculativeGenerator(model, drafts, draft_length=4, rule=rule, on_unsupported="error")
+    for breaks in BREAKS.values():
+        made = [broken_off(g.generate, 1, error, breaks, max(lengths), **inputs) for g in (model, spec)]
+        assert made[0] == made[1]
+    assert spec.report.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_encoder_decoder_call_that_is_broken_off(rows):
+    model = encoded.model("bart")
+    inputs = encoded.inputs("bart", rows) | {"min_new_tokens": NEW}
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4)
+    for breaks in BREAKS.values():
+        made = [broken_off(g.generate, 1, RuntimeError("enough"), breaks, 1, **inputs) for g in (model, spec)]
+        assert made[0] == made[1]
+    assert spec.report.num_accepted_tokens > 0
+
+
+def outcome(generate, seed=1, **kwargs):
+    """What a call wrote or raised, what it streamed until then, and where it leaves the generator."""
+    streamer = Breaks(None)
+    torch.manual_seed(seed)
+    try:
+        wrote = generate(max_new_tokens=NEW, streamer=streamer, **kwargs).tolist()
+    except Exception as error:
+        wrote = type(error), str(error)
+    return wrote, streamer.puts, torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("proposer", ["itself", "fixed tree", "draft tree", "medusa", "garbage"])
+def test_a_processor_that_raises(proposer, do_sample):
+    """In one row, at a length: a round that is there already ends before it, and rows that are ahead wait."""
+    model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]
+    spec = SpeculativeGenerator(model, PROPOSERS[proposer](model, "llama"), draft_length=4, on_unsupported="error")
+    raised = 0
+    for lengths, eos in (((7,), None), ((7, 4, 9), None), ((7, 4, 9), ends)):
+        inputs, width = tiny.prompts(*lengths), max(lengths)
+        for row in range(len(lengths)):
+            for after in (0, 2, 5):
+
+                def allowed(b, ids, row=row, length=width + after, eos=eos, width=width):
+                    over = eos is not None and any(token in eos for token in ids[width:].tolist())
+                    if b == row and len(ids) >= length and not over:
+                        raise RuntimeError(f"no tokens for row {b} of {len(ids)}")
+                    return list(range(1, tiny.VOCAB))
+
+                arguments = {**inputs, "do_sample": do_sample, "prefix_allowed_tokens_fn": allowed, "eos_token_id": eos}
+                expected = outcome(model.generate, **arguments)
+                assert outcome(spec.generate, **arguments) == expected
+                raised += expected[0][0] is RuntimeError
+    assert raised > 12
+    if proposer in ("itself", "fixed tree"):
+        assert spec.report.num_accepted_tokens > 20
+
+
+@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
+def test_scores_that_break_in_one_row(lengths):
+    class Broken:
+        stateless = True
+
+        def __init__(self, row, length):
+            self.row, self.length = row, length
+
+        def __call__(self, ids, scores):
+            if ids.shape[1] >= self.length:
+                scores[self.row, 3] = float("nan")
+            return scores
+
+    model, inputs = tiny.model("llama"), tiny.prompts(*lengths)
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4, on_unsupported="error")
+    for row in range(len(lengths)):
+        for after in (0, 2, 5):
+            arguments = {**inputs, "do_sample": True, "logits_processor": [Broken(row, max(lengths) + after)]}
+            expected = outcome(model.generate, **arguments)
+            assert expected[0][0] is RuntimeError
+            assert outcome(spec.generate, **arguments) == expected
+
+
+@pytest.mark.parametrize("proposer", ["head", "medusa", "hydra", "block"])
+def test_a_row_that_waits_for_one_that_ends(proposer):
+    """Then it is alone in the next round, and has gained nothing in the last one for a head to read."""
+    model, inputs, ends = tiny.model("llama"), tiny.prompts(9, 5), [5, 9, 11, 17, 23, 44]
+    spec = SpeculativeGenerator(model, PROPOSERS[proposer](model, "llama"), draft_length=4, on_unsupported="error")
+    for after in (3, 4, 7):
+
+        def allowed(b, ids, length=9 + after):
+            if b == 0 and len(ids) >= length and not any(token in ends for token in ids[9:].tolist()):
+                raise RuntimeError("no tokens")
+            return list(range(1, tiny.VOCAB))
+
+        arguments = {**inputs, "do_sample": True, "prefix_allowed_tokens_fn": allowed, "eos_token_id": ends}
+        for seed in (5, 7, 10, 11):
+            expected = outcome(model.generate, seed=seed, **arguments)
+            assert outcome(spec.generate, seed=seed, **arguments) == expected
+
+
+@pytest.mark.parametrize("proposer", ["draft", "head", "medusa", "garbage"])
+def test_rows_that_waited_go_on(proposer, monkeypatch):
+    """Where a processor answers the second time: one that asks a server may."""
+    model, inputs, held = tiny.model("llama"), tiny.prompts(7, 4, 9), []
+    hold = Transcript.hold
+    monkeypatch.setattr(Transcript, "hold", lambda text, column: (held.append(column), hold(text, column)))
+
+    def allowed(b, ids):
+        if watched and b == 1 and len(ids) == 14 and not held:
+            raise RuntimeError("try again")
+        return list(range(1, tiny.VOCAB))
+
+    drafts = PROPOSERS[proposer](model, "llama")
+    spec = SpeculativeGenerator(model, drafts, draft_length=4, on_unsupported="error")
+    for seed in range(40):
+        watched = False
+        arguments = {**inputs, "do_sample": True, "prefix_allowed_tokens_fn": allowed, "seed": seed}
+        expected = outcome(model.generate, **arguments)
+        watched = True
+        held.clear()
+        found = outcome(spec.generate, **arguments)
+        if held:
+            assert found == expected
+            return
+    raise AssertionError("no row was ahead")
 
 
 # The noise itself

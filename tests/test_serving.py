@@ -1,5 +1,6 @@
 """transformers' OpenAI-compatible server with specdec inside, asked by the real `openai` client."""
 
+import copy
 import socket
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SpeculativeGenerator
-from specdec.serving import serve
+from specdec.serving import _speculating, serve
 from tests import tiny
 
 pytest.importorskip("fastapi")
@@ -74,3 +75,47 @@ def test_only_our_servers_speculate(served):
     from transformers.cli.serving import model_manager
 
     assert model_manager.ModelManager.__name__ == "ModelManager"
+
+
+def test_servers_that_overlap(monkeypatch):
+    """Each has its own generators, whichever ends first; others have transformers' class meanwhile."""
+    from transformers.cli.serving import model_manager
+
+    plain, made = model_manager.ModelManager, {"one": [], "other": []}
+    monkeypatch.setattr(plain, "_load_model", lambda self: copy.deepcopy(tiny.model("llama")))
+
+    def speculating(name):
+        def generator_of(model):
+            made[name].append(SpeculativeGenerator(model, "ngram"))
+            return made[name][-1]
+
+        return _speculating(name, generator_of)
+
+    contexts, managers = [speculating(name) for name in made], []
+    for context in contexts:
+        context.__enter__()
+        managers.append(model_manager.ModelManager())
+        assert model_manager.ModelManager is plain
+    for context in contexts:
+        context.__exit__(None, None, None)
+    assert model_manager.ModelManager is plain
+    for manager, name in zip(managers, made, strict=True):
+        model = manager._load_model()
+        model.generate(**tiny.prompts(5), max_new_tokens=2, do_sample=False)
+        assert made[name][-1].report.num_calls == 1
+    assert [len(generators) for generators in made.values()] == [1, 1]
+
+
+def test_a_server_that_cannot_be_made_leaves_nothing():
+    from transformers.cli.serving import model_manager
+
+    def fails():
+        with _speculating("one", SpeculativeGenerator):
+            assert model_manager.ModelManager is not plain
+            raise RuntimeError("no port")
+
+    plain = model_manager.ModelManager
+    for _ in range(2):  # the second waits for nobody
+        with pytest.raises(RuntimeError, match="no port"):
+            fails()
+        assert model_manager.ModelManager is plain

@@ -103,6 +103,20 @@ def test_nothing_is_left_of_what_is_forgotten():
     assert all(memory._places.values())
 
 
+def test_a_text_that_breaks_off_while_it_is_written_counts_as_far_as_it_goes():
+    def interrupted():
+        yield from (1, 2, 3)
+        raise KeyboardInterrupt
+
+    memory = TextMemory(capacity=5)
+    with pytest.raises(KeyboardInterrupt):
+        memory.write(memory.new(), interrupted())
+    assert len(memory) == sum(map(len, memory.texts())) == 3
+    for text in ([4, 5, 6], [7, 8]):
+        memory.write(memory.new(), text)
+    assert len(memory) == sum(map(len, memory.texts())) == 5
+
+
 def test_a_text_longer_than_the_capacity_is_kept_while_it_is_written():
     memory = TextMemory(capacity=0)
     assert asked(memory, [1, 2, 3, 1, 2])[0].following[0] == 3

@@ -130,6 +130,17 @@ def test_a_call_may_bring_both_tokenizers():
     assert spec.report.num_accepted_tokens == spec.report.num_draft_tokens > 9
 
 
+def test_tokenizers_that_a_later_call_brings():
+    """The assistant drafted in its own numbers until then, and was hardly ever right."""
+    target, inputs, assistant = tiny.model("llama"), tiny.prompts(9), permuted()
+    spec = SpeculativeGenerator(target, "ngram", draft_length=4)
+    spec.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=assistant)
+    assert spec.last_report.num_accepted_tokens < spec.last_report.num_draft_tokens
+    brought = {"tokenizer": TARGETS, "assistant_tokenizer": BACKWARDS}
+    spec.generate(**inputs, do_sample=False, max_new_tokens=16, assistant_model=assistant, **brought)
+    assert spec.last_report.num_accepted_tokens == spec.last_report.num_draft_tokens > 0
+
+
 def test_without_tokenizers():
     with pytest.raises(ValueError, match="no tokenizer lies beside the weights"):
         SpeculativeGenerator(tiny.model("llama"), TranslatedDraftProposer(tiny.on_host("llama", seed=1)))

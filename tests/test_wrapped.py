@@ -1,6 +1,8 @@
 """Models in PEFT's adapters, in `torch.compile`, or in both: taken as targets and as drafts, whatever they wrap."""
 
 import copy
+import inspect
+import types
 
 import pytest
 import torch
@@ -68,6 +70,34 @@ def test_the_other_ways_in(llama, single, name):
     assert spec.report.num_plain_calls == 0
 
 
+@pytest.mark.parametrize("name", ["lora", "lora and mixed", "compiled", "compiled lora"])
+def test_an_installed_generator_is_the_wrappers_method(llama, single, name):
+    target = WRAPPED[name](llama)
+    before, spec = target.generate, SpeculativeGenerator(target, "ngram", draft_length=3)
+    expected = target.generate(**single, **ARGUMENTS).tolist()
+    with spec.installed():
+        assert inspect.ismethod(target.generate)
+        assert target.generate.__self__ is before.__self__
+        assert inspect.signature(target.generate) == inspect.signature(before)
+        assert types.MethodType(target.generate.__func__, before.__self__)(**single, **ARGUMENTS).tolist() == expected
+    assert spec.report.num_calls == 1
+    assert target.generate == before
+
+
+def test_peft_updates_the_signature(llama, single):
+    """It makes a method of the one that stands there."""
+    target = WRAPPED["lora"](llama)
+    expected = target.generate(**single, **ARGUMENTS).tolist()
+    spec = SpeculativeGenerator(target, "ngram", draft_length=3)
+    with spec.installed():
+        assert "inputs" not in inspect.signature(target.generate).parameters
+        peft.helpers.update_generate_signature(target)
+        assert inspect.signature(target.generate) == inspect.signature(bare(target).generate)
+        assert target.generate(**single, **ARGUMENTS).tolist() == expected
+    assert spec.report.num_calls == 1
+    assert "generate" not in vars(target)
+
+
 @pytest.mark.parametrize("name", ["lora", "compiled", "compiled lora"])
 def test_a_wrapped_draft(llama, single, name):
     draft = WRAPPED[name](llama)
@@ -81,6 +111,18 @@ def test_an_adapter_that_is_switched_off(llama, single):
     spec = SpeculativeGenerator(target, "ngram", draft_length=3)
     with target.disable_adapter():
         assert spec.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
+
+
+def test_a_wrappers_own_generation_config(llama, single):
+    """PEFT gives it to the model inside for the time of a call."""
+    target, tokenizer = WRAPPED["lora"](llama), tiny.letters()
+    written = tokenizer.decode(target.generate(**single, **ARGUMENTS)[0, 9:])
+    target.generation_config = copy.deepcopy(target.generation_config)
+    target.generation_config.stop_strings = written[2:5]
+    spec = SpeculativeGenerator(target, "ngram", draft_length=3)
+    ours = spec.generate(**single, **ARGUMENTS, tokenizer=tokenizer)
+    assert ours.tolist() == target.generate(**single, **ARGUMENTS, tokenizer=tokenizer).tolist()
+    assert ours.shape[1] == 9 + 5
 
 
 PROMPTS = {

@@ -59,6 +59,9 @@ def chat(
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation goes on)[/dim]")
                 continue
+            except ValueError as error:  # of this turn, which the conversation does without
+                typer.secho(f"error: {error}", fg="red", err=True)
+                continue
             console.print(f"[dim]{_in_a_line(report)}[/dim]")
     except KeyboardInterrupt:  # where a question was awaited
         stopped = True
@@ -80,6 +83,9 @@ def _asked(console: Console) -> str | None:
     """A line of the user's; None when there is no more."""
     try:
         return console.input("[bold]> [/bold]").strip()
+    except UnicodeDecodeError as error:
+        typer.secho(f"error: the terminal sent bytes that are no text: {error}", fg="red", err=True)
+        return ""
     except EOFError:
         console.print()
         return None

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.eagle3.config import Eagle3Config
+from specdec.eagle3.rope import read_rope
 
 LAYER = re.compile(r"layers\.(\d+)\.")
 PARALLEL_TOKENS = 8  # drafted by a P-EAGLE head in a pass, where its config is silent: speculators' default
@@ -104,7 +105,7 @@ class ConfigReader:
             "output_bias": self._seen("output_bias", "layers.0.self_attn.o_proj.bias" in weights),
             "mlp_bias": self._seen("mlp_bias", "layers.0.mlp.gate_proj.bias" in weights),
             "qk_norm": self._seen("qk_norm", qk_norm),
-            "rope": self._rope(),
+            "rope": self._rope(head_dim),
             "max_position_embeddings": self._said_or("max_position_embeddings", self.layer, 4096),
         }
 
@@ -166,21 +167,12 @@ class ConfigReader:
             return self._vocab_size()
         raise ValueError(f"{self.folder} holds no lm_head.weight")
 
-    def _rope(self) -> dict[str, Any]:
-        """Never the target's: the head's own config, base 10000 where it is silent."""
-        given = dict(self.layer.get("rope_parameters") or {})
-        scaling = self.layer.get("rope_scaling") or {}
-        scaling = {("rope_type" if key == "type" else key): value for key, value in scaling.items()}
-        rope = {"rope_type": "default", **scaling, **given}
-        source = "config"
-        if "rope_theta" not in rope:
-            theta = self.layer.get("rope_theta")
-            source = "config" if theta is not None else "assumed"
-            rope["rope_theta"] = float(theta) if theta is not None else 10000.0
-        if "partial_rotary_factor" not in rope and self.layer.get("partial_rotary_factor") is not None:
-            rope["partial_rotary_factor"] = self.layer["partial_rotary_factor"]
-        self._note("rope", rope, source)
-        return rope
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        try:
+            rope, known = read_rope(self.layer, head_dim)
+        except ValueError as error:
+            raise ValueError(f"{self.folder}/config.json: {error}") from None
+        return self._note("rope", rope, "config" if known else "assumed")
 
     def _window(self) -> int | None:
         window = self.layer.get("sliding_window")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec.eagle3.config import LayerConfig
+from specdec.eagle3.rope import rotary_config
 
 
 class StateHead(nn.Module):
@@ -37,16 +35,3 @@ class StateHead(nn.Module):
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions (B, n) int64, in the precision of x."""
         return self._rotary[0].to(x.device)(x, positions)
-
-
-def rotary_config(config: LayerConfig) -> LlamaConfig:
-    """transformers computes the frequencies, of every kind of scaling it knows."""
-    rope: dict[str, Any] = dict(config.rope)
-    covered = int(config.head_dim * rope.pop("partial_rotary_factor", 1.0))
-    return LlamaConfig(
-        hidden_size=covered,
-        num_attention_heads=1,
-        head_dim=covered,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=rope,
-    )

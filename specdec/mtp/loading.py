@@ -37,9 +37,9 @@ def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
         NoMtpLayers: there are none there.
     """
     found = read(path or _source(target), len(decoder_layers(target)))
-    layers = [made(target, tensors, index) for index, tensors in enumerate(found)]
+    layers = [made(target, tensors, index).requires_grad_(False) for index, tensors in enumerate(found)]
     lent = [target.get_input_embeddings(), target.get_output_embeddings()]
-    return MtpHead(layers, *(map(whole, lent) if spread(target) else lent)).eval().requires_grad_(False)
+    return MtpHead(layers, *(map(whole, lent) if spread(target) else lent))
 
 
 def at_hand(target: PreTrainedModel) -> bool:

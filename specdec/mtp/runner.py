@@ -17,6 +17,7 @@ from specdec.products import quick
 from specdec.rows import CachedRows
 from specdec.runner import ModelRunner
 from specdec.transfer import uploaded
+from specdec.view import in_eval_mode
 
 
 class MtpRunner:
@@ -28,7 +29,9 @@ class MtpRunner:
 
     def __init__(self, head: MtpHead, sized: bool = False):
         self.head = quick(head)
-        self.layers = [ModelRunner(layer.block, taps=layer.taps, sized=sized) for layer in self.head.layers]
+        self.layers = [
+            ModelRunner(in_eval_mode(layer.block), taps=layer.taps, sized=sized) for layer in self.head.layers
+        ]
         self._last: list[Tensor] = []  # by layer, (B, 1, H) put out at each row's last known entry
         self._drafted: list[Tensor] = []  # by layer, (B, M, H) put out at the draft's nodes, as far as it was run
         self._start_draft()

@@ -309,7 +309,11 @@ class AutoregressiveProposer(Proposer):
                 for b, text in enumerate(so_far)
             ]
 
-        scores = context.processors(self._full(logits, context.vocab_size), texts, stepped.dead)
+        full = self._full(logits, context.vocab_size)
+        try:
+            scores = context.processors(full, texts, stepped.dead)
+        except Exception:  # of a text that plain decoding may never write; else verification finds out
+            scores = full.float()
         if context.processors.processors:
             # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
             nothing = (scores == float("-inf")).all(-1, keepdim=True)

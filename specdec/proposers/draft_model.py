@@ -35,6 +35,7 @@ from specdec.source import unfit
 from specdec.step import spread
 from specdec.transcript import end_tokens
 from specdec.tree import DraftTree, DynamicTree, Verdict
+from specdec.view import in_eval_mode
 from specdec.wrapped import bare, require_lm_head
 
 log = logging.getLogger(__name__)
@@ -127,11 +128,14 @@ class DraftModelProposer(RecordedDrafts):
         return self._view
 
     def new_runner(self, masks: str | None = None, sized: bool = False) -> ModelRunner:
-        """Of the draft model as it drafts, with a cache of its own; masks: see there; sized: its drafts may be
-        recorded.
+        """Of the draft model as it drafts, in eval mode whatever its own is, with a cache of its own; masks: see there;
+        sized: its drafts may be recorded.
         """
-        captured = self._graphs is not None and not self._graphs.refused and masks != "own"
-        return ModelRunner(self._view, masks, graphs=self._graphs if captured else None, sized=sized and masks != "own")
+        view = in_eval_mode(self._view)
+        graphs = self._graphs if self._graphs is not None and not self._graphs.refused else None
+        if masks == "own" or view is not self._view:
+            graphs = None
+        return ModelRunner(view, masks, graphs=graphs, sized=sized and masks != "own")
 
     def capture(self, compiled: bool) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
@@ -165,7 +169,7 @@ class DraftModelProposer(RecordedDrafts):
             warnings.warn(able.message(f"{type(self.model).__name__} drafts nothing in a batch"))
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
-        self.runner.source = None if context.source is None else context.source.beside(self.model)
+        self.runner.source = None if context.source is None else context.source.beside(in_eval_mode(self.model))
         self.runner.start(context.batch_size)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:

@@ -62,6 +62,8 @@ class FollowingProposer(RecordedDrafts):
 
     def propose(self, context: Context) -> DraftTree:
         self.follow(context)
+        if not any(self._waiting):  # rows that waited for others have gained nothing to draft after
+            return DraftTree.root_only(context.root)
         return super().propose(context)
 
     def follow(self, context: Context) -> None:

@@ -74,13 +74,13 @@ class TextMemory:
             known = self._texts.setdefault(text, [])
             for token in tokens:
                 known.append(token)
+                self._size += 1
                 place = (text, len(known))
                 for ngram in _ngrams(known, len(known)):
                     places = self._places.setdefault(ngram, [])
                     places.append(place)
                     if len(places) > 2 * PLACES:
                         del places[:-PLACES]
-            self._size += len(tokens)
             self._texts.move_to_end(text)
             while self._size > self.capacity and len(self._texts) > 1:
                 self._forget(next(iter(self._texts)))
