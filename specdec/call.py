@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.utils import GenerateOutput
 
 from specdec.compat import CACHE, pad_token
 from specdec.conversation import Conversation
+from specdec.positions import counts_positions
 from specdec.rows import pads_of_part
 from specdec.runner import ModelRunner, Output, device_of, joined
 from specdec.source import Source
@@ -44,7 +45,8 @@ class Call:
         return bool(self.config.do_sample)
 
 
-def transcript(call: Call, conversation: Conversation) -> Transcript:
+def transcript(call: Call, conversation: Conversation, model: PreTrainedModel, positions: int | None) -> Transcript:
+    """The call's text; positions: number of them that the model has, None: any."""
     B, config, criteria = len(call.input_ids), call.config, call.criteria
     wanted = config.return_dict_in_generate
     ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -56,6 +58,7 @@ def transcript(call: Call, conversation: Conversation) -> Transcript:
         pad_token=pad_token(config) if ends_on_tokens else None,
         streamer=call.streamer,
         max_length=criteria.max_length,
+        reach=None if positions is None else _reach(conversation, positions, counts_positions(model)),
         records=Records(
             scores=[[] for _ in range(B)] if wanted and config.output_scores else None,
             logits=[[] for _ in range(B)] if wanted and config.output_logits else None,
@@ -63,6 +66,14 @@ def transcript(call: Call, conversation: Conversation) -> Transcript:
             wanted=conversation.cache is not None,
         ),
     )
+
+
+def _reach(conversation: Conversation, positions: int, padding_counts: bool) -> list[int]:
+    """Columns that each row can fill: one more than it can be read up to. padding_counts: it has positions, too."""
+    taken, pads = conversation.real.sum(1, keepdim=True), conversation.pads
+    if padding_counts and pads is not None:
+        taken = taken + pads
+    return (conversation.text + positions + 1 - taken)[:, 0].tolist()
 
 
 def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: Transcript) -> Output:

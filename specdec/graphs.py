@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from specdec.compat import CACHE
 from specdec.mixers import has_states
-from specdec.positions import counts_positions
+from specdec.positions import counts_positions, has_causal_masks
 from specdec.products import lose
 from specdec.step import spread
 from specdec.taps import Taps
@@ -55,7 +55,8 @@ def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor,
     pad = torch.nn.functional.pad
     alone = torch.eye(more, dtype=torch.bool, device=tokens.device).expand(B, more, more)
     rows = torch.cat([pad(ancestors, (0, more)), pad(alone, (ancestors.shape[2], 0))], 1)
-    return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), pad(depth, (0, more)), rows
+    depth = torch.cat([depth, depth[:, -1:].expand(B, more)], 1)  # where a row stands already: positions may run out
+    return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), depth, rows
 
 
 def cannot_capture(model: PreTrainedModel) -> str | None:
@@ -68,7 +69,7 @@ def cannot_capture(model: PreTrainedModel) -> str | None:
         return "its recurrent layers keep states that are Python's affair"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate's hooks move its weights or inputs"
-    if any(buffer.dim() == 4 and buffer.dtype == torch.bool for buffer in model.buffers()):
+    if has_causal_masks(model):
         return "its attention has a causal mask of fixed length beside ours"
     if spread(model):
         return "its weights lie in several processes"

@@ -118,7 +118,7 @@ class Loop:
         active = text.active
         output = self.target.grow(
             draft.tokens,
-            draft.depth,
+            self._depth(draft),
             draft.ancestors,
             chain=draft.chain,
             hidden_states=text.records.hidden_states is not None,
@@ -128,6 +128,13 @@ class Loop:
         if self.watching:
             self._show(proposed, output, verified, active)
         return output.features, verified
+
+    def _depth(self, draft: DraftTree) -> Tensor:
+        """(B, N) int64, at which the target runs the nodes."""
+        deepest = self.text.deepest
+        if deepest is None or min(deepest) >= draft.size - 1:
+            return draft.depth
+        return torch.minimum(draft.depth, uploaded(deepest, draft.tokens.device)[:, None])
 
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
@@ -194,7 +201,22 @@ class Loop:
             self._check_nodes(tokens.to(HOST), parents.to(HOST), draft.chain, who)
             self._unseen = False
         probs = None if draft.probs is None else draft.probs.to(root.device)
-        return replace(draft, tokens=tokens, parents=parents, probs=probs)
+        return self._within_reach(replace(draft, tokens=tokens, parents=parents, probs=probs))
+
+    def _within_reach(self, draft: DraftTree) -> DraftTree:
+        """The draft without nodes for which the target may have no positions, which a proposer was not to draft."""
+        text = self.text
+        if text.reach is None:
+            return draft
+        most = [room for room, alive in zip(text.room, text.active, strict=True) if alive]
+        if min(most, default=draft.size) >= draft.size - 1:
+            return draft
+        if draft.chain:  # a model with masks of its own counts padding, too
+            draft = draft.first(1 + max(most))
+        room = uploaded(text.room, draft.tokens.device)[:, None]
+        parents = draft.parents.masked_fill(draft.depth > room, -1)
+        probs = None if draft.probs is None else draft.probs.masked_fill((draft.depth >= room)[..., None], 0.0)
+        return replace(draft, parents=parents, probs=probs)
 
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
         """What only a look at the values shows: on a device a wait, for others' first draft in a call alone."""

@@ -2,7 +2,8 @@
 
 Models without an argument for positions (BART, Marian, T5) count on from the cache's length. That is right for one
 row's chain and wrong for trees and ragged rows. What knows positions there, their embeddings and T5's biases, is asked
-what it says of a plain text; of that a pass takes what belongs to its tokens.
+what it says of a plain text; of that a pass takes what belongs to its tokens. So is a causal mask that a layer keeps
+(GPT-Neo's): its columns are not positions in trees and ragged rows, and they end.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ def counts_positions(model: PreTrainedModel) -> bool:
     return not takes_positions(model) and any(map(_placed, model.modules()))
 
 
+def counted_positions(model: PreTrainedModel) -> int | None:
+    """Number of positions of the decoder of such a model, from 0 on; None: any."""
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+    sizes = [_size(module) for module in model.modules() if module not in encoder and _placed(module)]
+    return min((size for size in sizes if size is not None), default=None)
+
+
 def padding_counted_by(model: PreTrainedModel) -> set[int]:
     """Padding tokens by which such a model numbers a prompt that it reads at once: it leaves them out (M2M100)."""
     if not counts_positions(model):
@@ -51,13 +59,19 @@ def padding_counted_by(model: PreTrainedModel) -> set[int]:
     return {module.padding_idx for module in numbering if getattr(module, "padding_idx", None) is not None}
 
 
+def has_causal_masks(model: PreTrainedModel) -> bool:
+    """Its layers keep causal masks of fixed length, which they apply beside the mask of a pass."""
+    return any(map(_is_causal_mask, model.buffers()))
+
+
 def with_positions(model: M, places: Places) -> M:
-    """A view of `model`, by its weights, that looks into `places`; `model` itself where `counts_positions` says no."""
-    if takes_positions(model):
+    """A view of `model`, by its weights, that looks into `places`; `model` itself where nothing in it counts."""
+    counts = not takes_positions(model)
+    if not counts and not has_causal_masks(model):
         return model
 
     def swap(module: nn.Module) -> nn.Module:
-        kind = _placed(module)
+        kind = (_placed(module) if counts else None) or _masking(module)
         if kind is None:
             return module
         placed = twin(module, kind)
@@ -67,12 +81,19 @@ def with_positions(model: M, places: Places) -> M:
     return view(model, swap)
 
 
+def _is_causal_mask(buffer: Tensor | None) -> bool:
+    """A causal mask of all columns, (1, 1, P, P)."""
+    return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4 and len(set(buffer.shape[2:])) == 1
+
+
 def _placed(module: nn.Module) -> type[nn.Module] | None:
     return _placed_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
 
 
 @cache
 def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    if issubclass(kind, (_Embedding, _Bias)):  # of a view, of which another one is made
+        return kind
     parameters = list(inspect.signature(kind.forward).parameters)
     # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
     if not set(CACHE_LENGTHS).isdisjoint(parameters) and parameters[1] in HOW_MANY:
@@ -81,6 +102,24 @@ def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:
         return type(kind.__name__, (_Bias, kind), {})
     return None
+
+
+def _masking(module: nn.Module) -> type[nn.Module] | None:
+    names = tuple(name for name, buffer in module._buffers.items() if _is_causal_mask(buffer))
+    return _masking_class(type(module), names) if names else None  # type: ignore[arg-type]  # see `_placed`
+
+
+@cache
+def _masking_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def placed(name: str) -> property:
+        return property(lambda module: _CausalMask(module._buffers[name], module.places))
+
+    return type(kind.__name__, (kind,), {name: placed(name) for name in names})
+
+
+def _size(module: Any) -> int | None:
+    """Number of positions that such a module knows; None: any, as it makes more where a text outgrows its table."""
+    return module.num_embeddings - getattr(module, "offset", 0) if isinstance(module, nn.Embedding) else None
 
 
 class _Embedding(nn.Module):
@@ -94,10 +133,9 @@ class _Embedding(nn.Module):
         positions, count = sight.positions, sight.cache.end
         if pads is not None:
             positions, count = positions + pads.to(positions.device), count + int(pads.max())
-        known: Any = getattr(self, "num_embeddings", None)
-        if known is not None:  # a tree may have more nodes than are left
-            count = min(count, known - getattr(self, "offset", 0))
-        positions = positions.clamp(max=count - 1)
+        size = _size(self)
+        if size is not None:  # a tree may have more nodes than positions are left
+            count = min(count, size)
         padding = getattr(self, "padding_idx", None)
 
         def of_text(token: int) -> Tensor:
@@ -126,3 +164,22 @@ class _Bias(nn.Module):
         distance = sight.positions[:, :, None] - sight.held(Span())[:, None]  # (B, n, S)
         nearness = farthest - distance.clamp(0, farthest)
         return by_nearness[:, nearness.to(by_nearness.device)].transpose(0, 1)
+
+
+class _CausalMask:
+    """A layer's own causal mask (1, 1, P, P), by which it also limits how far back it looks.
+
+    It is indexed by columns, queries and then keys; of a pass it gives what is right for the positions of its tokens.
+    """
+
+    def __init__(self, mask: Tensor, places: Places):
+        self.mask, self.places = mask, places
+
+    def __getitem__(self, columns: tuple[slice, ...]) -> Tensor:
+        """(B, 1, n, S) bool."""
+        sight = self.places.sight
+        if sight is None:
+            return self.mask[columns]
+        last = self.mask.shape[-1] - 1  # slots after the rows may have numbers that are no positions: nobody sees them
+        keys = sight.held(Span())[:, None].clamp(max=last)
+        return self.mask[0, 0][sight.positions[..., None], keys][:, None]

@@ -73,11 +73,9 @@ class RecordedPass:
     def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
         full, target = _filled_up(draft, self._size(draft)), self.target
         sizes = target.reserve(full.size)
-        inputs = {
-            "tokens": full.tokens,
-            "parents": full.parents,
-            "lengths": uploaded(target.lengths, full.tokens.device)[:, None],
-        }
+        rows = {"lengths": target.lengths} | ({} if text.deepest is None else {"deepest": text.deepest})
+        columns = uploaded(list(rows.values()), full.tokens.device)[..., None]  # (B, 1) each
+        inputs = {"tokens": full.tokens, "parents": full.parents, **dict(zip(rows, columns, strict=True))}
         noise = self.verify.noise_for(full, text)
         if noise is not None:
             inputs["noise"] = noise
@@ -109,13 +107,15 @@ class RecordedPass:
         tokens: Tensor,
         parents: Tensor,
         lengths: Tensor,
+        deepest: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Named:
-        """What is recorded. lengths: (B, 1) int64. noise: see `AllChoices`."""
+        """What is recorded. lengths: (B, 1) int64. deepest: likewise, see `Transcript`. noise: see `AllChoices`."""
         draft, target = DraftTree(tokens, parents, chain=chain, levels=levels), self.target
         target.there = lengths
         try:
-            output = target.grow(draft.tokens, draft.depth, draft.ancestors, chain=chain)
+            depth = draft.depth if deepest is None else torch.minimum(draft.depth, deepest)
+            output = target.grow(draft.tokens, depth, draft.ancestors, chain=chain)
         finally:
             target.there, target.pending = None, 0
         verdict = self.verify.chosen(draft, self.verify.processors(output.logits, list), noise)

@@ -123,9 +123,10 @@ class CachedRows:
             return Sight(self.cache, positions, positions[:1, :1], alone=start == 0)
         base, padding = uploaded([self.lengths, list(pads)], device)[..., None]  # (B, 1) each
         place = torch.arange(width, device=device) - padding  # (B, width)
-        # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten.
+        # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten. It stands
+        # at the row's last position: there may be none after it.
         self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
-        return Sight(self.cache, base + place.clamp(min=0), base)
+        return Sight(self.cache, (base + place.clamp(min=-1)).clamp(min=0), base)
 
     def place_behind(self, width: int, pads: Tensor) -> Sight:
         """`place_known` behind the rows as they are `there`, which then are longer; pads: (B, 1) int64."""

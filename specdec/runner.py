@@ -190,7 +190,8 @@ class ModelRunner(CachedRows):
         """A pass for nothing: over a token behind each row, which is forgotten."""
         B, device = len(self.lengths), device_of(self.model)
         nothing = torch.zeros(B, 1, dtype=torch.long, device=device)
-        self.grow(nothing, nothing, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
+        last = nothing - 1  # where the row's last token stands: there may be no position behind it
+        self.grow(nothing, last, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
         self.commit([0] * B)
 
     # Masks

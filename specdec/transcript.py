@@ -58,6 +58,8 @@ class Transcript:
         pad_token: what finished rows are filled with; None if rows without an end token never finish on their own.
         streamer: gets each settled column, as plain decoding would give it.
         max_length: columns at which the criteria are known to end everything; bounds the draft. None: unknown.
+        reach: of each row, the columns that it can fill before the target has no position left for another pass;
+            bounds the draft as well. None: there are positions for any text.
     """
 
     prompt: Tensor
@@ -67,6 +69,7 @@ class Transcript:
     order: Tensor | None = None
     streamer: Any = None
     max_length: int | None = None
+    reach: Sequence[int] | None = None
     records: Records = field(default_factory=Records)
 
     def __post_init__(self) -> None:
@@ -121,7 +124,19 @@ class Transcript:
     def room(self) -> list[int]:
         """How many tokens may be drafted for each row: one less than it may gain."""
         most = self.max_length if self.max_length is not None else max(self.ends) + 1024
-        return [max(0, most - end - 1) for end in self.ends]
+        columns = [most] * self.batch_size if self.reach is None else [min(most, reach) for reach in self.reach]
+        return [max(0, most - end - 1) for most, end in zip(columns, self.ends, strict=True)]
+
+    @property
+    def deepest(self) -> list[int] | None:
+        """Depth at which each row's nodes are run at most, so that the target has a position for all of them.
+
+        -1 for rows that gain nothing: that is the last token that was read. None: there are positions for any node.
+        """
+        if self.reach is None:
+            return None
+        gaining = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
+        return [room if gains else -1 for room, gains in zip(self.room, gaining, strict=True)]
 
     def append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], there: Tensor | None = None) -> list[int]:
         """Give each row its new tokens; returns how many it kept (a row keeps none behind its end token).
@@ -266,7 +281,12 @@ class Transcript:
         self.records.truncate(b, self.settled - self.start)
 
     def _has_room(self, b: int) -> bool:
-        return all(limit is None or self.ends[b] < limit for limit in (self.max_length, self._held))
+        end = self.ends[b]
+        if any(limit is not None and end >= limit for limit in (self.max_length, self._held)):
+            return False
+        # Where a row's positions end it waits for the others: criteria that have seen all rows may end it there. If
+        # they do not, its next pass fails as in plain decoding.
+        return self.reach is None or end < self.reach[b] or end == self.settled
 
     def _reserve(self, columns: int) -> None:
         have = self.tokens.shape[1]

@@ -6,7 +6,7 @@ Owns the tree's shape: parents, depth, ancestors. Knows nothing of models, cache
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -86,6 +86,12 @@ class DraftTree:
         if keys is not None:
             keys = torch.cat([torch.zeros_like(keys[:, :1]), keys], dim=1)
         return cls(tokens, parents.contiguous(), probs, chain=True, keys=keys)
+
+    def first(self, size: int) -> DraftTree:
+        """The first `size` nodes, the root included: parents come before their children."""
+        probs = None if self.probs is None else self.probs[:, :size]
+        keys = None if self.keys is None else self.keys[:, :size]
+        return replace(self, tokens=self.tokens[:, :size], parents=self.parents[:, :size], probs=probs, keys=keys)
 
     @property
     def size(self) -> int:

@@ -9,7 +9,7 @@ import transformers as hf
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
+from specdec import DraftModelProposer, EarlyExitProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.capability import capability, probe
 from specdec.compat import CACHE, CACHE_NAMES, cache_in
 from specdec.rows import CachedRows, Sight
@@ -95,6 +95,16 @@ def test_a_draft_model_in_train_mode_reads_the_input_without_dropout(name):
     assert torch.equal(torch.get_rng_state(), state)
     assert spec.report.draft_acceptance_rate > 0.9
     assert draft.training
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["t5", "bart", "m2m_100", "whisper"])
+def test_the_decoder_s_first_layers_draft(name, rows):
+    model, inputs = encoded.model(name), encoded.inputs(name, rows)
+    for shape in ({}, {"branching": (2, 2)}):
+        for sampled in (False, True):
+            _, spec = same(model, inputs, EarlyExitProposer(1, **shape), sampled)
+            assert spec.report.num_draft_tokens
 
 
 def test_a_draft_model_without_the_input():

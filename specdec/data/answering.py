@@ -158,7 +158,7 @@ class Answering:
             return plain(model, call, is_synced(model, None))
 
         options = ANSWER | _sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
-        _, options = with_stop_strings(self.model, None, options | {"tokenizer": self._tokenizer})
+        options = with_stop_strings(self.model, None, options | {"tokenizer": self._tokenizer})
         options.pop("tokenizer")
         text = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=decode, **options)
         request.answer = text[0, prompt.shape[1] :].tolist()

@@ -18,7 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
-from specdec.capability import Capability, capability
+from specdec.capability import Capability, capability, draft_positions
 from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.eagle3.checkpoint import is_block
 from specdec.graphs import Graphs, cannot_capture
@@ -34,6 +34,7 @@ from specdec.runner import ModelRunner, device_of
 from specdec.source import unfit
 from specdec.step import spread
 from specdec.transcript import end_tokens
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree, DynamicTree, Verdict
 from specdec.view import in_eval_mode
 from specdec.wrapped import bare, require_lm_head
@@ -167,6 +168,9 @@ class DraftModelProposer(RecordedDrafts):
         self._idle = able is not None and not able.trees and context.batch_size > 1
         if able is not None and self._idle:
             warnings.warn(able.message(f"{type(self.model).__name__} drafts nothing in a batch"))
+        said = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        found = draft_positions(self.model) if able is None else able.positions
+        self._positions = min((most for most in (said, found) if most is not None), default=None)
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
         self.runner.source = None if context.source is None else context.source.beside(in_eval_mode(self.model))
@@ -180,7 +184,7 @@ class DraftModelProposer(RecordedDrafts):
 
     def _within_positions(self, context: Context) -> Context:
         """The context with room for as many tokens as the draft model has positions for."""
-        most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        most = self._positions
         if most is None:
             return context
         lengths = self._lengths(context)
@@ -218,8 +222,12 @@ class DraftModelProposer(RecordedDrafts):
         return logits.to(tokens.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        tokens = self._readable(stepped.tokens[:, -n:])
-        return self.runner.grow(tokens, stepped.depth, stepped.seen, chain=chain).logits.to(tokens.device)
+        tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
+        if most is not None and self.runner.there is None and max(self.runner.lengths) >= most:
+            # A row that has no room may have been read up to the last position: its nodes are run there.
+            left = [most - 1 - length for length in self.runner.lengths]
+            depth = torch.minimum(depth, uploaded(left, depth.device)[:, None])
+        return self.runner.grow(tokens, depth, stepped.seen, chain=chain).logits.to(tokens.device)
 
     def known_tokens(self) -> Tensor | None:
         return self.vocab

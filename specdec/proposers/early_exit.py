@@ -21,6 +21,7 @@ from specdec.proposers.stepped import Stepped
 from specdec.runner import ModelRunner
 from specdec.step import spread
 from specdec.taps import decoder_layers
+from specdec.transfer import uploaded
 from specdec.tree import DraftTree, DynamicTree, Verdict
 from specdec.view import view
 
@@ -70,7 +71,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         super().begin(context)
         assert context.target is not None
         assert context.cache is not None
-        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks)
+        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks, source=context.source)
         self.runner.cache = context.cache
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
@@ -84,16 +85,21 @@ class EarlyExitProposer(AutoregressiveProposer):
         """The target has read all but the root."""
         start, root = clock(), context.root[:, None]
         self.runner.pending = 0
-        logits = self.runner.grow(
-            root, torch.zeros_like(root), torch.ones_like(root)[..., None].bool(), chain=True
-        ).logits
+        deepest = [room if active else -1 for room, active in zip(context.room, context.active, strict=True)]
+        self._deepest_nodes = uploaded(deepest, root.device)[:, None] if min(deepest) < 1 else None
+        depth = self._placed(torch.zeros_like(root))
+        logits = self.runner.grow(root, depth, torch.ones_like(root)[..., None].bool(), chain=True).logits
         self._book_pass(context, logits, clock() - start)
         return logits.to(root.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         depth, seen = pad(stepped.depth + 1, (1, 0)), pad(stepped.seen, (1, 0), value=True)  # the root is pending, too
-        logits = self.runner.grow(stepped.tokens[:, -n:], depth, seen, chain=chain).logits
+        logits = self.runner.grow(stepped.tokens[:, -n:], self._placed(depth), seen, chain=chain).logits
         return logits.to(stepped.tokens.device)
+
+    def _placed(self, depth: Tensor) -> Tensor:
+        """(B, M) int64, with the nodes of rows that draft nothing where the target has positions."""
+        return depth if self._deepest_nodes is None else torch.minimum(depth, self._deepest_nodes)
 
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
         return logits

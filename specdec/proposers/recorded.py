@@ -262,4 +262,4 @@ def _first(draft: DraftTree, size: int, context: Context) -> DraftTree:
     if size == 0:
         return DraftTree.root_only(context.root)
     notes = {**draft.notes, "steps": draft.notes["steps"][:, : 1 + size]}
-    return replace(draft, tokens=draft.tokens[:, : 1 + size], parents=draft.parents[:, : 1 + size], notes=notes)
+    return replace(draft.first(1 + size), notes=notes)
