@@ -26,7 +26,7 @@ Tracker = Literal["none", "tensorboard", "wandb"]
 COUPLED: RuleName = "coupled"
 WITH_NGRAMS = "ngram+"
 PROPOSERS = re.compile(
-    r"ngram|suffix|auto|(ngram\+)?(eagle3|dflash|mtp|(draft|eagle3|mtp|dflash|medusa|hydra):.+|exit:\d+)"
+    r"ngram|suffix|auto|(ngram\+)?(eagle3|dflash|mtp|(draft|eagle3|mtp|dflash|medusa|hydra):.+|exit:\d{1,6})"
 )
 NEED_A_PATH = dict.fromkeys(("draft", "medusa", "hydra"), "PATH_OR_ID") | {"exit": "LAYERS"}
 PROPOSERS_IN_WORDS = (

@@ -27,10 +27,17 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("--static"):
         static.switch_on(pytest.MonkeyPatch())
-    if config.getoption("--device") == "pretend":
+    if config.getoption("--device") == "pretend" and not pretend.missing():
         pretend.install()
-    if config.getoption("--device") != "cpu":
         tiny.DEVICE = "cuda"
+    if config.getoption("--device") == "cuda":
+        tiny.DEVICE = "cuda"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "pretend" and (reason := pretend.missing()):
+        for item in items:
+            item.add_marker(pytest.mark.skipif(True, reason=reason), append=False)  # before a module's own reason
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,12 @@ operation on the CPU tensors inside of its arguments. Mixing devices raises as o
 is a *wait*: reading a value, copying from pageable memory, shapes that depend on values. Copies to and from pinned
 memory that do not block are none; and what such a copy brings is rubbish until an event was waited for.
 
+Time is told by a clock that advances by a millisecond whenever it is read: what specdec decides by measured costs is
+the same in every run, however busy the machine is.
+
 Not seen: limits of kernels, streams, memory, graphs, times. Kernels are counted by operation: some of torch's launch
-several. It reaches into torch's device guards (2.13): processes that pretend do nothing else.
+several. It reaches into torch's device guards, which Python can make since a release after 2.9 (read in 2.13 and 2.15;
+`missing` says what is not there): processes that pretend do nothing else.
 """
 
 from __future__ import annotations
@@ -25,15 +29,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from itertools import count
+from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import specdec
+from specdec import report
+
 DEVICE, _CPU = torch.device("cuda", 0), torch.device("cpu")
-OURS = (f"{os.sep}specdec{os.sep}",)  # frames that are named in the ledger
+OURS = f"{Path(specdec.__file__).parent}{os.sep}"  # the folder whose frames are named in the ledger
 NO_KERNEL = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_"}
 SHAPED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount", "equal"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
@@ -51,6 +60,14 @@ class Ledger:
     def count(self, kind: str, *regions: str) -> int:
         """Of "waits", "launches" or "uploads", in these regions; without any: in all."""
         return sum(times for (_, where, _), times in getattr(self, kind).items() if not regions or where in regions)
+
+
+_ticks = count()
+
+
+def now() -> float:
+    """Seconds, by the pretended clock."""
+    return next(_ticks) / 1000
 
 
 _ledgers: list[Ledger] = []
@@ -88,11 +105,11 @@ def _book(kind: str, what: str) -> None:
 
 def _place() -> str:
     frame = sys._getframe(3)
-    while frame is not None and not any(part in frame.f_code.co_filename for part in OURS):
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
     if frame is None:
         return "elsewhere"
-    return f"{frame.f_code.co_filename.rpartition(OURS[0])[2]}:{frame.f_lineno}"
+    return f"{frame.f_code.co_filename.removeprefix(OURS)}:{frame.f_lineno}"
 
 
 class Pretended(torch.Tensor):
@@ -255,7 +272,7 @@ def _deliver(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Event:
-    """`torch.cuda.Event`; times are the host's."""
+    """`torch.cuda.Event`; times are the pretended clock's."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._timed = enable_timing
@@ -264,7 +281,7 @@ class Event:
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(self, stream: Any = None) -> None:
-        self._at, self._over = perf_counter(), False
+        self._at, self._over = now(), False
         self._before = list(_on_their_way)
         _events.append(self)
 
@@ -375,19 +392,40 @@ class Generator(torch._C.Generator):
         return super().__new__(cls, "cpu")
 
 
-class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self):
-        return torch._C._autograd.DeviceType.CUDA
-
-
 _libraries: list[torch.library.Library] = []
-_guard = _Guard()
+_guards: list[Any] = []  # lent to C++, and so kept
+# What of torch's own is used, as it was read in 2.13 and 2.15: where it lies, and its name. 2.9 has no `_acc`.
+INTERNALS = (
+    ("torch._C._acc", "DeviceGuard"),
+    ("torch._C._acc", "register_python_privateuseone_device_guard"),
+    ("torch._C", "_set_only_lift_cpu_tensors"),
+    ("torch._C", "_disabled_torch_function_impl"),
+    ("torch._C", "_jit_get_all_schemas"),
+    ("torch.Tensor", "_make_wrapper_subclass"),
+    ("torch.library.Library", "fallback"),
+    ("torch.__future__", "set_swap_module_params_on_conversion"),
+)
+REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"  # in libc10.so: a guard for each of 21 kinds of devices
+
+
+def missing() -> str | None:
+    """Why nothing can be pretended with this torch: the first of its internals that is not there."""
+    for owner, name in INTERNALS:
+        try:
+            attrgetter(f"{owner}.{name}".removeprefix("torch."))(torch)
+        except AttributeError:
+            return f"torch {torch.__version__} has no {owner}.{name}, which the pretended device is made with"
+    if not hasattr(_c10(), REGISTRY):
+        return f"torch {torch.__version__} has no {REGISTRY} in libc10.so, where the pretended device's guard goes"
+    return None
 
 
 def install() -> None:
-    """Let "cuda" be pretended in this process from now on."""
+    """Let "cuda" be pretended in this process from now on. See `missing` first."""
     if _libraries:
         return
+    if reason := missing():
+        raise RuntimeError(reason)
     if torch.cuda.is_available():
         raise RuntimeError("there is a real CUDA device here: nothing is pretended beside it")
     _lend_guard()
@@ -398,6 +436,7 @@ def install() -> None:
     kernels.fallback(lambda func, *args, **kwargs: _run(func, args, kwargs), "CUDA")
     for factory in _factories():
         factories.impl(factory, partial(_made, factory), "CUDA")
+    report.perf_counter = now
     cuda, accelerator = torch.cuda, torch.accelerator
     cuda._lazy_init = lambda: None
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -433,8 +472,17 @@ def _factories() -> Iterator[Callable[..., Any]]:
 
 def _lend_guard() -> None:
     """C++ asks the device's guard in indexing, `.to()` and `torch.tensor()`; Python may make one for another device."""
-    torch._C._acc.register_python_privateuseone_device_guard(_guard)
-    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))
-    guards = (ctypes.c_void_p * 21).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+
+    class Guard(torch._C._acc.DeviceGuard):
+        def type_(self):
+            return torch._C._autograd.DeviceType.CUDA
+
+    _guards.append(Guard())
+    torch._C._acc.register_python_privateuseone_device_guard(_guards[-1])
+    guards = (ctypes.c_void_p * 21).in_dll(_c10(), REGISTRY)
     cuda, lender = 1, 20  # c10/core/DeviceType.h
     guards[cuda], guards[lender] = guards[lender], None
+
+
+def _c10() -> ctypes.CDLL:
+    return ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libc10.so"))

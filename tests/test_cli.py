@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import specdec
 from specdec import SpeculativeGenerator, releases
 from specdec.cli import app
+from specdec.cli.endings import PACKAGE
 from specdec.eagle3 import save
 from tests import eagle3, tiny
 
@@ -58,6 +60,20 @@ from tests import eagle3, tiny
             "--template must be a JSON object",
         ),
         (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: the target comes first"),
+        (["regenerate", "TARGET", "NESTED", "OUT"], "line 1 cannot be read: its JSON is nested too deeply"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--template", "[" * 100_000], "--template must be a JSON object"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--seed", str(2**70)], "Invalid value for '--seed': "),
+        (["generate", "TARGET", "a", "--seed", str(2**70)], "Invalid value for '--seed': "),
+        (["train", "TARGET", "PROMPTS", "OUT", "--seed", str(2**32)], "Invalid value for '--seed': "),
+        (["train", "TARGET", "PROMPTS", "OUT", "--epochs", "inf"], "epochs must be a number of at least 0, got inf"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--flex", "--device", "cpu"], "is trained on CUDA devices only"),
+        (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which is greedy, nor at least 0.0001"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--temperature", "inf"], "Invalid value for '--temperature': "),
+        (["generate", "a" * 300, "a"], "File name too long"),
+        (["generate", "TARGET", "a", "--proposer", "exit:" + "9" * 300], '"exit" needs to know which, "exit:LAYERS"'),
+        (["bench", "TARGET", "--chart", "FOLDER"], "folder.png cannot be written: choose another file"),
+        (["serve-states", "TARGET", "--port", "99999"], "Invalid value for '--port': "),
+        (["serve", "TARGET", "--port", "-1"], "Invalid value for '--port': "),
     ],
 )
 def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
@@ -68,15 +84,71 @@ def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
         "typo.jsonl": b'{"promt": "a"}',
         "bytes.jsonl": b"\xff\xff",
         "unpacked.gz": b'{"prompt": "a"}',
+        "nested.jsonl": b"[" * 100_000,
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    places = {Path(name).stem.upper(): str(tmp_path / name) for name in [*contents, "out.jsonl", "model"]}
+    (tmp_path / "folder.png").mkdir()
+    names = [*contents, "out.jsonl", "model", "folder.png"]
+    places = {Path(name).stem.upper(): str(tmp_path / name) for name in names}
     result = CliRunner().invoke(app, [places.get(word, word) for word in command])
     assert result.exit_code == 2
     assert message in re.sub(r"[\s│]+", " ", result.output)  # an error may stand in a frame
+
+
+ASKED = ["inspect", "some/head"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("a head's config is wrong: correct it"), 2, "error: a head's config is wrong: correct it\n"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: [Errno 13] Permission denied: '/x'\n"),
+        (
+            KeyError("layers"),
+            70,
+            "unexpected error, KeyError: 'layers' (`specdec --debug inspect ...`, or SPECDEC_DEBUG=1,",
+        ),
+    ],
+)
+@pytest.mark.parametrize("debug", ["", "option", "environment"])
+def test_an_error_ends_with_a_sentence(error, code, said, debug, monkeypatch):
+    """Its traceback is for who asks for it."""
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr("specdec.cli.heads.require_folder_or_id", fails)
+    asked = ["--debug", *ASKED] if debug == "option" else ASKED
+    result = CliRunner().invoke(app, asked, env={"SPECDEC_DEBUG": "1"} if debug == "environment" else {})
+    assert result.exit_code == code
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert ("Traceback" in result.stderr and "in fails" in result.stderr) == bool(debug)
+    assert debug or len(result.stderr.splitlines()) == 1
+
+
+def test_what_python_says_of_a_line_of_ours_is_unexpected(monkeypatch):
+    """A ValueError that nobody raised on purpose is a fault of specdec's, not of the input."""
+    ours = compile("def fails(*args): first, second = [1]", str(PACKAGE / "paths.py"), "exec")
+    exec(ours, scope := {})
+    monkeypatch.setattr("specdec.cli.heads.require_folder_or_id", scope["fails"])
+    result = CliRunner().invoke(app, ASKED)
+    assert result.exit_code == 70
+    assert "unexpected error, ValueError: not enough values to unpack (expected 2, got 1)" in result.stderr
+
+
+def test_nobody_reads_standard_output():
+    """As in `specdec ... | head -1`: neither a traceback nor a word of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", "specdec", "--version"], stdout=closed, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -217,6 +289,30 @@ def test_completion_can_be_installed(monkeypatch, tmp_path):
     result = CliRunner().invoke(app, ["--install-completion"], prog_name="specdec")
     assert result.exit_code == 0, result.output
     assert "_SPECDEC_COMPLETE" in (tmp_path / ".bash_completions" / "specdec.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[]"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", None),  # a field of another kind
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x10" + bytes(100)),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("generation_config.json", b"3"),
+    ],
+)
+def test_damaged_files_of_a_target_are_named(name, content, files, tmp_path):
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    if content is None:
+        content = (model / name).read_bytes().replace(b'"silu"', b"7")
+    (model / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["generate", str(model), "a", "--proposer", "ngram"])
+    assert result.exit_code == 2
+    assert f"{model} cannot be read (" in result.stderr
+    assert "it is damaged, or not what it is taken for" in result.stderr
 
 
 def test_export_keeps_what_lies_there(tmp_path):

@@ -4,6 +4,7 @@ import json
 import pickle
 import re
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import get_args
 
 import pytest
@@ -14,6 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.blocks.checkpoint import load as load_block
+from specdec.blocks.hydra_checkpoint import read as read_hydra
+from specdec.blocks.medusa import read as read_medusa
 from specdec.choices import HeadLayout
 from specdec.cli import app
 from specdec.eagle3 import Eagle3Head, load, save
@@ -335,7 +339,7 @@ def test_every_type_of_rope(name, tmp_path):
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "lacks short_factor"),
         ({"rope_scaling": {"type": "su"} | FACTORS | {"long_factor": [1.0]}}, "long_factor of RoPE has 1 numbers .* 4"),
-        ({"rope_scaling": "yarn"}, "rope_scaling must be a dictionary or null, got 'yarn'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, it is 'yarn'"),
         (
             {
                 "rope_parameters": {
@@ -437,11 +441,80 @@ def broken(folder, change):
         (lambda w, c: c.update({"head_dim": 7}), "head_dim 7 does not divide"),
         (lambda w, c: [c.pop(k) for k in ("head_dim", "num_attention_heads")], "neither num_attention_heads nor"),
         (lambda w, c: c.pop("vocab_size"), "has no vocab_size"),
+        (lambda w, c: w.update({"fc.weight": torch.ones(32)}), r"fc.weight has shape \(32,\), expected were 2 dim"),
+        (
+            lambda w, c: w.update({"lm_head.weight": torch.tensor(1.0)}),
+            r"lm_head.weight has shape \(\), expected were 2",
+        ),
+        (
+            lambda w, c: w.update({"norm.weight": torch.ones(32).long()}),
+            "norm.weight holds torch.int64, floating-point",
+        ),
+        (lambda w, c: w.update({"d2t": w["d2t"].float()}), "d2t holds torch.float32, whole numbers were expected"),
+        (lambda w, c: w.update({"fc.weight": w["fc.weight"].to(torch.float8_e4m3fn)}), "of torch.float8_e4m3fn, which"),
+        (lambda w, c: w.update({"layers.x.weight": torch.ones(3)}), "holds layers.x.weight, which this kind of head"),
     ],
 )
 def test_broken_heads_are_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(broken(tmp_path, change))
+
+
+NUMBERS = ("8", -3, 10**30, float("nan"), float("inf"), [1], {"a": 1}, True)  # none of them is one
+COUNT, FLAG, LIST, OBJECT = (*NUMBERS, 0, 1.5), ("true", 1, [], {}), ("a", 3, {"a": 1}, [{}]), ("a", 3, [1], True)
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("head_dim", COUNT, "a whole number from 1 to"),
+        ("num_attention_heads", COUNT, "a whole number from 1 to"),
+        ("max_position_embeddings", COUNT, "a whole number from 1 to"),
+        ("sliding_window", COUNT[:-2], "a whole number from 0 to"),
+        ("vocab_size", COUNT[:-2], "a whole number from 0 to"),
+        ("rms_norm_eps", NUMBERS, "a number from 0 to 1"),
+        ("rope_theta", (*NUMBERS, 0), "a number from 1 to"),
+        ("hidden_act", ("swishy", *NUMBERS), "one of gelu, "),
+        ("norm_output", FLAG, "true or false"),
+        ("use_sliding_window", FLAG, "true or false"),
+        ("architectures", LIST, "a list of strings"),
+        ("layer_types", LIST, "a list of strings"),
+        ("target_layer_ids", (*LIST, [-2], [1.5], [True]), "a list of whole numbers from -1"),
+        ("eagle_config", OBJECT, "an object"),
+        ("transformer_layer_config", OBJECT, "an object"),
+        ("rope_parameters.rope_theta", (*NUMBERS, 0), "a number from 1 to"),
+        ("transformer_layer_config.head_dim", COUNT, "a whole number from 1 to"),
+        ("dflash_config.mask_token_id", COUNT[:-2], "a whole number from 0 to"),
+        ("speculators_config.proposal_methods", OBJECT, "a list of objects"),
+    ],
+)
+def test_a_field_of_another_kind_is_named(path, wrong, words, tmp_path):
+    """With its file, what was found, and what is allowed: of heads in any layout."""
+    *outer, name = path.split(".")
+    for value in wrong:
+        config = {name: value}
+        for place in outer:
+            config = {place: config}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        for reading in (load, load_block, read_medusa, read_hydra):
+            said = f"{re.escape(str(tmp_path))}/config.json: {path} must be {words}"
+            with pytest.raises(ValueError, match=f"^{said}.*{re.escape(f'it is {shortened(value)}: ')}"):
+                reading(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b'{"head_dim": ' + b"[" * 100_000, b'{"head_dim": 8', b"\xff{}"])
+def test_a_config_that_is_no_json(content, tmp_path):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|cannot be read: its JSON is nested too deeply)"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"weight_map": []}', "[" * 100_000])
+def test_an_index_of_weights_that_is_none(content, tmp_path):
+    save(eagle3.head(), tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ValueError, match=r"index\.json (is no index of weights|cannot be read)"):
+        load(tmp_path)
 
 
 def test_files_that_are_damaged(tmp_path):

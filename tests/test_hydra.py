@@ -317,6 +317,11 @@ def without(*ends):
             {},
             "inv_freq is not of base 10000",
         ),
+        (
+            lambda tensors: {name: t[:0] if "inv_freq" in name else t for name, t in tensors.items()},
+            {},
+            r"inv_freq has shape \(0,\), a vector was expected",
+        ),
         (lambda tensors: tensors, {"grounded_heads": False}, "do not read what was drafted before"),
         (lambda tensors: tensors, {"hydra_head_arch": "eagle-attn"}, "of the kind 'eagle-attn'; known are mlp and"),
     ],
@@ -324,6 +329,17 @@ def without(*ends):
 def test_files_that_are_not_theirs(change, config, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         load(written(tmp_path, change(published(blocks.hydra())), config))
+
+
+def test_bytes_that_are_no_weights(tmp_path):
+    (written(tmp_path, {}) / "hydra_lm_head.pt").write_bytes(b"junk" * 100)
+    with pytest.raises(ValueError, match="does not hold weights alone, or is damaged"):
+        load(tmp_path)
+
+
+def test_a_field_that_is_null_says_nothing(tmp_path):
+    written(tmp_path, published(blocks.hydra()), {"hidden_state_offset": None})
+    assert load(tmp_path).config.state_offset == 0
 
 
 def test_they_are_inspected(tmp_path):

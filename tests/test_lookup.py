@@ -86,6 +86,21 @@ def test_room_for_millions_of_tokens_costs_nothing():
     assert ours.tolist() == target.generate(**inputs, **arguments).tolist()
 
 
+@pytest.mark.parametrize("lookup", [NgramProposer, SuffixProposer])
+def test_drafts_of_millions_of_tokens_cost_nothing(lookup):
+    """No more is looked up than the row can take."""
+    target, inputs = tiny.model("llama"), tiny.prompts(9, 4)
+    arguments = {"do_sample": False, "max_new_tokens": 30}
+    spec = SpeculativeGenerator(target, lookup(), draft_length=10**6)
+    ours = spec.generate(**inputs, **arguments)
+    tracemalloc.start()
+    spec.generate(**inputs, **arguments)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * 10**6  # bytes
+    assert ours.tolist() == target.generate(**inputs, **arguments).tolist()
+
+
 def stop_at(columns: int):
     def stop(ids, scores, **kwargs):
         return torch.full((len(ids),), ids.shape[1] >= columns, device=ids.device)

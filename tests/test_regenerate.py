@@ -152,7 +152,7 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     result = rewrite(files, sliced, "--max-minutes", "0")
     assert "so far: the same command goes on" in result.output
     assert not sliced.read_text()
-    for foreign in ("these are my notes\n", '{"mine": 1}'):
+    for foreign in ("these are my notes\n", '{"mine": 1}', "[" * 100_000 + "\n"):
         (tmp_path / "notes.jsonl").write_text(foreign)
         result = rewrite(files, tmp_path / "notes.jsonl")
         assert result.exit_code == 2

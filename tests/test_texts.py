@@ -51,6 +51,13 @@ def test_a_file_that_was_not_written_to_its_end_is_none(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("content", [b"", b"junk"])
+def test_a_damaged_file_is_named(content, tmp_path):
+    (tmp_path / "texts.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=r"texts\.safetensors cannot be read \(SafetensorError.*it is damaged"):
+        kept_texts(tmp_path / "texts.safetensors")
+
+
 def test_rows_are_texts_in_order():
     assert packed(torch.tensor([3, 4, 9, 2, 5, 1]), 7).tolist() == [0, 2, 3, 5, 6]
     rows = PackedTexts(some(), 4)  # 3, 4 of 7, 1, 4

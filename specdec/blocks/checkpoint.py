@@ -21,7 +21,8 @@ from specdec.blocks.medusa import MedusaCheckpoint, MedusaHeads
 from specdec.blocks.reading import BlockReader
 from specdec.eagle3 import checkpoint as eagle3
 from specdec.eagle3.checkpoint import Understood, check_vocabulary, filled, is_block, placed
-from specdec.eagle3.files import folder_of, read_config, read_tensors
+from specdec.eagle3.fields import read_head_config
+from specdec.eagle3.files import folder_of, read_tensors
 from specdec.eagle3.head import Eagle3Head
 
 
@@ -50,7 +51,7 @@ def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads
 def read(path: str | Path) -> BlockCheckpoint | MedusaCheckpoint | HydraCheckpoint | eagle3.Checkpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first); of an EAGLE head, too."""
     folder = folder_of(path)
-    config = read_config(folder)
+    config = read_head_config(folder)
     if medusa.is_medusa(config):
         return medusa.read(folder)
     if hydra_checkpoint.is_hydra(config):

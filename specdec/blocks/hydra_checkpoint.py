@@ -16,9 +16,10 @@ from torch import Tensor
 
 from specdec.blocks.hydra import HydraConfig, HydraHeads
 from specdec.blocks.per_token import PerTokenConfig, counted, once, our_names
-from specdec.eagle3.checkpoint import Understood, filled
+from specdec.eagle3.checkpoint import Understood, check_shapes, filled
 from specdec.eagle3.config import LayerConfig
-from specdec.eagle3.files import folder_of, read_config, read_tensors
+from specdec.eagle3.fields import read_head_config
+from specdec.eagle3.files import folder_of, read_tensors
 from specdec.eagle3.reading import Field
 
 KINDS = ("mlp", "prefix-mlp")
@@ -62,7 +63,7 @@ def read(path: str | Path) -> HydraCheckpoint:
         ValueError: heads of a kind that is not known, or weights that are not theirs.
     """
     folder = folder_of(path)
-    config = read_config(folder)
+    config = read_head_config(folder)
     kind = config.get("hydra_head_arch", KINDS[0])
     if kind not in KINDS:
         raise ValueError(f"{folder} holds Hydra heads of the kind {kind!r}; known are {' and '.join(KINDS)}")
@@ -72,6 +73,7 @@ def read(path: str | Path) -> HydraCheckpoint:
     ours = _our_names([name for name in tensors if name not in IGNORED])
     once(folder, ours)
     weights = {known: tensors[name] for name, known in ours.items()}
+    check_shapes(folder, weights)
     if "heads.0.lm_head.weight" not in weights:
         raise ValueError(f"{folder} holds no hydra_lm_head: these are no Hydra heads")
     fields: list[Field] = []
@@ -105,8 +107,9 @@ def _config(
     blocks = sum(bool(re.fullmatch(r"heads\.0\.blocks\.\d+\.linear\.weight", name)) for name in weights)
     said = (config.get("hydra_num_heads"), config.get("hydra_num_layers"))
     out += counted(PerTokenConfig(hidden, vocab, heads, blocks), *said)
-    offset = int(config.get("hidden_state_offset", 0))
-    out.append(Field("state_offset", offset, "config" if "hidden_state_offset" in config else "assumed"))
+    given = config.get("hidden_state_offset")
+    offset = given or 0
+    out.append(Field("state_offset", offset, "assumed" if given is None else "config"))
     prefix = None
     if any(name.startswith("prefix.") for name in weights):
         prefix = _layer(folder, config, weights, rotation, vocab, out)
@@ -151,6 +154,8 @@ def _layer(
 def _head_dim(folder: Path, config: Mapping[str, Any], rotation: Tensor | None, q: int) -> int:
     """Width of an attention head, of which there are q values in all."""
     if rotation is not None:
+        if rotation.dim() != 1 or not rotation.numel():
+            raise ValueError(f"{folder}: rotary_emb.inv_freq has shape {tuple(rotation.shape)}, a vector was expected")
         expected = BASE ** -(torch.arange(len(rotation)) / len(rotation))
         if not torch.allclose(rotation.float(), expected, rtol=0.02):  # it may be saved in bfloat16
             raise ValueError(f"{folder}: rotary_emb.inv_freq is not of base {BASE:g}, which Hydra's own layer has")

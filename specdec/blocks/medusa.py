@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from specdec.blocks.block import Block
 from specdec.blocks.per_token import HeadPerToken, PerTokenConfig, counted, once, our_names
-from specdec.eagle3.checkpoint import Understood, filled
-from specdec.eagle3.files import folder_of, read_config, read_tensors
+from specdec.eagle3.checkpoint import Understood, check_shapes, filled
+from specdec.eagle3.fields import read_head_config
+from specdec.eagle3.files import folder_of, read_tensors
 from specdec.taps import FINAL
 
 # Names in Medusa's own files and in vLLM's, and what they are in ours.
@@ -120,11 +121,12 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
 def read(path: str | Path) -> MedusaCheckpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first). The weights say all of it."""
     folder = folder_of(path)
-    config = read_config(folder)
+    config = read_head_config(folder)
     tensors = read_tensors(folder, "medusa*.pt")
     ours = our_names(tensors, NAMES)
     once(folder, ours)
     weights = {ours[name]: tensor for name, tensor in tensors.items()}
+    check_shapes(folder, weights)
     used = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     heads = [name for name in weights if name.endswith("lm_head.weight")]
     if "heads.0.lm_head.weight" not in weights:

@@ -6,8 +6,9 @@ import typer
 
 from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
 from specdec.cli.common import print_versions, speak
+from specdec.cli.endings import Commands
 
-app = typer.Typer(help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
+app = typer.Typer(cls=Commands, help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 for command in (
     generate.generate,
     chat.chat,
@@ -27,6 +28,9 @@ for command in (
 def main(
     version: bool = typer.Option(
         False, "--version", help="Print the versions of specdec, transformers and torch.", is_eager=True
+    ),
+    debug: bool = typer.Option(
+        False, "--debug", envvar="SPECDEC_DEBUG", help="Show the traceback of an error, before the sentence on it."
     ),
 ) -> None:
     """Speculative decoding for Hugging Face models."""

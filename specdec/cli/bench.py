@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from specdec.cli.common import (
     Rule,
     Target,
     Temperature,
-    bad_input_ends,
     check,
     interrupted,
     load,
@@ -55,33 +55,32 @@ def bench(
     all the same.
     """
     names = list(dict.fromkeys(proposers or ["auto"]))
-    with bad_input_ends():
-        for name in names:
-            check(target, name)
-        if chart is not None:
-            _check(chart)
-        asked, count = first_questions(prompts, limit) if prompts else ([], 0)
-        from specdec.bench import bench as measure
-        from specdec.proposers.named import as_proposers
+    for name in names:
+        check(target, name)
+    if chart is not None:
+        _check(chart)
+    asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+    from specdec.bench import bench as measure
+    from specdec.proposers.named import as_proposers
 
-        try:
-            model, tokenizer = load(target, dtype=dtype, device=device)
-            made = as_proposers(names, model)
-            used = encoded(asked, tokenizer) or of_ours(tokenizer, limit)
-            with bar() as progress:
-                found = measure(
-                    model,
-                    made,
-                    used,
-                    repeats=repeats,
-                    max_new_tokens=max_new_tokens,
-                    draft_length=draft_length,
-                    rule=rule,
-                    progress=progress,
-                    **sampling(temperature),
-                )
-        except KeyboardInterrupt:
-            raise interrupted("stopped before anything was measured") from None
+    try:
+        model, tokenizer = load(target, dtype=dtype, device=device)
+        made = as_proposers(names, model)
+        used = encoded(asked, tokenizer) or of_ours(tokenizer, limit)
+        with bar() as progress:
+            found = measure(
+                model,
+                made,
+                used,
+                repeats=repeats,
+                max_new_tokens=max_new_tokens,
+                draft_length=draft_length,
+                rule=rule,
+                progress=progress,
+                **sampling(temperature),
+            )
+    except KeyboardInterrupt:
+        raise interrupted("stopped before anything was measured") from None
     if as_json:
         typer.echo(json.dumps(found.to_dict() | {"target": target, "max_new_tokens": max_new_tokens}))
     else:
@@ -103,5 +102,7 @@ def _check(chart: Path) -> None:
         raise ValueError(f"{chart} must end in one of {', '.join(PICTURES)}")
     if not chart.parent.is_dir():
         raise ValueError(f"there is no folder {chart.parent} to write {chart.name} to")
+    if chart.is_dir() or not os.access(chart if chart.exists() else chart.parent, os.W_OK):
+        raise ValueError(f"{chart} cannot be written: choose another file")
     if find_spec("matplotlib") is None:
         raise ValueError("a chart is drawn with matplotlib, which is not there: pip install matplotlib")

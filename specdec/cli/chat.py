@@ -16,7 +16,6 @@ from specdec.cli.common import (
     Rule,
     Seed,
     Temperature,
-    bad_input_ends,
     check,
     generator,
     interrupted,
@@ -42,13 +41,12 @@ def chat(
 ) -> None:
     """Talk to a model. Ctrl-C ends its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)
-    with bad_input_ends():
-        check(target, proposer)
-        from specdec.chat import Chat
-        from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
+    check(target, proposer)
+    from specdec.chat import Chat
+    from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
 
-        spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
-        talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+    spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
+    talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
     console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
     console.print("[dim]Ctrl-C ends an answer, Ctrl-D the conversation.[/dim]")
     stopped = False

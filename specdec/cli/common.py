@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
     from specdec import SpeculativeGenerator
 
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: beyond them all is greedy, or uniform
 INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
 
 
@@ -30,11 +29,21 @@ def proposer_names(incomplete: str) -> list[str]:
     ]
 
 
+def warm_enough(temperature: float) -> float:
+    """Refuse a temperature so low that logits divided by it are infinite."""
+    if 0 < temperature < COLDEST:
+        raise typer.BadParameter(f"{temperature} is neither 0, which is greedy, nor at least {COLDEST}")
+    return temperature
+
+
 WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
 Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
 ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-Seed = Annotated[int | None, typer.Option(help="Of what is drawn: the same seed gives the same text.")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=HOTTEST, help="0 is greedy.", callback=warm_enough)]
+Seed = Annotated[
+    int | None,
+    typer.Option(min=-(2**63), max=2**64 - 1, help="Of what is drawn: the same seed gives the same text."),
+]
 DraftLength = Annotated[
     int | None, typer.Option(min=0, help="Tokens to draft per round, 0: none; by measured costs if left out.")
 ]
@@ -83,16 +92,6 @@ def print_versions(err: bool = False) -> None:
         typer.secho(f"warning: {message}", fg="yellow", err=True)
 
 
-@contextmanager
-def bad_input_ends() -> Iterator[None]:
-    """What the library says of bad input, without a traceback; exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:  # OSError: no such model or file
-        typer.secho(f"error: {error}", fg="red", err=True)
-        raise typer.Exit(2) from error
-
-
 def interrupted(what: str = "stopped") -> typer.Exit:
     """To be raised after Ctrl-C, when all that is to be said was said."""
     typer.echo(what, err=True)
@@ -121,6 +120,7 @@ def load(
     from transformers import AutoTokenizer
 
     from specdec.machine import best_device, crowded, format_for
+    from specdec.parsed import read_by_library
     from specdec.proposers.draft_model import load as loaded
 
     place = _device(device) if device else best_device()
@@ -131,7 +131,10 @@ def load(
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
         typer.echo(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}", err=True)
-    return model, AutoTokenizer.from_pretrained(target) if tokenizer else None
+    if not tokenizer:
+        return model, None
+    with read_by_library(f"the tokenizer of {target}"):
+        return model, AutoTokenizer.from_pretrained(target)
 
 
 def _device(name: str) -> torch.device:
@@ -139,7 +142,7 @@ def _device(name: str) -> torch.device:
 
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"{name} is no device of this machine: {str(error).partition(chr(10))[0]}") from error
     return device

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from reprlib import repr as shortened
 from time import perf_counter
 from typing import Any
 
 import typer
 
-from specdec.cli.common import Target, bad_input_ends, check, interrupted, load
+from specdec.cli.common import HOTTEST, Target, check, interrupted, load, warm_enough
 from specdec.data.entries import check_text
+
+
+def _warm_enough(temperatures: list[float]) -> list[float]:
+    return [warm_enough(temperature) for temperature in temperatures]
 
 
 def regenerate(
@@ -21,7 +26,13 @@ def regenerate(
     out: Path = typer.Argument(
         help="JSONL to write; conversations finished in an earlier run are kept.", dir_okay=False
     ),
-    temperature: list[float] = typer.Option([0.0], help="May be given several times: conversations take turns."),
+    temperature: list[float] = typer.Option(
+        [0.0],
+        min=0.0,
+        max=HOTTEST,
+        callback=_warm_enough,
+        help="May be given several times: conversations take turns.",
+    ),
     batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
     max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
     max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
@@ -31,7 +42,7 @@ def regenerate(
         help="""Arguments of the chat template, as JSON: '{"enable_thinking": false}'. An entry's own come before.""",
     ),
     max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
-    seed: int = typer.Option(0),
+    seed: int = typer.Option(0, min=-(2**53), max=2**53),
 ) -> None:
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -39,49 +50,48 @@ def regenerate(
     from specdec.data.left_out import LeftOut
     from specdec.data.messages import read_prompts
 
-    with bad_input_ends():
-        switches = _switches(template)
-        useless = LeftOut("prompts")
-        useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # said before the model is loaded
-        check(target)
-        from accelerate.utils import gather_object
+    switches = _switches(template)
+    useless = LeftOut("prompts")
+    useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # said before the model is loaded
+    check(target)
+    from accelerate.utils import gather_object
 
-        from specdec.data.answers import Answers
-        from specdec.data.regenerate import regenerate as answer
-        from specdec.machine import computed_in, started_together
+    from specdec.data.answers import Answers
+    from specdec.data.regenerate import regenerate as answer
+    from specdec.machine import computed_in, started_together
 
-        together = started_together()
-        model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
-        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-        with Progress(*columns, disable=not together.is_main_process) as bar:
-            task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
+    together = started_together()
+    model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
+    model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    with Progress(*columns, disable=not together.is_main_process) as bar:
+        task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
 
-            def progress(done: int, total: int, tokens: int) -> None:
-                speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
-                bar.update(task, completed=done, total=total, speed=speed)
+        def progress(done: int, total: int, tokens: int) -> None:
+            speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
+            bar.update(task, completed=done, total=total, speed=speed)
 
-            try:
-                tokens = answer(
-                    model,
-                    tokenizer,
-                    prompts,
-                    out,
-                    temperatures=temperature,
-                    batch_size=batch_size,
-                    max_new_tokens=max_new_tokens,
-                    max_prompt_tokens=max_prompt_tokens,
-                    limit=limit,
-                    switches=switches,
-                    seed=seed,
-                    share=(together.process_index, together.num_processes),
-                    agree=lambda yes: all(gather_object([yes])),
-                    progress=progress,
-                    go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
-                )
-            except KeyboardInterrupt:
-                raise interrupted(f"stopped: the answers in {out} are whole, the same command goes on") from None
-            finished = bar.finished and not Answers(out).parts()
+        try:
+            tokens = answer(
+                model,
+                tokenizer,
+                prompts,
+                out,
+                temperatures=temperature,
+                batch_size=batch_size,
+                max_new_tokens=max_new_tokens,
+                max_prompt_tokens=max_prompt_tokens,
+                limit=limit,
+                switches=switches,
+                seed=seed,
+                share=(together.process_index, together.num_processes),
+                agree=lambda yes: all(gather_object([yes])),
+                progress=progress,
+                go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
+            )
+        except KeyboardInterrupt:
+            raise interrupted(f"stopped: the answers in {out} are whole, the same command goes on") from None
+        finished = bar.finished and not Answers(out).parts()
     tokens = sum(gather_object([tokens]))
     if not together.is_main_process:
         return
@@ -94,8 +104,10 @@ def _switches(template: str) -> dict[str, Any]:
     try:
         switches = json.loads(template)
         check_text(switches)
-    except ValueError:
+    except (ValueError, RecursionError):
         switches = None
     if not isinstance(switches, dict):
-        raise ValueError(f"--template must be a JSON object, say '{{\"enable_thinking\": false}}', got {template!r}")
+        raise ValueError(
+            f"--template must be a JSON object, say '{{\"enable_thinking\": false}}', got {shortened(template)}"
+        )
     return switches

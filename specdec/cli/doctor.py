@@ -11,7 +11,6 @@ from specdec.cli.common import (
     Format,
     Target,
     Temperature,
-    bad_input_ends,
     check,
     interrupted,
     load,
@@ -38,27 +37,26 @@ def doctor(
 
     Ctrl-C ends it; what was measured until then is the diagnosis.
     """
-    with bad_input_ends():
-        check(target, proposer)
-        asked, count = first_questions(prompts, limit) if prompts else ([], 0)
-        from specdec.capability import installation_fault
-        from specdec.doctor import diagnose
+    check(target, proposer)
+    asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+    from specdec.capability import installation_fault
+    from specdec.doctor import diagnose
 
-        print_versions(err=True)
-        if installation_fault():
-            raise ValueError(installation_fault())
-        model, tokenizer = load(target, dtype=dtype)
-        theirs, ours = encoded(asked, tokenizer), of_ours(tokenizer, 2)
-        with bar() as progress:
-            found = diagnose(
-                model,
-                proposer,
-                theirs or ours,
-                usual=ours if theirs else (),
-                max_new_tokens=max_new_tokens,
-                progress=progress,
-                **sampling(temperature),
-            )
+    print_versions(err=True)
+    if installation_fault():
+        raise ValueError(installation_fault())
+    model, tokenizer = load(target, dtype=dtype)
+    theirs, ours = encoded(asked, tokenizer), of_ours(tokenizer, 2)
+    with bar() as progress:
+        found = diagnose(
+            model,
+            proposer,
+            theirs or ours,
+            usual=ours if theirs else (),
+            max_new_tokens=max_new_tokens,
+            progress=progress,
+            **sampling(temperature),
+        )
     asked_of = on_prompts(found.answered, count or len(ours), prompts)
     typer.echo(f"measured on {asked_of}, up to {max_new_tokens} new tokens each, in whole calls\n")
     typer.echo(found.in_words())

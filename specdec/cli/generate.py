@@ -17,7 +17,6 @@ from specdec.cli.common import (
     Seed,
     Target,
     Temperature,
-    bad_input_ends,
     check,
     generator,
     interrupted,
@@ -46,14 +45,13 @@ def generate(
 
     Ctrl-C ends the text; the report of what was written is printed all the same.
     """
-    with bad_input_ends():
-        check(target, proposer)
-        asked = _asked(prompt)
-        from transformers import TextStreamer
+    check(target, proposer)
+    asked = _asked(prompt)
+    from transformers import TextStreamer
 
-        from specdec.data.prompts import Prompt
+    from specdec.data.prompts import Prompt
 
-        spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
+    spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
     inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
     plain = 0.0
     if compare:

@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 
 from specdec.choices import HeadLayout
-from specdec.cli.common import bad_input_ends, load
+from specdec.cli.common import load
 from specdec.paths import require_folder_or_id
 
 
@@ -19,36 +19,35 @@ def inspect(
     """Say what the files of an EAGLE head or a block-parallel drafter hold, what is used, and what was assumed."""
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
-    with bad_input_ends():
-        for name in (head, *([target] if target else [])):
-            require_folder_or_id(name)
-        from specdec.blocks.checkpoint import read
-        from specdec.blocks.hydra import HydraHeads
-        from specdec.eagle3.head import Eagle3Head
-        from specdec.eagle3.inspection import describe
-        from specdec.proposers import BlockProposer, Eagle3Proposer, HydraProposer
-        from specdec.tap_probe import probe_taps
+    for name in (head, *([target] if target else [])):
+        require_folder_or_id(name)
+    from specdec.blocks.checkpoint import read
+    from specdec.blocks.hydra import HydraHeads
+    from specdec.eagle3.head import Eagle3Head
+    from specdec.eagle3.inspection import describe
+    from specdec.proposers import BlockProposer, Eagle3Proposer, HydraProposer
+    from specdec.tap_probe import probe_taps
 
-        checkpoint = read(head)
-        typer.echo(describe(checkpoint))
-        module = checkpoint.head()
-        if target is None:
-            return
-        model, tokenizer = load(target, tokenizer=probe)
-        module = module.to(model.device)
-        proposer: Eagle3Proposer | BlockProposer | HydraProposer
-        if isinstance(module, Eagle3Head) and module.config.mask_token_id is None:
-            proposer = Eagle3Proposer(module)
-        elif isinstance(module, HydraHeads):
-            proposer = HydraProposer(module)
-        else:
-            proposer = BlockProposer(module)
-        proposer.check(model)
-        typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
-        if probe:
-            if not isinstance(proposer, Eagle3Proposer):
-                raise ValueError("--probe is for EAGLE heads: a block-parallel drafter's layout says how it counts")
-            typer.echo(probe_taps(proposer.head, model, tokenizer))
+    checkpoint = read(head)
+    typer.echo(describe(checkpoint))
+    module = checkpoint.head()
+    if target is None:
+        return
+    model, tokenizer = load(target, tokenizer=probe)
+    module = module.to(model.device)
+    proposer: Eagle3Proposer | BlockProposer | HydraProposer
+    if isinstance(module, Eagle3Head) and module.config.mask_token_id is None:
+        proposer = Eagle3Proposer(module)
+    elif isinstance(module, HydraHeads):
+        proposer = HydraProposer(module)
+    else:
+        proposer = BlockProposer(module)
+    proposer.check(model)
+    typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
+    if probe:
+        if not isinstance(proposer, Eagle3Proposer):
+            raise ValueError("--probe is for EAGLE heads: a block-parallel drafter's layout says how it counts")
+        typer.echo(probe_taps(proposer.head, model, tokenizer))
 
 
 def export(
@@ -61,18 +60,17 @@ def export(
     force: bool = typer.Option(False, "--force", help="Write over a head that lies in OUT."),
 ) -> None:
     """Write an EAGLE-3 head in another layout."""
-    with bad_input_ends():
-        require_folder_or_id(head)
-        if Path(out).resolve() == Path(head).resolve():
-            raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
-        if not force and Path(out).is_dir() and any(Path(out).iterdir()):
-            raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
-        from specdec.eagle3 import load, save
-        from specdec.eagle3.layouts import lost_in
-        from specdec.eagle3.widened import widened
+    require_folder_or_id(head)
+    if Path(out).resolve() == Path(head).resolve():
+        raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
+    if not force and Path(out).is_dir() and any(Path(out).iterdir()):
+        raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
+    from specdec.eagle3 import load, save
+    from specdec.eagle3.layouts import lost_in
+    from specdec.eagle3.widened import widened
 
-        loaded = load(head)
-        save(loaded if layout == "int8" else widened(loaded), out, layout, target)
+    loaded = load(head)
+    save(loaded if layout == "int8" else widened(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
         typer.secho(f"warning: {lost}", fg="yellow", err=True)
     if layout == "speculators" and not target:

@@ -29,7 +29,8 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
             prompts.append(torch.tensor(tokens))
         except ValueError as error:
             left_out.add(one.place, error)
-    left_out.settle(len(prompts))
+    if asked:
+        left_out.settle(len(prompts))
     return prompts
 
 

@@ -14,7 +14,6 @@ from specdec.cli.common import (
     Rule,
     Seed,
     Target,
-    bad_input_ends,
     check,
 )
 
@@ -28,7 +27,7 @@ def serve(
     target: Target,
     proposer: ProposerOption = "auto",
     host: str = typer.Option("localhost", help="Address to listen at."),
-    port: int = typer.Option(8000, help="Port to listen at."),
+    port: int = typer.Option(8000, min=1, max=65535, help="Port to listen at."),
     seed: Seed = None,
     draft_length: DraftLength = None,
     rule: Rule = COUPLED,
@@ -45,12 +44,11 @@ def serve(
         return made[-1]
 
     try:
-        with bad_input_ends():
-            check(target, proposer)
-            from specdec.serving import serve as serve_model
+        check(target, proposer)
+        from specdec.serving import serve as serve_model
 
-            typer.echo(f"http://{host}:{port}/v1, model {target!r}, drafts by {proposer}", err=True)
-            serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
+        typer.echo(f"http://{host}:{port}/v1, model {target!r}, drafts by {proposer}", err=True)
+        serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
     except KeyboardInterrupt:  # the server has let go of everything by now
         raise typer.Exit(INTERRUPTED) from None
     finally:

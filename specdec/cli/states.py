@@ -7,32 +7,29 @@ from typing import Literal
 
 import typer
 
-from specdec.cli.common import Device, Target, bad_input_ends, check, interrupted, load
+from specdec.cli.common import Device, Target, check, interrupted, load
 
 
 def serve_states(
     target: Target,
     host: str = typer.Option("localhost", help="Address to listen at: whoever reaches it can use the target."),
-    port: int = typer.Option(8100, help="Port to listen at."),
+    port: int = typer.Option(8100, min=0, max=65535, help="Port to listen at."),
     shard: Literal["none", "devices"] = typer.Option("none", help='"devices": over all of this machine (device_map).'),
     device: Device = None,
 ) -> None:
     """Give a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C ends it."""
-    with bad_input_ends():
-        check(target)
-        create_server((host, port)).close()  # a port that is taken is said before the target is loaded
-        from specdec.proposers.draft_model import load as load_model
-        from specdec.training.precision import as_fast_as_it_reads
-        from specdec.training.states_server import StatesServer
+    check(target)
+    create_server((host, port)).close()  # a port that is taken is said before the target is loaded
+    from specdec.proposers.draft_model import load as load_model
+    from specdec.training.precision import as_fast_as_it_reads
+    from specdec.training.states_server import StatesServer
 
-        if shard == "devices":
-            model = load_model(target, device_map="auto")
-        else:
-            model = as_fast_as_it_reads(load(target, tokenizer=False, device=device)[0])
-        server = StatesServer(model, (host, port))
-        typer.echo(
-            f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}", err=True
-        )
+    if shard == "devices":
+        model = load_model(target, device_map="auto")
+    else:
+        model = as_fast_as_it_reads(load(target, tokenizer=False, device=device)[0])
+    server = StatesServer(model, (host, port))
+    typer.echo(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}", err=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

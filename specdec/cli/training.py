@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
-from specdec.cli.common import Target, bad_input_ends, check, interrupted
+from specdec.cli.common import Target, check, interrupted
 
 if TYPE_CHECKING:
     from specdec.training.evaluation import Evaluation
@@ -84,7 +84,7 @@ def train(
         None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
     ),
     report_to: Tracker = typer.Option("none", help="A tracker that is sent what is logged too."),
-    seed: int = typer.Option(0),
+    seed: int = typer.Option(0, min=0, max=2**32 - 1),
     device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
     dry_run: bool = typer.Option(
         False,
@@ -94,24 +94,23 @@ def train(
 ) -> None:
     """Train a head for a target: EAGLE-3, DFlash, DSpark, MTP. The same command goes on where it was stopped."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
-    with bad_input_ends():
-        check(target)
-        from accelerate import PartialState
+    check(target)
+    from accelerate import PartialState
 
-        from specdec.training import Recipe
-        from specdec.training import train as train_head
-        from specdec.training.evaluation import HeldOut
+    from specdec.training import Recipe
+    from specdec.training import train as train_head
+    from specdec.training.evaluation import HeldOut
 
-        recipe = Recipe(**options)
-        if dry_run:
-            from specdec.training.plan import plan
+    recipe = Recipe(**options)
+    if dry_run:
+        from specdec.training.plan import plan
 
-            typer.echo(plan(recipe).in_words())
-            return
-        try:
-            found = train_head(recipe)
-        except KeyboardInterrupt:
-            raise interrupted("stopped: the same command goes on from the last checkpoint") from None
+        typer.echo(plan(recipe).in_words())
+        return
+    try:
+        found = train_head(recipe)
+    except KeyboardInterrupt:
+        raise interrupted("stopped: the same command goes on from the last checkpoint") from None
     if not PartialState().is_main_process:
         return
     if found is None:

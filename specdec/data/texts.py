@@ -19,6 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdec.parsed import read_by_library
+
 
 @dataclass(frozen=True)
 class Text:
@@ -101,4 +103,5 @@ def _join(out: IO[bytes], lengths: array[int], ids: IO[bytes], learn: IO[bytes])
 
 def kept_texts(file: Path) -> Texts:
     """What `keep` wrote. It stays in the file, of which the system brings to memory what is looked at."""
-    return Texts(**load_file(file))
+    with read_by_library(file):
+        return Texts(**load_file(file))

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.eagle3.config import Eagle3Config, LayerConfig
-from specdec.eagle3.files import folder_of, read_config, read_tensors
+from specdec.eagle3.fields import read_head_config
+from specdec.eagle3.files import folder_of, read_tensors
 from specdec.eagle3.head import Eagle3Head
 from specdec.eagle3.int8 import of_int8
 from specdec.eagle3.reading import ConfigReader, Field
@@ -24,6 +25,9 @@ from specdec.eagle3.reading import ConfigReader, Field
 M = TypeVar("M", bound=nn.Module)
 # Beginnings of names, and what they are in ours.
 RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+# Ends of names of tensors whose shapes tell what a head is built of.
+MATRICES = ("fc.weight", "lm_head.weight", "embed_tokens.weight", "proj.weight", "markov_w1.weight")
+VECTORS = ("norm.weight", "d2t")
 # Names that carry nothing a head computes with.
 IGNORED = {
     "t2d": "the inverse of d2t",
@@ -75,7 +79,8 @@ class Checkpoint(Understood):
 
 def filled(head: M, weights: Mapping[str, Tensor], path: Path) -> M:
     """A head on the meta device with these weights: each of its own, and no other."""
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    state = head.state_dict()
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
@@ -88,6 +93,9 @@ def filled(head: M, weights: Mapping[str, Tensor], path: Path) -> M:
                 f"{path}: {name} has shape {tuple(tensor.shape)}, its config and the other weights ask for "
                 f"{expected[name]}"
             )
+        if tensor.is_floating_point() != state[name].is_floating_point():
+            wanted = "floating-point numbers" if state[name].is_floating_point() else "whole numbers"
+            raise ValueError(f"{path}: {name} holds {tensor.dtype}, {wanted} were expected: the file is damaged")
     dtype = weights["fc.weight" if "fc.weight" in weights else min(weights)].dtype
     head.load_state_dict(
         {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()},
@@ -113,7 +121,7 @@ def load(path: str | Path) -> Eagle3Head:
 def read(path: str | Path) -> Checkpoint:
     """Understand the checkpoint in a folder, or of a hub id (downloaded first). Nothing in it is executed."""
     folder = folder_of(path)
-    config = read_config(folder)
+    config = read_head_config(folder)
     if is_block(config):
         raise ValueError(f'{folder} is a block-parallel drafter, no EAGLE head: pass "dflash:{path}" as the proposer')
     stored = read_tensors(folder)
@@ -152,7 +160,19 @@ def placed(
             raise ValueError(f"{folder}: two tensors are {ours}: {name} and another")
         weights[ours] = tensor
         used[name] = tuple(tensor.shape)
+    check_shapes(folder, weights)
     return weights, used, ignored
+
+
+def check_shapes(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise ValueError for a tensor of ours (by its name) whose shape tells nothing, before it is read for a config."""
+    for name, tensor in weights.items():
+        dims = 2 if name.endswith(MATRICES) else 1 if name.endswith(VECTORS) else tensor.dim()
+        if tensor.dim() != dims or not tensor.numel():
+            expected = f"{dims} dimension{'s' if dims > 1 else ''} and values in it"
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(tensor.shape)}, expected were {expected}: the file is damaged"
+            )
 
 
 def check_vocabulary(folder: Path, d2t: Tensor | None, config: LayerConfig) -> None:

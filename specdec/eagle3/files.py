@@ -5,9 +5,7 @@ Knows nothing of what they mean. Nothing in a file is executed.
 
 from __future__ import annotations
 
-import json
 import logging
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from specdec.parsed import parsed
 from specdec.paths import require_folder_or_id
 
 log = logging.getLogger(__name__)
+READ = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int32, torch.int64, torch.bool)
 WANTED = ["*.json", "*.safetensors", "*.bin", "medusa*.pt", "hydra*.pt"]  # of a hub repository
 
 
@@ -39,13 +39,11 @@ def folder_of(path: str | Path) -> Path:
 
 def read_config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = parsed((folder / "config.json").read_bytes(), f"{folder}/config.json")
     except FileNotFoundError as error:
         trained = folder / "head"
         where = f": it is a training's, whose head is {trained}" if (trained / "config.json").exists() else ""
         raise ValueError(f"{folder} has no config.json{where}") from error
-    except ValueError as error:
-        raise ValueError(f"{folder}/config.json is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{folder}/config.json holds {type(config).__name__}, not an object")
     return config
@@ -61,16 +59,25 @@ def read_tensors(folder: Path, others: str = "*model*.bin") -> dict[str, Tensor]
         for name, tensor in _read_file(file).items():
             if name in tensors:
                 raise ValueError(f"{folder}: {name} is in more than one file")
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise ValueError(
-                    f"{folder}: {name} holds NaN or infinite values; the file is damaged or its training was"
-                )
+            _check(tensor, f"{folder}: {name}")
             tensors[name] = tensor
     for index in folder.glob("*.index.json"):
-        named = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}))
+        described = parsed(index.read_bytes(), str(index))
+        weight_map = described.get("weight_map", {}) if isinstance(described, dict) else None
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index} is no index of weights: it should hold an object with a weight_map")
+        named = weight_map.keys()
         if named - tensors.keys():
             raise ValueError(f"{folder}: {index.name} names {sorted(named - tensors.keys())[0]}, which no file holds")
     return tensors
+
+
+def _check(tensor: Tensor, named: str) -> None:
+    """Raise ValueError for numbers that no head can have."""
+    if tensor.dtype not in READ:
+        raise ValueError(f"{named} is of {tensor.dtype}, which heads are not read in: save it in bfloat16 or float32")
+    if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{named} holds NaN or infinite values; the file is damaged or its training was")
 
 
 def _read_file(file: Path) -> dict[str, Tensor]:
@@ -80,7 +87,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise ValueError(f"{file} is damaged or cut short: {error}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # whatever torch's unpickler comes upon in bytes that are something else
         raise ValueError(
             f"{file} does not hold weights alone, or is damaged; nothing in it was executed: "
             f"{str(error).partition(chr(10))[0]}"

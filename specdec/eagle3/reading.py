@@ -5,6 +5,7 @@ The weights come first (their names and shapes cannot lie), the config second; w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from specdec.eagle3.config import Eagle3Config
 from specdec.eagle3.rope import read_rope
 
+LAYER = re.compile(r"layers\.(\d+)\.")
 PARALLEL_TOKENS = 8  # drafted by a P-EAGLE head in a pass, where its config is silent: speculators' default
 
 
@@ -85,7 +87,7 @@ class ConfigReader:
             self._note("head_dim", head_dim, "config" if self.layer.get("head_dim") else "weights")
         if q % head_dim or kv % head_dim:
             raise ValueError(f"{self.folder}: head_dim {head_dim} does not divide the projections' {q} and {kv} rows")
-        layers = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+        layers = 1 + max(int(found[1]) for name in weights if (found := LAYER.match(name)))
         said_layers = self.layer.get("num_hidden_layers")
         note = f"the config says {said_layers}" if said_layers not in (None, layers) else ""
         return {

@@ -23,6 +23,7 @@ from specdec.draft_view import FEW_TOKENS, int8_pays, with_int8_linears, with_tr
 from specdec.eagle3.checkpoint import is_block
 from specdec.graphs import Graphs, cannot_capture
 from specdec.machine import DTYPES
+from specdec.parsed import read_by_library
 from specdec.paths import require_folder_or_id
 from specdec.products import clock
 from specdec.proposers.base import LARGEST_PADDING, Context
@@ -268,12 +269,15 @@ def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTr
     require_folder_or_id(path)
     log.info("loading %s", path)
     try:
-        config, _ = PretrainedConfig.get_config_dict(path)
-        if is_block(config):
-            raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
-        if "draft_vocab_size" in config or "speculators_model_type" in config:
-            raise ValueError(f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer')
-        model = _class_of(config).from_pretrained(path, dtype="auto", **placed).eval()
+        with read_by_library(path):
+            config, _ = PretrainedConfig.get_config_dict(path)
+            if is_block(config):
+                raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
+            if "draft_vocab_size" in config or "speculators_model_type" in config:
+                raise ValueError(
+                    f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer'
+                )
+            model = _class_of(config).from_pretrained(path, dtype="auto", **placed).eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
             f"{path} is neither a folder with a model nor a hub repository that can be reached: {error}"

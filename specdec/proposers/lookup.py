@@ -14,6 +14,7 @@ from itertools import takewhile
 import torch
 
 from specdec.outcome import depths_of
+from specdec.pacing import LONGEST
 from specdec.proposers.base import Context, Proposer
 from specdec.transfer import uploaded
 from specdec.tree import DraftTree
@@ -44,6 +45,11 @@ def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
     """Of each row worth drafting for, the tokens behind the first `known[b]`."""
     lengths = context.lengths
     return {b: context.recent(b, lengths[b] - known[b]) for b in context.rows}
+
+
+def longest(context: Context, row: int) -> int:
+    """How many tokens are looked up for a row: not many more than it can take, however long drafts may be."""
+    return min(context.pacer.limit, max(LONGEST, context.room[row]))
 
 
 def kind_of(length: int) -> int:

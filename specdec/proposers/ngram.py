@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, agreeing, gained, kind_of, laid_out, writable
+from specdec.proposers.lookup import LENGTHS, LIKELY, Lookup, agreeing, gained, kind_of, laid_out, longest, writable
 from specdec.tree import DraftTree
 
 PLACES = 16  # where an n-gram stood last are looked at for the longest match
@@ -57,7 +57,7 @@ class NgramProposer(Lookup):
             return []
         for b, tokens in gained(context, self._known).items():
             self._read(b, tokens, pacer)
-            self._found[b] = self._lookup(b, pacer.limit)
+            self._found[b] = self._lookup(b, longest(context, b))
             self.guesses[b] = self._found[b][0] if self._found[b] else None
         return self._gains(context, pacer)
 

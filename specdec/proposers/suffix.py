@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from specdec.pacing import Pacer
 from specdec.proposers.base import Context
-from specdec.proposers.lookup import LIKELY, Lookup, gained, kind_of, laid_out, writable
+from specdec.proposers.lookup import LIKELY, Lookup, gained, kind_of, laid_out, longest, writable
 from specdec.proposers.text_memory import Match, TextMemory
 from specdec.tree import DraftTree
 
@@ -95,7 +95,7 @@ class SuffixProposer(Lookup):
             self._known[b] += len(tokens)
             self.memory.write(self._numbers[b], tokens)
             near = [(match.text, match.end + len(tokens)) for match in self._matches[b]]
-            self._matches[b] = self.memory.matches(self._numbers[b], pacer.limit, near)
+            self._matches[b] = self.memory.matches(self._numbers[b], longest(context, b), near)
             self._found[b] = _grown(self._matches[b], context.vocab_size)
             chains_only = self.chains_only or context.chains_only
             self._best[b] = _ranked(self._found[b], context.room[b], pacer, chains_only)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.parsed import read_by_library
 from specdec.training.target_logits import TargetLogits
 from specdec.training.teacher import Teacher, fingerprint
 
@@ -30,7 +31,7 @@ class CachedTeacher(Teacher):
 
     def __init__(self, file: Path, load: Callable[[], PreTrainedModel], together: bool = False):
         self._file, self._load, self.together = file, load, together
-        with safe_open(file, "pt") as stored:
+        with read_by_library(file), safe_open(file, "pt") as stored:
             described: dict[str, Any] = json.loads(stored.metadata()["teacher"])
         self.name, self.fingerprint = described["name"], described["fingerprint"]
         self.taps, self._scale, self._cap = tuple(described["taps"]), described["scale"], described["cap"]

@@ -13,6 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
 from specdec.data.texts import Text, Texts, keep, kept_texts
+from specdec.parsed import read_by_library
 from specdec.pictures import marks_of
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
@@ -30,7 +31,8 @@ def checksum_of_entries(recipe: Recipe) -> str:
 
 def check_length(recipe: Recipe) -> None:
     """Raise ValueError for rows longer than the target reads."""
-    context = context_of(AutoConfig.from_pretrained(recipe.target))
+    with read_by_library(f"the config of {recipe.target}"):
+        context = context_of(AutoConfig.from_pretrained(recipe.target))
     if recipe.length > context:
         raise ValueError(
             f"{recipe.target} reads {context} tokens at most, --length is {recipe.length}: choose a smaller one"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from specdec.data.texts import Text, Texts
+from specdec.parsed import read_by_library
 
 PADDING = -1  # the document that tokens behind a row's end belong to
 
@@ -52,7 +53,7 @@ class StateDataset(Dataset):
         self._ends = torch.tensor([len(bounds) - 1 for bounds in self._bounds]).cumsum(0)  # rows up to each shard's end
 
     def _lengths_of(self, shard: Path) -> Tensor:
-        with safe_open(shard, "pt") as file:
+        with read_by_library(shard), safe_open(shard, "pt") as file:
             if "over_all" not in file.keys():  # noqa: SIM118 (no dict)
                 raise ValueError(
                     f"the states in {self.folder} were kept by an earlier version, which did not look at the whole "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+import torch
 from accelerate import PartialState
 from transformers.integrations import get_available_reporting_integrations
 
@@ -113,6 +115,11 @@ class Recipe:
                     f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
                     "them. Use `accelerate launch --multi_gpu`"
                 )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
+        for option, number in {"epochs": self.epochs, "learning_rate": self.learning_rate}.items():
+            if not 0 <= number < math.inf:
+                raise ValueError(f"{option} must be a number of at least 0, got {number}")
         if self.start_from_target is not None and self.start_from is None:
             raise ValueError("--from-target says what the head of --from is for: give --from too")
         check_choice("kind", self.kind, HeadKind)
@@ -136,6 +143,8 @@ class Recipe:
             raise ValueError("MTP layers attend as the target does: leave out --flex")
         if self.flex and self.kind != "eagle3":
             raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
+        if self.flex and (self.device == "cpu" or not torch.cuda.is_available()):
+            raise ValueError("flex attention is trained on CUDA devices only, and here is none: leave out --flex")
         if self.start_from_target is not None and self.kind != "eagle3":
             raise ValueError("only EAGLE-3 heads can be carried over from another target: leave out --from-target")
         for name in (self.target, self.start_from_target):

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, TrainingArguments
 
 from specdec.data.texts import Text
 from specdec.machine import started_together
+from specdec.parsed import read_by_library
 from specdec.training import precision
 from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
 from specdec.training.dataset import PackedTexts, StateDataset
@@ -67,7 +68,9 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         weights = found.get("weights", "")
         folder.refuse_others(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
     if processes.is_local_main_process:
-        write_corpus(recipe, folder, AutoTokenizer.from_pretrained(recipe.target), checksum)
+        with read_by_library(f"the tokenizer of {recipe.target}"):
+            tokenizer = AutoTokenizer.from_pretrained(recipe.target)
+        write_corpus(recipe, folder, tokenizer, checksum)
     processes.wait_for_everyone()
     learnt, held_out = corpus(folder)
     ready = Preparation(recipe, folder, processes, given, checksum, learnt, held_out, deadline).run()

@@ -135,5 +135,5 @@ def read_json(path: Path) -> Any | None:
     """What is in a file; None if there is none, or it was not written to its end."""
     try:
         return json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
