@@ -624,7 +624,7 @@ def test_what_others_put_there_meanwhile_stays(single):
 
 
 def test_an_installed_generator_is_a_method(single):
-    model = copy.deepcopy(tiny.model("llama"))
+    model = tiny.on_host("llama").to(tiny.DEVICE)  # pickled: others' tests leave local functions as hooks on theirs
     before, spec = model.generate, SpeculativeGenerator(model, "ngram")
     arguments = {**single, "max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(**arguments).tolist()
