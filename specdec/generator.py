@@ -325,7 +325,7 @@ class SpeculativeGenerator:
         if group is not None:
             call = replace(call, criteria=group.stopping(call.criteria))
         talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
-        text = transcript(call, talk, self.model, self.capability.positions)
+        text = transcript(call, talk, self.model, able.positions)
         pictures = shown(call.text_kwargs)
         graphs = None if step is not None or group is not None or pictures else self._graphs(drafting, able)
         recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.runner import ModelRunner, cache_argument, declined, device_of
-from specdec.source import stand_in, takes_positions
+from specdec.runner import ModelRunner, cache_argument, device_of
+from specdec.source import declined, stand_in, takes_positions
 from specdec.tree import DraftTree
 
 

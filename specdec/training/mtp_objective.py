@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from specdec.compat import CACHE, cache_argument
 from specdec.mtp.trainee import MtpTrainee
-from specdec.runner import default_masks, masks_as_taken
+from specdec.runner import cache_argument, default_masks, masks_as_taken
 from specdec.slots import Span
 from specdec.training.objective import Drafted, Objective, behind_every_token
 from specdec.training.unroll import positions_in
@@ -81,7 +80,7 @@ def unroll_mtp(
             inputs_embeds=layer.fused(shifted, out),
             attention_mask=masks_as_taken(layer.block, default_masks(layer.block), seen),
             position_ids=here,
-            **{cache_argument(layer.block.get_decoder()) or CACHE: caches[k]},
+            **{cache_argument(layer.block.get_decoder()): caches[k]},
             use_cache=True,
         )[0]
         yield out[:, : L - step]
