@@ -154,8 +154,13 @@ class AllNodes:
         self.processors, self.rule = processors, rule
 
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
-        scores = self.processors(output.logits, lambda: _node_texts(text, draft))
-        verdict = _accept_padding(draft, self.verdict(draft, scores, text), text)
+        try:
+            scores = self.processors(output.logits, lambda: _node_texts(text, draft))
+        except Exception as error:
+            verdict, scores = self._up_to_failures(draft, output, text, error)
+        else:
+            verdict = self.verdict(draft, scores, text)
+        verdict = _accept_padding(draft, verdict, text)
         tokens = verdict.new_tokens(draft)
         outcome = outcome_sent(draft, verdict, tokens)()
         if text.records.wanted:
@@ -165,6 +170,42 @@ class AllNodes:
 
     def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
         return self.rule(draft, scores)
+
+    def _up_to_failures(
+        self, draft: DraftTree, output: Output, text: Transcript, error: Exception
+    ) -> tuple[Verdict, Tensor]:
+        """The verdict on a draft at some of whose nodes a processor raises, and the processed scores.
+
+        Each failing node becomes a leaf. Whether it is accepted depends on the nodes before it, so the rule stays
+        exact. A row that accepts it ends its round there: the node is the next round's root.
+
+        Raises:
+            Exception: `error`, if plain decoding calls the processor with the text that is settled by now. Otherwise
+                the rows whose root fails wait for the rows before them.
+        """
+        scores, failed = _node_by_node(self.processors, draft, output, text)
+        ends = [end for end, active in zip(text.ends, text.active, strict=True) if active]
+        waiting = [text.ends[b] for b, fails in enumerate(failed[:, 0].tolist()) if fails]
+        if waiting and min(waiting) <= min(ends, default=0):
+            raise error
+        if waiting:
+            text.hold(min(waiting))
+        below = (draft.ancestors & failed[:, None]).sum(-1) > failed
+        leaves = replace(
+            draft,
+            parents=draft.parents.masked_fill(below, -1),
+            probs=None if draft.probs is None else draft.probs.masked_fill((failed | below)[..., None], 0.0),
+        )
+        verdict = self.verdict(leaves, scores, text)
+        last = verdict.path.gather(1, verdict.accepted[:, None])  # (B, 1) node
+        ends_early = failed.gather(1, last)[:, 0] & (verdict.accepted > 0)
+        depth = torch.arange(verdict.path.shape[1], device=last.device)
+        accepted = verdict.accepted - ends_early.long()
+        return Verdict(
+            torch.where(depth > accepted[:, None], depth, verdict.path),
+            accepted,
+            torch.where(ends_early, draft.tokens.gather(1, last)[:, 0], verdict.next_token),
+        ), scores
 
 
 class AllChoices(AllNodes):
@@ -256,6 +297,37 @@ def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Ver
         accepted[b] = min(N - 1, text.room[b])
         next_token[b] = text.filler
     return Verdict(path[:, :N], accepted, next_token)
+
+
+def _node_by_node(
+    processors: NodeProcessors, draft: DraftTree, output: Output, text: Transcript
+) -> tuple[Tensor, Tensor]:
+    """Processed scores (B, N, V), and the nodes (B, N) bool at which a processor raises; there the scores are raw.
+
+    Descendants of these nodes, and of tokens that were ruled out, are not processed: no path reaches them.
+    """
+    scores, texts = output.logits.float().clone(), _node_texts(text, draft)
+    failed = torch.zeros_like(draft.tokens, dtype=torch.bool)
+    reachable: list[list[bool]] = [[] for _ in texts]
+    wanted = [active or padding for active, padding in zip(text.active, text.padding, strict=True)]
+    for n, parents in enumerate(draft.parents.T.tolist()):
+        for b, parent in enumerate(parents):
+            from_parent = n == 0 or (parent >= 0 and reachable[b][parent] and not failed[b, parent])
+            possible = from_parent and (n == 0 or float(scores[b, parent, draft.tokens[b, n]]) > float("-inf"))
+            reachable[b].append(wanted[b] and possible)
+            if not reachable[b][n]:
+                continue
+            columns = len(texts[b][n])
+            prefixes = [
+                [text.padded(row, columns) if over else texts[row][0]] for row, over in enumerate(text.finished)
+            ]
+            prefixes[b] = [texts[b][n]]
+            others = torch.tensor([[row != b] for row in range(len(texts))])
+            try:
+                scores[b, n] = processors(output.logits[:, n : n + 1], lambda: prefixes, others)[b, 0]  # noqa: B023
+            except Exception:
+                failed[b, n] = True
+    return scores, failed
 
 
 def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:

@@ -4,6 +4,7 @@ The law is exact: plain transformers says the processed scores after every possi
 all VOCAB ** NEW texts follow. Every test counts whole texts.
 """
 
+import contextlib
 import functools
 import itertools
 
@@ -553,3 +554,48 @@ def test_a_constraint_that_knows_its_own_texts_only():
         spec = SpeculativeGenerator(target(), PROPOSERS[proposer](), draft_length=2)
         torch.manual_seed(1)  # garbage is at times nothing, and there are few rounds
         assert departure(sampled(spec, 1, 300, **sampling), law(PROMPT, **sampling)) < EXACT
+
+
+class Enough(Exception):
+    pass
+
+
+class Streamed:
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("proposer", "rule"),
+    [("chain", "block"), ("chain", "token"), ("tree, drawn", "token"), ("garbage, drawn", "block")],
+)
+def test_texts_that_a_processor_breaks_off(proposer, rule):
+    """It raises after one of the tokens. What was streamed by then has the law of texts that end with this token."""
+    after, counts, spec = 3, {}, SpeculativeGenerator(target(), PROPOSERS[proposer](), draft_length=3, rule=rule)
+
+    def allowed(row, ids):
+        if len(ids) > len(PROMPT) and ids[-1] == after:
+            raise Enough
+        return list(range(VOCAB))
+
+    for seed in range(1500):
+        torch.manual_seed(seed)
+        streamer = Streamed()
+        with contextlib.suppress(Enough):
+            spec.generate(
+                torch.tensor([PROMPT]),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=NEW,
+                streamer=streamer,
+                prefix_allowed_tokens_fn=allowed,
+            )
+        count(torch.tensor([streamer.tokens[len(PROMPT) :]]), counts)
+    assert departure(counts, law(PROMPT, eos=after, top_k=0)) < EXACT

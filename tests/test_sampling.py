@@ -252,6 +252,35 @@ def test_a_processor_that_raises(proposer, do_sample):
         assert spec.report.num_accepted_tokens > 20
 
 
+@pytest.mark.parametrize("rule", ["block", "token", "typical"])
+@pytest.mark.parametrize("proposer", ["itself", "draft", "fixed tree", "medusa", "garbage"])
+def test_a_processor_that_raises_under_a_rule_over_all_nodes(proposer, rule):
+    """`top_k=1` leaves one text to sample, so it, what was streamed and the error are plain decoding's."""
+    model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]
+    drafts = PROPOSERS[proposer](model, "llama")
+    spec = SpeculativeGenerator(model, drafts, draft_length=4, rule=rule, on_unsupported="error")
+    raised = accepted = 0
+    for lengths, eos in (((7,), None), ((7, 4, 9), None), ((7, 4, 9), ends)):
+        inputs, width = tiny.prompts(*lengths), max(lengths)
+        for row in range(len(lengths)):
+            for after in (0, 2, 5):
+
+                def allowed(b, ids, row=row, length=width + after, eos=eos, width=width):
+                    over = eos is not None and any(token in eos for token in ids[width:].tolist())
+                    if b == row and len(ids) >= length and not over:
+                        raise RuntimeError(f"no tokens for row {b} of {len(ids)}")
+                    return list(range(1, tiny.VOCAB))
+
+                arguments = {**inputs, "do_sample": True, "top_k": 1, "prefix_allowed_tokens_fn": allowed}
+                expected = outcome(model.generate, eos_token_id=eos, **arguments)
+                assert outcome(spec.generate, eos_token_id=eos, **arguments)[:2] == expected[:2]
+                raised += expected[0][0] is RuntimeError
+                accepted += spec.report.num_accepted_tokens
+    assert raised > 12
+    if proposer in ("itself", "fixed tree"):
+        assert accepted > 20
+
+
 @pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
 def test_scores_that_break_in_one_row(lengths):
     class Broken:
