@@ -33,10 +33,10 @@ DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PRO
 RELEASE_TESTS = $(patsubst %,tests/test_%.py,releases capability parity generate_arguments past_key_values families \
     recurrent encoder_decoder eagle3 eagle3_checkpoints hub calls cli chat mtp wrapped graphs)
 
-.PHONY: demo test test-oldest test-newest test-slow test-all test-vllm notebooks docs screenshots pictures lint format clean
+.PHONY: demo test test-oldest test-newest test-slow test-all test-vllm notebooks docs screenshots pictures structure lint format clean
 
 demo: $(VENV)/.demo
-	$(PY) -m specdec.demo $(DEMO) $(ARGS)
+	$(PY) -m examples.demo $(DEMO) $(ARGS)
 
 test: $(VENV)/.dev
 	$(TESTS) -m "not slow" $(ARGS)
@@ -61,13 +61,17 @@ screenshots: docs
 	$(PY) docs/screenshots.py
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed
-	$(PY) -m specdec.demo.weights qwen2.5-coder-0.5b-instruct
+	$(PY) -m examples.demo.weights qwen2.5-coder-0.5b-instruct
 	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest -s tests/test_vllm.py $(ARGS)
 
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev
 	$(PY) benchmarks/chart.py docs/images/speed-up.svg
-	$(PY) -m specdec.demo --small --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
+	$(PY) -m examples.demo --small --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
+
+# The picture of docs/architecture.md, and how many arrows there are between the packages.
+structure:
+	$(PYTHON) docs/structure.py docs/images/structure.svg
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

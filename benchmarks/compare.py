@@ -33,8 +33,8 @@ from summary import best_of_transformers, summarise
 from table import best_lines, detail_table, number, speed_table, table, times
 from transformers.utils import logging
 
+from benchmarks.pass_costs import pass_costs, target_runner
 from specdec import DraftModelProposer
-from specdec.costs import pass_costs, target_runner
 
 WARM_UP_TOKENS = 16
 MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specdec.eagle3 import Eagle3Config, Eagle3Head
-from specdec.eagle3.config import default_taps
+from specdec.heads.eagle3.config import Eagle3Config, default_taps
+from specdec.heads.eagle3.head import Eagle3Head
 
 LOUD = 10.0  # of the embeddings; 32 layers of transformers' initial weights add about 11 to them
 COMMON = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}

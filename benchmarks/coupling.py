@@ -26,9 +26,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.data.conversations import read_texts
-from specdec.eagle3 import Eagle3Head, load
-from specdec.taps import Taps, decoder_layers
-from specdec.training.unroll import unroll
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.models.hidden_states import Taps
+from specdec.models.introspection import decoder_layers
+from specdec.training.objectives.unroll import unroll
 
 SPREADS = (0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 RACES = 2  # noises per position

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from specdec import BlockProposer, Eagle3Proposer, Proposer, SpeculativeGenerator
-from specdec.training import initialize
-from specdec.training.block_initialisation import initialize_block
+from specdec.training.initialization.dflash import initialize_block
+from specdec.training.initialization.eagle3 import initialize
 
 DRAFTED = 8192  # tokens of the target's vocabulary
 PROMPT, NEW = 200, 48

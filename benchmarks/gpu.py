@@ -36,11 +36,12 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specdec import DraftModelProposer, SpeculativeGenerator
-from specdec import graphs as captured
-from specdec.compat import ASSISTED_STATIC
-from specdec.eagle3 import Eagle3Head
-from specdec.proposers import Eagle3Proposer, Proposer
-from specdec.report import Report
+from specdec.engine.report import Report
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.models import static_forward as captured
+from specdec.models.compat import ASSISTED_STATIC
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 

@@ -27,19 +27,9 @@ from table import table
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from specdec import (
-    DraftModelProposer,
-    DynamicTree,
-    Eagle3Proposer,
-    NgramProposer,
-    SpeculativeGenerator,
-    generator,
-    graphs,
-    recorded_pass,
-    recording,
-    rules,
-    verification,
-)
+from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec.engine import cuda_graph_round, generator, rules, verifier
+from specdec.models import cuda_graphs, static_forward
 from tests import eagle3, tiny
 
 NEW, LENGTH = 400, 5
@@ -48,7 +38,7 @@ app = typer.Typer(add_completion=False)
 arrivals: list[tuple[str, float]] = []
 
 
-class Remembering(recording.Recorder):
+class Remembering(cuda_graphs.Recorder):
     """A replay costs nothing, and gives what the function once gave."""
 
     def __init__(self) -> None:
@@ -65,7 +55,7 @@ class Remembering(recording.Recorder):
             return gives
         made = function(**inputs)
         runs = self._runs[key] = self._runs.get(key, 0) + 1
-        if runs > recording.WARM:
+        if runs > cuda_graphs.WARM:
             self._gave[key] = tuple({name: given.clone() for name, given in part.items()} for part in (inputs, made))
         return made
 
@@ -88,9 +78,9 @@ def switch_on(patch: pytest.MonkeyPatch) -> None:
     """On the CPU what is done on GPUs: recordings, all choices at once; and a note of when a verdict arrives."""
     patch.setattr(generator, "Recorder", Remembering)
     patch.setattr(generator.SpeculativeGenerator, "_launches", True)
-    patch.setattr(rules, "Walk", verification.AllChoices)
-    patch.setattr(graphs, "_compiled", lambda: graphs._pass)
-    sent = recorded_pass.outcome_sent
+    patch.setattr(rules, "Walk", verifier.AllChoices)
+    patch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
+    sent = cuda_graph_round.outcome_sent
 
     def noted(*args: Any) -> Callable[[], Any]:
         arriving = sent(*args)
@@ -101,7 +91,7 @@ def switch_on(patch: pytest.MonkeyPatch) -> None:
 
         return arrived
 
-    patch.setattr(recorded_pass, "outcome_sent", noted)
+    patch.setattr(cuda_graph_round, "outcome_sent", noted)
 
 
 def generators() -> dict[str, SpeculativeGenerator]:

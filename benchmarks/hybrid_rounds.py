@@ -32,7 +32,7 @@ from transformers.utils import logging
 from turns import take_turns
 
 from specdec import DynamicTree, Eagle3Proposer, HybridProposer, MtpProposer, NgramProposer, Proposer
-from specdec.recurrent import States
+from specdec.models.cache.recurrent_states import States
 
 app = typer.Typer(add_completion=False)
 

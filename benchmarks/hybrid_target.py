@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-from specdec.mtp import MtpLayer
+from specdec.heads.mtp.head import MtpLayer
 
 VOCAB, END, WEIGHT = 4096, 0, 0.3
 STATE, TEXT = "training.pt", "text.pt"

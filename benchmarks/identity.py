@@ -10,7 +10,7 @@ from prompts import Job
 from store import Record
 from transformers import PreTrainedModel
 
-from specdec.demo.divergence import Divergence, diverge, first_difference
+from examples.demo.divergence import Divergence, diverge, first_difference
 
 
 @dataclass(frozen=True)

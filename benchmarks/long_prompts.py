@@ -26,9 +26,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.utils import logging
 
 from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
-from specdec.capability import capability
-from specdec.compat import CACHE
-from specdec.runner import ModelRunner
+from specdec.models.capability import capability
+from specdec.models.compat import CACHE
+from specdec.models.runner import ModelRunner
 
 PLAIN, NOTHING = "plain", "specdec"  # the latter with a proposer that keeps nothing
 DRAFT = 8

@@ -25,12 +25,12 @@ from transformers.utils import logging
 
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
-from specdec.learnt import Learnt
-from specdec.logits import NodeProcessors
-from specdec.pacing import Pacer
-from specdec.proposers import Context, Lookup
-from specdec.proposers.lookup import LENGTHS, LIKELY, agreeing
-from specdec.tree import DraftTree
+from specdec.proposers.base import Context
+from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, agreeing
+from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.logits_processors import NodeProcessors
 
 # Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
 COSTS = "1:1 2:0.98 4:0.97 8:1.07 12:1.25 16:1.31 24:1.56 32:1.73 64:2.6"

@@ -30,20 +30,24 @@ from torch.utils.data import Dataset, Subset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainingArguments
 
 from specdec.data.conversations import read_texts
+from specdec.data.packed_dataset import StateDataset, collate
 from specdec.data.texts import kept_texts
-from specdec.eagle3 import Eagle3Head, load
-from specdec.proposers import Eagle3Proposer
-from specdec.taps import FINAL, decoder_layers
-from specdec.training import HeadTrainer, initialize, precision
-from specdec.training.dataset import StateDataset, collate
-from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.losses import LOSSES
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.models.hidden_states import FINAL
+from specdec.models.introspection import decoder_layers
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.training import precision
+from specdec.training.initialization.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.objectives.losses import LOSSES
+from specdec.training.objectives.unroll import unroll
 from specdec.training.recipe import DRAFT_VOCAB
 from specdec.training.run_folder import RunFolder
-from specdec.training.states import states_of
-from specdec.training.target_logits import TargetLogits
-from specdec.training.teacher import LocalTeacher, embedding_of
-from specdec.training.unroll import unroll
+from specdec.training.teacher.base import LocalTeacher, embedding_of
+from specdec.training.teacher.state_cache import states_of
+from specdec.training.teacher.target_logits import TargetLogits
+from specdec.training.trainer import HeadTrainer
 
 STEPS = 3
 LENGTH = 512  # tokens of a row

@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
-from specdec.choices import COUPLED, RuleName
-from specdec.compat import ASSISTED_STATIC
-from specdec.proposers.named import as_proposer
+from specdec.models.compat import ASSISTED_STATIC
+from specdec.proposers.factory import as_proposer
+from specdec.utils.choices import COUPLED, RuleName
 
 PLAIN = "plain"
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it

@@ -21,11 +21,11 @@ from table import number, percent, table
 from transformers.utils import logging
 
 from specdec import HybridProposer, SpeculativeGenerator
-from specdec.learnt import Learnt
-from specdec.pacing import Pacer
-from specdec.proposers import Lookup
-from specdec.proposers.named import as_proposer
-from specdec.rounds import Round
+from specdec.engine.trace import Round
+from specdec.proposers.factory import as_proposer
+from specdec.proposers.lookup.base import Lookup
+from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.pacer import Pacer
 
 LENGTH = 10  # tokens that a lookup drafts at most
 COLUMNS = ["group", "lookup", "tokens per pass in turns", "its rounds", "in one tree at most", "more tokens"]

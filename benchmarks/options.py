@@ -13,7 +13,7 @@ import torch
 from prompts import Job, Messages, Question, choose, cut_into_jobs, encode, read, turn_name, warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.transcript import end_tokens
+from specdec.models.introspection import end_tokens
 
 
 @dataclass(frozen=True)

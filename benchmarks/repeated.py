@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
-from specdec.turns import Clock
+from specdec.evaluation.timing import Clock
 
 app = typer.Typer(add_completion=False)
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec import Context, DraftTree, Proposer
-from specdec.taps import Taps
-from specdec.transfer import uploaded
-from specdec.tree import Verdict
+from specdec.models.hidden_states import Taps
+from specdec.sampling.results import Verdict
+from specdec.utils.device_copies import uploaded
 
 
 class Replay(Proposer):

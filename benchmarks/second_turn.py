@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
-from specdec.compat import CACHE, cache_in
 from specdec.data.prompts import PROMPTS, Prompt
-from specdec.turns import Clock
+from specdec.evaluation.timing import Clock
+from specdec.models.compat import CACHE, cache_in
 
 ASKED = "Now say the same in two sentences."
 

@@ -26,7 +26,8 @@ from store import Record, Store
 from table import number, table
 
 from specdec import DynamicTree, Eagle3Proposer, Report
-from specdec.eagle3 import Eagle3Head, load
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.head import Eagle3Head
 
 DEPTH = 6
 FIXED = (4, 3, 2, 1)  # 4 + 12 + 24 + 24 nodes

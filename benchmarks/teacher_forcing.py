@@ -25,11 +25,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from specdec import SpeculativeGenerator
-from specdec.proposers.named import as_proposer
-from specdec.taps import Taps
-from specdec.training.evaluation import drafted_logits
-from specdec.training.heads import Head
-from specdec.training.teacher import taps_of
+from specdec.heads.kinds import Head
+from specdec.models.hidden_states import Taps
+from specdec.proposers.factory import as_proposer
+from specdec.training.evaluate import drafted_logits
+from specdec.training.teacher.base import taps_of
 
 app = typer.Typer(add_completion=False)
 

@@ -6,56 +6,55 @@ Names are imported when they are first asked for: the command line checks what i
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specdec.namesake import refuse_namesake
-from specdec.releases import note_release
+from specdec.utils.namesake import refuse_namesake
+from specdec.utils.releases import note_release
 
 refuse_namesake()  # before anything of it is imported
 
 if TYPE_CHECKING:
-    from specdec.generator import SpeculativeGenerator
-    from specdec.lenient import Lenient
-    from specdec.proposers import (
-        BlockProposer,
-        Context,
-        DraftModelProposer,
-        Eagle3Proposer,
-        EarlyExitProposer,
-        HybridProposer,
-        HydraProposer,
-        MtpProposer,
-        NgramProposer,
-        Proposer,
-        SuffixProposer,
-        TextMemory,
-        TranslatedDraftProposer,
-    )
-    from specdec.report import Report
-    from specdec.rounds import Round
-    from specdec.support import Unsupported
-    from specdec.tree import DraftTree, DynamicTree, Verdict
+    from specdec.engine.generator import SpeculativeGenerator
+    from specdec.engine.hf.eligibility import Unsupported
+    from specdec.engine.lenient import Lenient
+    from specdec.engine.report import Report
+    from specdec.engine.trace import Round
+    from specdec.proposers.base import Context, Proposer
+    from specdec.proposers.draft_heads.block import BlockProposer
+    from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+    from specdec.proposers.draft_heads.hydra import HydraProposer
+    from specdec.proposers.draft_heads.mtp import MtpProposer
+    from specdec.proposers.draft_models.draft_model import DraftModelProposer
+    from specdec.proposers.draft_models.early_exit import EarlyExitProposer
+    from specdec.proposers.draft_models.translated import TranslatedDraftProposer
+    from specdec.proposers.hybrid import HybridProposer
+    from specdec.proposers.lookup.ngram import NgramProposer
+    from specdec.proposers.lookup.suffix import SuffixProposer
+    from specdec.proposers.lookup.text_memory import TextMemory
+    from specdec.sampling.draft_tree import DraftTree
+    from specdec.sampling.dynamic_tree import DynamicTree
+    from specdec.sampling.results import Verdict
 else:
     _FILES = {
-        "BlockProposer": "proposers",
-        "Context": "proposers",
-        "DraftModelProposer": "proposers",
-        "DraftTree": "tree",
-        "DynamicTree": "tree",
-        "Eagle3Proposer": "proposers",
-        "EarlyExitProposer": "proposers",
-        "HybridProposer": "proposers",
-        "HydraProposer": "proposers",
-        "Lenient": "lenient",
-        "MtpProposer": "proposers",
-        "NgramProposer": "proposers",
-        "Proposer": "proposers",
-        "Report": "report",
-        "Round": "rounds",
-        "SpeculativeGenerator": "generator",
-        "SuffixProposer": "proposers",
-        "TextMemory": "proposers",
-        "TranslatedDraftProposer": "proposers",
-        "Unsupported": "support",
-        "Verdict": "tree",
+        "BlockProposer": "proposers.draft_heads.block",
+        "Context": "proposers.base",
+        "DraftModelProposer": "proposers.draft_models.draft_model",
+        "DraftTree": "sampling.draft_tree",
+        "DynamicTree": "sampling.dynamic_tree",
+        "Eagle3Proposer": "proposers.draft_heads.eagle3",
+        "EarlyExitProposer": "proposers.draft_models.early_exit",
+        "HybridProposer": "proposers.hybrid",
+        "HydraProposer": "proposers.draft_heads.hydra",
+        "Lenient": "engine.lenient",
+        "MtpProposer": "proposers.draft_heads.mtp",
+        "NgramProposer": "proposers.lookup.ngram",
+        "Proposer": "proposers.base",
+        "Report": "engine.report",
+        "Round": "engine.trace",
+        "SpeculativeGenerator": "engine.generator",
+        "SuffixProposer": "proposers.lookup.suffix",
+        "TextMemory": "proposers.lookup.text_memory",
+        "TranslatedDraftProposer": "proposers.draft_models.translated",
+        "Unsupported": "engine.hf.eligibility",
+        "Verdict": "sampling.results",
     }
 
     def __getattr__(name):

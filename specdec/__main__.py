@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """The commands. Ctrl-C ends them without a traceback while they are still being imported, too."""
     try:
-        from specdec.cli import app
+        from specdec.cli.app import app
 
         app()
     except KeyboardInterrupt:

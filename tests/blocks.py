@@ -4,11 +4,12 @@ import functools
 
 import torch
 
-from specdec.blocks import DFlashConfig, DFlashHead
-from specdec.blocks.hydra import HydraConfig, HydraHeads
-from specdec.blocks.medusa import MedusaConfig, MedusaHeads
-from specdec.eagle3 import Eagle3Head
-from specdec.eagle3.config import LayerConfig
+from specdec.heads.config import LayerConfig
+from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.hydra.head import HydraConfig, HydraHeads
+from specdec.heads.medusa import MedusaConfig, MedusaHeads
 from tests import eagle3, tiny
 
 SHAPE = {

@@ -13,7 +13,8 @@ import warnings
 import torch
 import transformers
 
-from specdec import SpeculativeGenerator, graphs
+from specdec import SpeculativeGenerator
+from specdec.models import static_forward
 from tests import families
 from tests.families import LENGTHS, tiny_model
 from tests.tiny import Garbage, prompts, specdec_warnings
@@ -63,7 +64,7 @@ def try_capture(name: str) -> str:
 def main(names: list[str]) -> None:
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    graphs.BACKEND = "eager"
+    static_forward.BACKEND = "eager"
     for name in names:
         try:
             reason = try_capture(name)

@@ -4,9 +4,10 @@ import functools
 
 import torch
 
-from specdec.eagle3 import Eagle3Config, Eagle3Head
-from specdec.taps import Taps
-from specdec.training.unroll import unroll
+from specdec.heads.eagle3.config import Eagle3Config
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.models.hidden_states import Taps
+from specdec.training.objectives.unroll import unroll
 from tests import tiny
 
 SHAPE = {

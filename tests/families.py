@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specdec import NgramProposer, SpeculativeGenerator
-from specdec.capability import Capability
+from specdec.models.capability import Capability
 from tests import encoded
 from tests.tiny import Garbage, prompts, randomised
 

@@ -32,7 +32,7 @@ from specdec import (
     SpeculativeGenerator,
     SuffixProposer,
 )
-from specdec.compat import CACHE, cache_in
+from specdec.models.compat import CACHE, cache_in
 from tests import blocks, eagle3, tiny
 
 MODELS = ("llama", "llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2", "gpt_neox")

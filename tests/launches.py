@@ -21,13 +21,13 @@ from specdec import (
     NgramProposer,
     SpeculativeGenerator,
 )
-from specdec.blocks import DFlashHead
-from specdec.eagle3 import Eagle3Head
-from specdec.loop import Loop
-from specdec.mtp import MtpHead
-from specdec.pacing import Pacer
-from specdec.runner import ModelRunner
-from specdec.training.mtp_initialisation import initialize_mtp
+from specdec.engine.loop import Loop
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.mtp.head import MtpHead
+from specdec.models.runner import ModelRunner
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.training.initialization.mtp import initialize_mtp
 from tests import blocks, eagle3, pretend, tiny
 
 OUTSIDE, TARGET, DRAFT = "outside", "target", "draft"  # of the models; the target's pass; the draft's own passes

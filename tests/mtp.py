@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from specdec.taps import decoder_layers
+from specdec.models.introspection import decoder_layers
 from tests import tiny
 
 VOCAB = 16  # so few that some drafts of random layers are accepted

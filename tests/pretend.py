@@ -39,7 +39,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import specdec
-from specdec import report
+from specdec.engine import report
 
 DEVICE, _CPU = torch.device("cuda", 0), torch.device("cpu")
 OURS = f"{Path(specdec.__file__).parent}{os.sep}"  # the folder whose frames are named in the ledger

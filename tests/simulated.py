@@ -12,11 +12,12 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from specdec.learnt import Learnt
-from specdec.pacing import Pacer
-from specdec.proposers import HybridProposer, Proposer
-from specdec.proposers.expected import CONFIDENCES
-from specdec.proposers.lookup import LIKELY, kind_of
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_models.acceptance_estimates import CONFIDENCES
+from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.lookup.base import LIKELY, kind_of
+from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.pacer import Pacer
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
 # with AVX-512 BF16, a GPU that is never full, and a machine that works in powers of two.

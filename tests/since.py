@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from specdec.releases import release
+from specdec.utils.releases import release
 
 
 def since(version: str) -> pytest.MarkDecorator:

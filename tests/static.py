@@ -2,10 +2,11 @@
 
 from functools import partialmethod
 
-from specdec import SpeculativeGenerator, graphs
+from specdec import SpeculativeGenerator
+from specdec.models import static_forward
 
 
 def switch_on(patch) -> None:
     """Every generator captures its passes, which stay the functions they are. patch: a `MonkeyPatch`."""
-    patch.setattr(graphs, "_compiled", lambda: graphs._pass)
+    patch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
     patch.setattr(SpeculativeGenerator, "__init__", partialmethod(SpeculativeGenerator.__init__, compile=True))

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec import acceptance
-from specdec.tree import DraftTree, Verdict
+from specdec.sampling import acceptance
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.results import Verdict
 from tests import naive
 
 DRAWS = 200_000
@@ -669,7 +670,7 @@ MUTANTS = {
 
 
 def mutant(function: str, old: str, new: str) -> types.ModuleType:
-    """`specdec.acceptance` with one change in the text of one function."""
+    """`specdec.sampling.acceptance` with one change in the text of one function."""
     whole, part = inspect.getsource(acceptance), inspect.getsource(getattr(acceptance, function))
     assert part.count(old) == 1, f"{function} no longer reads {old!r}: write this mutant anew"
     module = types.ModuleType("mutant")

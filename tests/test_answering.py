@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import WatermarkingConfig
 
-from specdec.capability import Capability
-from specdec.data.answering import Answering, Request
+from specdec.data.batched_generation import Answering, Request
+from specdec.models.capability import Capability
 from tests import tiny
 
 LENGTHS = (9, 1, 14, 5, 3, 7)
@@ -156,6 +156,8 @@ def test_requests_may_follow_from_answers(llama):
 
 
 def test_targets_with_another_cache_answer_one_by_one(monkeypatch, llama):
-    monkeypatch.setattr("specdec.data.answering.capability", lambda model: Capability(None, "a recurrent state"))
+    monkeypatch.setattr(
+        "specdec.data.batched_generation.capability", lambda model: Capability(None, "a recurrent state")
+    )
     alone = [plain(llama, request) for request in requests()]
     assert answers(llama, requests(), 4) == alone

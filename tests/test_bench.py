@@ -7,11 +7,11 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
-from specdec.bench import Answered, Bench, bench
-from specdec.cli import app
-from specdec.diagnosis import Measured
-from specdec.proposers.named import as_proposers
-from specdec.turns import Runs
+from specdec.cli.app import app
+from specdec.evaluation.bench import Answered, Bench, bench
+from specdec.evaluation.diagnosis import Measured
+from specdec.evaluation.timing import Runs
+from specdec.proposers.factory import as_proposers
 from tests import tiny
 
 NEW = 12

@@ -14,16 +14,17 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from specdec import NgramProposer, Report
+from specdec.data.packed_dataset import StateDataset
 from specdec.data.texts import Text, keep
-from specdec.eagle3 import load, save
-from specdec.eagle3.config import default_taps
-from specdec.rounds import Round
-from specdec.taps import decoder_layers
-from specdec.training import initialize
-from specdec.training.dataset import StateDataset
-from specdec.training.evaluation import accepted_lengths
-from specdec.training.states import extract
-from specdec.training.teacher import LocalTeacher
+from specdec.engine.trace import Round
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.config import default_taps
+from specdec.heads.eagle3.export import save
+from specdec.models.introspection import decoder_layers
+from specdec.training.evaluate import accepted_lengths
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.teacher.base import LocalTeacher
+from specdec.training.teacher.state_cache import extract
 from tests.tiny import randomised
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other

@@ -10,13 +10,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 from specdec import SpeculativeGenerator
-from specdec.blocks.checkpoint import load, read
-from specdec.blocks.head import DFlashHead
-from specdec.blocks.runner import DFlashRunner
-from specdec.cli import app
-from specdec.compat import CACHE
-from specdec.eagle3.runner import Lent
-from specdec.proposers.draft_model import load as load_draft
+from specdec.cli.app import app
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.dflash.runner import DFlashRunner
+from specdec.heads.embeddings import Lent
+from specdec.heads.loading import load, read
+from specdec.models.compat import CACHE
+from specdec.models.loading import load as load_draft
 from tests import blocks, tiny
 
 QWEN3 = {

@@ -7,18 +7,19 @@ import pytest
 import torch
 
 from specdec import BlockProposer
-from specdec.blocks import checkpoint
-from specdec.blocks.head import DFlashHead
-from specdec.blocks.layouts import save
-from specdec.eagle3.runner import Lent
-from specdec.training import HeadTrainer, block_unroll
-from specdec.training.block_initialisation import initialize_block
-from specdec.training.block_objective import BlockObjective
-from specdec.training.block_unroll import reading_weight, unroll_blocks
-from specdec.training.dataset import PackedTexts
-from specdec.training.evaluation import evaluate
-from specdec.training.losses import LOSSES
-from specdec.training.teacher import LocalTeacher
+from specdec.data.packed_dataset import PackedTexts
+from specdec.heads import loading
+from specdec.heads.dflash.export import save
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.embeddings import Lent
+from specdec.training.evaluate import evaluate
+from specdec.training.initialization.dflash import initialize_block
+from specdec.training.objectives import block_unroll
+from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
+from specdec.training.objectives.dflash import BlockObjective
+from specdec.training.objectives.losses import LOSSES
+from specdec.training.teacher.base import LocalTeacher
+from specdec.training.trainer import HeadTrainer
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts, target_logits_of
@@ -205,7 +206,7 @@ def test_training_makes_a_drafter_that_accepts_what_it_was_taught(kind, tmp_path
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.1
     assert logged[-1]["simulated_length"] > logged[0]["simulated_length"] + 0.5
     trainer.save_head(tmp_path / "head")
-    read = checkpoint.read(tmp_path / "head")
+    read = loading.read(tmp_path / "head")
     assert read.format == "vLLM speculators"
     assert not read.ignored.keys() - {"t2d"}
     made = read.head().float()
@@ -222,7 +223,7 @@ def test_the_layout_says_all_of_a_drafter(tmp_path):
         if name == "window from the anchor":
             head.config = replace(head.config, windows=(None, 6))
         save(head, tmp_path / name, "target")
-        read = checkpoint.read(tmp_path / name)
+        read = loading.read(tmp_path / name)
         assert read.config == head.config
         weights = read.head().state_dict()
         assert all(torch.equal(weights[key], tensor) for key, tensor in head.state_dict().items())
@@ -245,7 +246,7 @@ def test_the_command_goes_on_as_if_it_had_not_been_stopped(files, tmp_path, kind
         if "not finished yet" not in result.output:
             break
     assert losses(tmp_path / "slices") == losses(tmp_path / "whole")
-    one, two = (checkpoint.load(tmp_path / name / "head").state_dict() for name in ("whole", "slices"))
+    one, two = (loading.load(tmp_path / name / "head").state_dict() for name in ("whole", "slices"))
     assert all(torch.equal(one[name], two[name]) for name in one)
     evaluation = json.loads((tmp_path / "whole" / "evaluation.json").read_text())
     assert evaluation["best"]["mean_acceptance_length"] == pytest.approx(evaluation["best"]["simulated_length"])

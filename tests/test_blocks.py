@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from specdec import BlockProposer, DynamicTree, Eagle3Proposer, SpeculativeGenerator
-from specdec.blocks import DFlashConfig
-from specdec.blocks.parallel import ParallelRunner
-from specdec.blocks.runner import DFlashRunner
-from specdec.eagle3.runner import Lent
-from specdec.proposers.expected import bin_of
+from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.runner import DFlashRunner
+from specdec.heads.eagle3.parallel_runner import ParallelRunner
+from specdec.heads.embeddings import Lent
+from specdec.proposers.draft_models.acceptance_estimates import bin_of
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter, NaiveParallel
 
@@ -100,7 +100,7 @@ def test_it_computes_what_the_naive_drafter_does(name, lengths):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["DFlash", "window"])
 def test_prompts_are_read_in_parts(name, monkeypatch):
-    monkeypatch.setattr("specdec.blocks.runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.dflash.runner.AT_ONCE", 4)
     Rows(blocks.head(name), LENGTHS["ragged"]).check_rounds()
 
 

@@ -19,7 +19,7 @@ from specdec import (
     SuffixProposer,
     TextMemory,
 )
-from specdec.cache import SpeculativeCache
+from specdec.models.cache.kv_cache import SpeculativeCache
 from tests import eagle3, tiny
 
 PROPOSERS = {

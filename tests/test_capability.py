@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import specdec.capability
-from specdec import DraftModelProposer, SpeculativeGenerator, compat
-from specdec.capability import WINDOW, probe
+import specdec.models.capability
+from specdec import DraftModelProposer, SpeculativeGenerator
+from specdec.models import compat
+from specdec.models.capability import WINDOW, probe
 from tests import tiny
 
 
@@ -161,8 +162,8 @@ def test_dropout_that_is_turned_on_in_train_mode():
 
 
 def test_it_is_tried_out_once_in_each_state(monkeypatch):
-    tried, attempt = [], specdec.capability.probe
-    monkeypatch.setattr(specdec.capability, "probe", lambda *args: (tried.append(args), attempt(*args))[1])
+    tried, attempt = [], specdec.models.capability.probe
+    monkeypatch.setattr(specdec.models.capability, "probe", lambda *args: (tried.append(args), attempt(*args))[1])
     model, inputs = copy.deepcopy(tiny.model("gemma3")), tiny.prompts(9)
     spec = SpeculativeGenerator(model, "ngram", draft_length=3)
     for change in (model.eval, model.train, model.double, model.eval, model.float, model.train):

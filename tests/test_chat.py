@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeGenerator
-from specdec.capability import Capability
-from specdec.chat import Chat
-from specdec.streamer import ColourStreamer
-from specdec.taps import decoder_layers
+from specdec.cli.chat_session import Chat
+from specdec.cli.streamer import ColourStreamer
+from specdec.models.capability import Capability
+from specdec.models.introspection import decoder_layers
 from tests import tiny
 
 NEW = 6

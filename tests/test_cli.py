@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import specdec
-from specdec import SpeculativeGenerator, releases
-from specdec.cli import app
-from specdec.cli.endings import PACKAGE
-from specdec.eagle3 import save
+from specdec import SpeculativeGenerator
+from specdec.cli.app import app
+from specdec.cli.errors import PACKAGE
+from specdec.heads.eagle3.export import save
+from specdec.utils import releases
 from tests import eagle3, tiny
 
 

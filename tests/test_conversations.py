@@ -12,7 +12,7 @@ from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.entries import read_entries
 from specdec.data.messages import Asked, asked_in, read_prompts
 from specdec.data.prompts import Prompt
-from specdec.pictures import marks_of
+from specdec.models.introspection import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder

@@ -13,18 +13,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from specdec import SpeculativeGenerator, machine
+from examples.demo import __main__ as command
+from examples.demo import room, weights
+from examples.demo import show as show_module
+from examples.demo.comparison import PLAIN, Run, Speed
+from examples.demo.divergence import Divergence, diverge, first_difference
+from examples.demo.loading import load, locate
+from examples.demo.show import Show, summary
+from specdec import SpeculativeGenerator
+from specdec.cli.streamer import ColourStreamer
 from specdec.data.prompts import LIGHTHOUSE, PROMPTS, Prompt
-from specdec.demo import __main__ as command
-from specdec.demo import room, weights
-from specdec.demo import show as show_module
-from specdec.demo.comparison import PLAIN, Run, Speed
-from specdec.demo.divergence import Divergence, diverge, first_difference
-from specdec.demo.loading import load, locate
-from specdec.demo.show import Show, summary
-from specdec.machine import DTYPES, best_device, number_format
-from specdec.paths import located, require_folder_or_id
-from specdec.streamer import ColourStreamer
+from specdec.models import hardware
+from specdec.models.hardware import DTYPES, best_device, number_format
+from specdec.utils.paths import located, require_folder_or_id
 
 
 @pytest.fixture(scope="module")
@@ -322,15 +323,15 @@ def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
 )
 def test_the_number_format_is_the_one_measured_to_be_fastest(monkeypatch, exact, half, best):
     table = {torch.float32: exact, torch.bfloat16: half}
-    monkeypatch.setattr(machine, "product_seconds", lambda dtype, rows: table[dtype][rows])
+    monkeypatch.setattr(hardware, "product_seconds", lambda dtype, rows: table[dtype][rows])
     cpu = torch.device("cpu")
-    assert machine.best_dtype(cpu) == machine.computed_in(torch.bfloat16, cpu) == best
-    assert machine.computed_in(torch.float16, cpu) == torch.float16
-    assert f"{1e3 * exact[8]:.2g} ms in float32" in machine.in_words(cpu)
+    assert hardware.best_dtype(cpu) == hardware.computed_in(torch.bfloat16, cpu) == best
+    assert hardware.computed_in(torch.float16, cpu) == torch.float16
+    assert f"{1e3 * exact[8]:.2g} ms in float32" in hardware.in_words(cpu)
 
 
 def test_the_number_format_is_found_by_the_clock_or_given():
-    assert machine.best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
+    assert hardware.best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert number_format("float16", best_device()) == DTYPES["float16"]
     with pytest.raises(ValueError, match="dtype must be one of 'auto', 'bfloat16', 'float16', 'float32', got 'int3'"):
         number_format("int3", best_device())
@@ -350,9 +351,9 @@ def test_the_number_format_is_found_by_the_clock_or_given():
 )
 def test_the_number_format_for_weights_and_why(monkeypatch, asked, saved, numbers, chosen, why):
     table = {torch.float32: 0.002, torch.bfloat16: 0.004}
-    monkeypatch.setattr(machine, "product_seconds", lambda dtype, rows: table[dtype])
-    monkeypatch.setattr(machine, "available_memory", lambda: 10**9)
-    found = machine.format_for(asked, DTYPES[saved], torch.device("cpu"), numbers)
+    monkeypatch.setattr(hardware, "product_seconds", lambda dtype, rows: table[dtype])
+    monkeypatch.setattr(hardware, "available_memory", lambda: 10**9)
+    found = hardware.format_for(asked, DTYPES[saved], torch.device("cpu"), numbers)
     assert found[0] == DTYPES[chosen]
     assert re.match(why, found[1])
 
@@ -423,7 +424,7 @@ def test_the_command_names_a_wrong_option(folder, arguments, words, code):
 def test_the_demo_as_a_program(folder):
     arguments = ["--target", folder, "--max-new-tokens", "8", "--dtype", "float32"]
     result = subprocess.run(
-        [sys.executable, "-m", "specdec.demo", *arguments], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-m", "examples.demo", *arguments], capture_output=True, text=True, timeout=200, check=False
     )
     assert result.returncode == 0, result.stderr
     assert "ngram" in result.stdout
@@ -434,7 +435,7 @@ def test_the_demo_as_a_program(folder):
 def test_the_small_model_writes_the_same_text():
     path = weights.cached(weights.DRAFT)
     if path is None:
-        pytest.skip(f"needs `python -m specdec.demo.weights {weights.DRAFT}`")
+        pytest.skip(f"needs `python -m examples.demo.weights {weights.DRAFT}`")
     loaded, tokenizer = load(str(path), "float32")
     spec = SpeculativeGenerator(loaded, "ngram")
     inputs = PROMPTS[2].encode(tokenizer)
@@ -451,14 +452,14 @@ def test_a_machine_that_others_use_is_told_from_a_free_one(monkeypatch):
         for with_both, said in ((8e-3, True), (4e-4, False)):
             taken = {2: with_both, 1: 6e-4}
             monkeypatch.setattr(
-                machine, "timed_product", lambda dtype, rows, taken=taken: taken[torch.get_num_threads()]
+                hardware, "timed_product", lambda dtype, rows, taken=taken: taken[torch.get_num_threads()]
             )
-            words = machine.crowded(torch.device("cpu"))
+            words = hardware.crowded(torch.device("cpu"))
             assert ("OMP_NUM_THREADS=1" in words) == said
             assert torch.get_num_threads() == 2
-        assert not machine.crowded(torch.device("meta"))
+        assert not hardware.crowded(torch.device("meta"))
         torch.set_num_threads(1)
-        assert not machine.crowded(torch.device("cpu"))
+        assert not hardware.crowded(torch.device("cpu"))
     finally:
         torch.set_num_threads(before)
 

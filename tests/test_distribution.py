@@ -29,13 +29,13 @@ from specdec import (
     SpeculativeGenerator,
     SuffixProposer,
     TranslatedDraftProposer,
-    drafting,
 )
-from specdec.learnt import BUCKETS, DraftCost, Learnt, PassCost
-from specdec.pacing import Pacer
-from specdec.taps import FINAL
-from specdec.training.objective import Eagle3Objective
-from specdec.training.target_logits import TargetLogits
+from specdec.engine import draft_session
+from specdec.models.hidden_states import FINAL
+from specdec.proposers.pacing.estimates import BUCKETS, DraftCost, Learnt, PassCost
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.teacher.target_logits import TargetLogits
 from tests import blocks, eagle3, naive, tiny
 
 VOCAB, NEW, ROWS, EOS = 6, 4, 512, 4
@@ -304,7 +304,7 @@ class Flat(PassCost):
 
 @pytest.fixture(autouse=True)
 def free_drafts(monkeypatch):
-    monkeypatch.setattr(drafting, "Learnt", Free)
+    monkeypatch.setattr(draft_session, "Learnt", Free)
 
 
 def sampled(spec: SpeculativeGenerator, calls: int, rows: int = ROWS, eos: int | None = None, **sampling) -> dict:

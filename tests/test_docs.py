@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperForCausalLM
 
 from specdec import SpeculativeGenerator
-from specdec.cli import app
+from specdec.cli.app import app
 from tests import blocks, encoded, tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -70,8 +70,8 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # blocks may write files
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: target)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **kwargs: tokenizer)
-    monkeypatch.setattr("specdec.proposers.draft_model.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
-    monkeypatch.setattr("specdec.proposers.block.load", lambda path: blocks.head())
+    monkeypatch.setattr("specdec.models.loading.load", lambda *args, **kwargs: tiny.model("llama", seed=1))
+    monkeypatch.setattr("specdec.proposers.draft_heads.block.load", lambda path: blocks.head())
     monkeypatch.setattr(WhisperForCausalLM, "from_pretrained", lambda *args, **kwargs: encoded.borrowing())
     matplotlib.use("Agg")
     names = {
@@ -153,14 +153,19 @@ def test_every_public_name_is_on_the_api_page():
     """What the packages export, and what users are told to import from a file."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: (.*)$", page, re.M)
-    packages = {name: import_module(name) for name in ("specdec", "specdec.eagle3", "specdec.training")}
+    packages = {name: import_module(name) for name in ("specdec", "specdec.heads.eagle3", "specdec.training")}
     public = {f"{package}.{name}" for package, module in packages.items() for name in module.__all__}
-    files = {"specdec.chat.Chat", "specdec.streamer.ColourStreamer", "specdec.serving.serve", "specdec.bench.bench"}
+    files = {
+        "specdec.cli.chat_session.Chat",
+        "specdec.cli.streamer.ColourStreamer",
+        "specdec.cli.server.serve",
+        "specdec.evaluation.bench.bench",
+    }
     assert public | files <= {*shown}
     assert len(shown) == len({*shown})
     for name in shown:  # the site's builder asks for docstrings, which are there
         module, _, last = name.rpartition(".")
-        found = import_module(name) if name == "specdec.plots" else getattr(import_module(module), last)
+        found = import_module(name) if name == "specdec.evaluation.plots" else getattr(import_module(module), last)
         assert found.__doc__, name
 
 

@@ -20,13 +20,13 @@ from specdec import (
     Report,
     SpeculativeGenerator,
 )
-from specdec.capability import Capability
-from specdec.cli import app
+from specdec.cli.app import app
 from specdec.data.messages import first_questions, questions
-from specdec.diagnosis import NEAR, Diagnosis, Measured
-from specdec.doctor import diagnose
-from specdec.turns import Runs
-from specdec.ways import CHAINS, TREE_SIZES, ways
+from specdec.evaluation.diagnosis import NEAR, Diagnosis, Measured
+from specdec.evaluation.doctor import diagnose
+from specdec.evaluation.methods import CHAINS, TREE_SIZES, ways
+from specdec.evaluation.timing import Runs
+from specdec.models.capability import Capability
 from tests import eagle3, tiny
 
 
@@ -395,7 +395,7 @@ def test_the_command_measures_the_first_prompts_and_says_so(command, monkeypatch
         lengths.append(len(prompts))
         return diagnose(target, proposer, prompts, **options)
 
-    monkeypatch.setattr("specdec.doctor.diagnose", counted)
+    monkeypatch.setattr("specdec.evaluation.doctor.diagnose", counted)
     limited, whole = command("--limit", "2"), command()
     assert limited.exit_code == whole.exit_code == 0, limited.output
     assert lengths == [2, 5]

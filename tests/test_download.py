@@ -10,10 +10,12 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from specdec import Eagle3Proposer, NgramProposer, SpeculativeGenerator, download, registry, shipped
-from specdec.download import Content, DownloadFailed, checksum, size_of
-from specdec.eagle3 import save
-from specdec.registry import Known, NoHead
+from specdec import Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec.heads import registry, shipped
+from specdec.heads.eagle3.export import save
+from specdec.heads.registry import Known, NoHead
+from specdec.utils import download
+from specdec.utils.download import Content, DownloadFailed, checksum, size_of
 from tests import eagle3, tiny
 from tests.shop import Shop
 
@@ -211,13 +213,13 @@ def test_the_release_page_is_that_of_the_repository(monkeypatch):
 
 def test_auto_waits_no_longer_than_a_minute(shop, target, monkeypatch):
     shop.pause = 0.001
-    monkeypatch.setattr("specdec.proposers.named.PATIENCE", 0.3)
+    monkeypatch.setattr("specdec.proposers.factory.PATIENCE", 0.3)
     with pytest.warns(UserWarning, match='"auto" drafts with n-grams: .* takes too long'):
         SpeculativeGenerator(target, "auto")
 
 
 def test_auto_does_not_wait_for_another_process(shop, target, monkeypatch, tmp_path):
-    monkeypatch.setattr("specdec.proposers.named.PATIENCE", 0.1)
+    monkeypatch.setattr("specdec.proposers.factory.PATIENCE", 0.1)
     (tmp_path / "cache" / "heads").mkdir(parents=True)
     held = shipped.FileLock(tmp_path / "cache" / "heads" / ".tiny-head.lock", is_singleton=False)
     with held, pytest.warns(UserWarning, match='"auto" drafts with n-grams: .*another process is downloading it'):
@@ -234,7 +236,7 @@ def test_a_cache_that_cannot_be_written_to(shop, target, monkeypatch, tmp_path):
 BRING = """
 import sys, time
 from specdec import shipped
-from specdec.download import Content
+from specdec.utils.download import Content
 files = {name: Content(sha256, int(size)) for name, sha256, size in (one.split(":") for one in sys.argv[1:])}
 print(shipped.bring("tiny-head", files))
 """

@@ -19,9 +19,9 @@ from specdec import (
     HybridProposer,
     SpeculativeGenerator,
     TranslatedDraftProposer,
-    draft_view,
 )
-from specdec.draft_view import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
+from specdec.models import int8_linear
+from specdec.models.int8_linear import Int8Alone, Int8Linear, by_int8, int8_pays, with_int8_linears, with_trimmed_head
 from tests import tiny
 
 
@@ -156,7 +156,7 @@ def test_integers_multiply_without_torchs_internal_product(monkeypatch):
     torch.manual_seed(0)
     linear, x = nn.Linear(96, 33), torch.randn(9, 96)
     expected = by_int8(x, Int8Linear.of(linear))
-    monkeypatch.setattr(draft_view, "INT8_PRODUCT", False)
+    monkeypatch.setattr(int8_linear, "INT8_PRODUCT", False)
     monkeypatch.delattr(torch, "_weight_int8pack_mm")
     for layer in (Int8Linear.of(linear), Int8Alone.of(linear)):
         with torch.no_grad():
@@ -166,7 +166,7 @@ def test_integers_multiply_without_torchs_internal_product(monkeypatch):
 @pytest.mark.parametrize("vocab", [None, 20])
 def test_a_draft_that_was_loaded_here_is_not_held_twice(llama, tmp_path, monkeypatch, vocab):
     """Of its linear layers the integers are kept, and the weights where the embedding has them too."""
-    monkeypatch.setattr("specdec.proposers.draft_model.int8_pays", lambda model: True)
+    monkeypatch.setattr("specdec.proposers.draft_models.draft_model.int8_pays", lambda model: True)
     llama.save_pretrained(tmp_path)
     proposer = DraftModelProposer(str(tmp_path), vocab=vocab)
     layers = [module for module in proposer.model.modules() if isinstance(module, Int8Linear)]

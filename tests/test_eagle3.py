@@ -8,15 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
-from specdec.eagle3.config import Eagle3Config
-from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.runner import HeadRunner, Lent
-from specdec.learnt import Acceptance
-from specdec.pacing import Pacer
-from specdec.proposers.stepped import Stepped
-from specdec.taps import FINAL, Taps
-from specdec.training.evaluation import accepted_lengths, evaluate
-from specdec.training.unroll import unroll
+from specdec.heads.eagle3.config import Eagle3Config
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.eagle3.runner import HeadRunner
+from specdec.heads.embeddings import Lent
+from specdec.models.hidden_states import FINAL, Taps
+from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.pacing.estimates import Acceptance
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.training.evaluate import accepted_lengths, evaluate
+from specdec.training.objectives.unroll import unroll
 from tests import eagle3, tiny
 from tests.naive_eagle3 import NaiveHead
 
@@ -49,8 +50,8 @@ def head(request):
 )
 def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, monkeypatch):
     """A prompt in two parts, a tree of two depths with siblings, dropped; then more text, and a chain."""
-    monkeypatch.setattr("specdec.eagle3.runner.PROMPT", prompt)
-    monkeypatch.setattr("specdec.eagle3.runner.AT_ONCE", at_once)
+    monkeypatch.setattr("specdec.heads.eagle3.runner.PROMPT", prompt)
+    monkeypatch.setattr("specdec.heads.eagle3.runner.AT_ONCE", at_once)
     target = tiny.model("llama")
     generator = torch.Generator().manual_seed(0)
     B, T = len(lengths), max(lengths) + 5

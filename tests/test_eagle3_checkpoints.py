@@ -15,15 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
-from specdec.blocks.checkpoint import load as load_block
-from specdec.blocks.hydra_checkpoint import read as read_hydra
-from specdec.blocks.medusa import read as read_medusa
-from specdec.choices import HeadLayout
-from specdec.cli import app
-from specdec.eagle3 import Eagle3Head, load, save
-from specdec.eagle3.checkpoint import read
-from specdec.eagle3.config import default_taps, infer_convention
-from specdec.eagle3.widened import widened
+from specdec.cli.app import app
+from specdec.heads.eagle3.checkpoint import load, read
+from specdec.heads.eagle3.config import default_taps, infer_convention
+from specdec.heads.eagle3.export import save
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.eagle3.widen import widened
+from specdec.heads.hydra.checkpoint import read as read_hydra
+from specdec.heads.loading import load as load_block
+from specdec.heads.medusa import read as read_medusa
+from specdec.utils.choices import HeadLayout
 from tests import eagle3, tiny
 
 EXACT = [layout for layout in get_args(HeadLayout) if layout != "int8"]

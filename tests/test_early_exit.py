@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DynamicTree, EarlyExitProposer, SpeculativeGenerator
-from specdec.proposers.early_exit import shorter
+from specdec.proposers.draft_models.early_exit import shorter
 from tests import tiny
 
 SHAPES = {"chain": {}, "fixed": {"branching": (3, 2, 1)}, "dynamic": {"tree": DynamicTree(depth=3, top_k=3, size=8)}}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.training.eight_bits import ByteLinear, in_eight_bits
+from specdec.training.teacher.int8_target import ByteLinear, in_eight_bits
 from tests import eagle3, tiny
 from tests.training import run
 

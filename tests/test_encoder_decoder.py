@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from specdec import DraftModelProposer, EarlyExitProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
-from specdec.capability import capability, probe
-from specdec.compat import CACHE, CACHE_NAMES, cache_in
-from specdec.rows import CachedRows, Sight
+from specdec.models.cache.ragged_rows import CachedRows, Sight
+from specdec.models.capability import capability, probe
+from specdec.models.compat import CACHE, CACHE_NAMES, cache_in
 from tests import encoded, tiny
 from tests.since import since
 

@@ -34,10 +34,10 @@ from specdec import (
     SpeculativeGenerator,
     Unsupported,
 )
-from specdec.choices import HeadLayout
-from specdec.compat import CACHE, cache_in
-from specdec.eagle3 import save
-from specdec.transcript import Transcript
+from specdec.engine.transcript import Transcript
+from specdec.heads.eagle3.export import save
+from specdec.models.compat import CACHE, cache_in
+from specdec.utils.choices import HeadLayout
 from tests import eagle3, tiny
 from tests.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from specdec import SpeculativeGenerator
-from specdec.proposers import Eagle3Proposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # they are scripts beside each other
 

@@ -9,14 +9,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
-from specdec import graphs as module
-from specdec import runner as runner_module
-from specdec.graphs import Graphs, filled_up, nodes_of_size
-from specdec.kept_costs import KeptCosts
-from specdec.learnt import BUCKETS, SIZES, PassCost
-from specdec.proposers import Eagle3Proposer
-from specdec.runner import ModelRunner
-from specdec.tree import DraftTree
+from specdec.models import runner as runner_module
+from specdec.models import static_forward as module
+from specdec.models.runner import ModelRunner
+from specdec.models.static_forward import Graphs, filled_up, nodes_of_size
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.proposers.pacing.cost_store import KeptCosts
+from specdec.proposers.pacing.estimates import BUCKETS, SIZES, PassCost
+from specdec.sampling.draft_tree import DraftTree
 from tests import eagle3, families, fuzz, static, tiny
 from tests import test_distribution as law_of
 from tests import test_fuzz as fuzzing

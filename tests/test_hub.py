@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from specdec import SpeculativeGenerator
-from specdec.hub import Generators, generator
+from specdec.engine.hub import Generators, generator
 from tests import tiny
 from tests.fuzz import Recorder
 

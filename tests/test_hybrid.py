@@ -7,16 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specdec import (
-    DraftTree,
-    Eagle3Proposer,
-    HybridProposer,
-    NgramProposer,
-    Proposer,
-    SpeculativeGenerator,
-)
-from specdec.pacing import Pacer
+from specdec import DraftTree, Eagle3Proposer, HybridProposer, NgramProposer, Proposer, SpeculativeGenerator
 from specdec.proposers.hybrid import IN_A_ROW, Rounds
+from specdec.proposers.pacing.pacer import Pacer
 from tests import eagle3, tiny
 
 

@@ -8,11 +8,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from specdec import BlockProposer, DynamicTree, HybridProposer, HydraProposer, SpeculativeGenerator
-from specdec.blocks import load
-from specdec.blocks.hydra import PrefixLayer
-from specdec.blocks.hydra_runner import HydraRunner, PrefixRows
-from specdec.cli import app
-from specdec.eagle3.runner import Lent
+from specdec.cli.app import app
+from specdec.heads.embeddings import Lent
+from specdec.heads.hydra.head import PrefixLayer
+from specdec.heads.hydra.runner import HydraRunner, PrefixRows
+from specdec.heads.loading import load
 from tests import blocks, tiny
 from tests.naive_blocks import NaiveHydra
 
@@ -88,7 +88,7 @@ def test_they_compute_what_naive_heads_do(prefix, lengths):
 
 @torch.no_grad()
 def test_prompts_are_read_in_parts(monkeypatch):
-    monkeypatch.setattr("specdec.blocks.hydra_runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.hydra.runner.AT_ONCE", 4)
     Rows(blocks.hydra(), (40, 21)).check_rounds()
 
 

@@ -1,100 +1,46 @@
-"""Which folder of the package may import which: never upwards, and no file in a circle; and what is imported when."""
+"""Imports between packages follow the rule of `docs/structure.py`; commands start without torch."""
 
-import ast
 import json
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 import specdec
-
-PACKAGE = Path(__file__).resolve().parents[1] / "specdec"
-# A floor is a folder, or files beside the folders; what is not named is of the parts. As in docs/architecture.md.
-FLOORS = {
-    "specdec.eagle3": "eagle3",
-    "specdec.mtp": "mtp",
-    "specdec.blocks": "blocks",
-    "specdec.proposers": "proposers",
-    "specdec": "generator",
-    "specdec.generator": "generator",
-    "specdec.loop": "generator",
-    "specdec.drafting": "generator",
-    "specdec.group": "generator",
-    "specdec.hub": "generator",
-    "specdec.chat": "uses",
-    "specdec.serving": "uses",
-    "specdec.data": "data",
-    "specdec.training": "training",
-    "specdec.doctor": "measuring",
-    "specdec.diagnosis": "measuring",
-    "specdec.ways": "measuring",
-    "specdec.turns": "measuring",
-    "specdec.bench": "measuring",
-    "specdec.tap_probe": "measuring",
-    "specdec.demo": "demo",
-    "specdec.cli": "cli",
-    "specdec.__main__": "cli",
-}
-MAY_IMPORT = {
-    "parts": [],
-    "eagle3": ["parts"],
-    "mtp": ["parts"],
-    "blocks": ["parts", "eagle3"],
-    "proposers": ["parts", "eagle3", "mtp", "blocks"],
-    "generator": ["parts", "proposers"],
-    "uses": ["parts", "generator"],
-    "data": ["parts", "proposers", "generator"],
-    "training": ["parts", "eagle3", "mtp", "blocks", "proposers", "generator", "data"],
-    "measuring": ["parts", "eagle3", "proposers", "generator", "data"],
-    "demo": ["parts", "eagle3", "proposers", "generator", "data"],
-    "cli": ["parts", "eagle3", "blocks", "proposers", "generator", "data", "training", "measuring", "uses"],
-}
-
-
-def imports_of(package: Path) -> dict[str, set[str]]:
-    """The modules of a package that each of its modules imports, at its top or inside a function."""
-    root = package.parent
-    modules = {".".join(path.relative_to(root).with_suffix("").parts): path for path in package.rglob("*.py")}
-    modules = {name.removesuffix(".__init__"): path for name, path in modules.items()}
-    return {name: _imported(path, modules) - {name} for name, path in modules.items()}
-
-
-def _imported(path: Path, modules) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: imports are absolute"
-            for alias in node.names:  # a module, or a name in one
-                whole = f"{node.module}.{alias.name}"
-                found.add(whole if whole in modules else node.module)
-    return found & modules.keys()
-
-
-def floor(module: str) -> str:
-    if module in FLOORS:
-        return FLOORS[module]
-    folder = module.rpartition(".")[0]
-    return "parts" if folder == "specdec" else FLOORS[folder]
-
-
-def upwards(imports: dict[str, set[str]]) -> list[str]:
-    return [
-        f"{module} imports {other}"
-        for module, others in imports.items()
-        for other in sorted(others)
-        if floor(other) not in [floor(module), *MAY_IMPORT[floor(module)]]
-    ]
+from docs.structure import INNER_ORDERS, ORDER, PACKAGE, PURPOSES, arrows, imports_of, picture, violations
 
 
 def test_no_import_goes_upwards():
     imports = imports_of(PACKAGE)
-    assert len(imports) > 60
-    assert upwards(imports) == []
+    assert len(imports) > 150
+    assert violations(imports) == []
+
+
+def test_the_packages_are_those_of_the_rule():
+    listed = [name for line in ORDER for name in line]
+    assert {*listed} == {*PURPOSES} == {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
+    assert {path.name for path in PACKAGE.iterdir() if path.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
+    for package, order in INNER_ORDERS.items():
+        for line in order:
+            for name in (line,) if isinstance(line, str) else line:
+                assert (
+                    name == "*" or (PACKAGE / package / name).is_dir() or (PACKAGE / package / f"{name}.py").is_file()
+                )
+
+
+def test_packages_hold_no_code_of_their_own():
+    """Importing a package imports none of its modules: the command line must not import torch."""
+    for path in PACKAGE.rglob("__init__.py"):
+        assert path.parent == PACKAGE or path.read_text() == "", path
+
+
+def test_the_picture_shows_every_arrow():
+    counts = arrows(imports_of(PACKAGE))
+    assert len(counts) <= 40
+    drawn = picture(counts)
+    assert all(f"<title>{importer} imports {imported}: " in drawn for importer, imported in counts)
+    assert (PACKAGE.parent / "docs" / "images" / "structure.svg").read_text() == drawn, "run `make structure`"
 
 
 def test_no_file_imports_itself_through_others():
@@ -104,11 +50,18 @@ def test_no_file_imports_itself_through_others():
 @pytest.mark.parametrize(
     ("file", "line"),
     [
-        ("eagle3/head.py", "from specdec.training import Recipe"),
-        ("registry.py", "def places():\n    from specdec.demo.weights import cache_folder"),
-        ("data/texts.py", "from specdec.eagle3 import load"),
-        ("tree.py", "import specdec.proposers.base"),
+        ("heads/eagle3/head.py", "from specdec.training.recipe import Recipe"),
+        ("heads/registry.py", "def places():\n    from specdec.data.texts import Text"),
+        ("data/texts.py", "from specdec.evaluation.bench import bench"),
+        ("sampling/draft_tree.py", "import specdec.proposers.base"),
         ("training/run.py", "from specdec import cli"),
+        ("evaluation/bench.py", "from specdec.training.run import train"),
+        ("models/cache/kv_cache.py", "from specdec.models.runner import ModelRunner"),
+        ("proposers/pacing/pacer.py", "from specdec.proposers.base import Context"),
+        ("proposers/lookup/base.py", "from specdec.proposers.draft_models.draft_model import DraftModelProposer"),
+        ("engine/hf/call.py", "from specdec.engine.loop import SpeculativeLoop"),
+        ("training/teacher/base.py", "from specdec.training.objectives.losses import LOSSES"),
+        ("utils/paths.py", "from specdec import __main__"),
     ],
 )
 def test_an_import_upwards_is_found(tmp_path, file, line):
@@ -119,12 +72,14 @@ def test_an_import_upwards_is_found(tmp_path, file, line):
     with (tmp_path / "specdec" / file).open("a") as planted:
         planted.write(f"\n{line}\n")
     module = "specdec." + file.removesuffix(".py").replace("/", ".")
-    assert [found for found in upwards(imports_of(tmp_path / "specdec")) if found.startswith(f"{module} imports ")]
+    assert [found for found in violations(imports_of(tmp_path / "specdec")) if found.startswith(f"{module} imports ")]
 
 
 def test_a_circle_is_found():
     with pytest.raises(CycleError):
-        TopologicalSorter(imports_of(PACKAGE) | {"specdec.tree": {"specdec.acceptance"}}).prepare()
+        TopologicalSorter(
+            imports_of(PACKAGE) | {"specdec.sampling.draft_tree": {"specdec.sampling.acceptance"}}
+        ).prepare()
 
 
 # What is imported when

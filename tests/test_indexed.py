@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, SpeculativeGenerator
-from specdec.capability import probe
-from specdec.compat import CACHE, cache_in
-from specdec.slots import Slots
+from specdec.models.cache.buffers import Slots
+from specdec.models.capability import probe
+from specdec.models.compat import CACHE, cache_in
 from tests import families, tiny
 
 

@@ -27,9 +27,10 @@ from transformers import (
     pipeline,
 )
 
-from specdec import SpeculativeGenerator, graphs, products
-from specdec.mtp import load as load_mtp
-from specdec.taps import decoder_layers
+from specdec import SpeculativeGenerator
+from specdec.heads.mtp.loading import load as load_mtp
+from specdec.models import linear, static_forward
+from specdec.models.introspection import decoder_layers
 from tests import mtp, tiny
 from tests.test_weights import tiny_qwen, write_gguf
 from tests.training import TEMPLATE
@@ -265,7 +266,7 @@ def test_grpo_rollouts(model, tokenizer, tmp_path):
 @pytest.fixture
 def captured(monkeypatch):
     """Passes over drafts are captured as full graphs, without generated code."""
-    monkeypatch.setattr(graphs, "BACKEND", "eager")
+    monkeypatch.setattr(static_forward, "BACKEND", "eager")
     torch.compiler.reset()
 
 
@@ -278,7 +279,7 @@ def test_torchao_target(models, tokenizer, bits, compile, monkeypatch):
     ones, for which other ways to multiply would be tried, were they plain."""
     from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
 
-    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "SMALLEST", 1)
     model = copy.deepcopy(models("llama"))
     quantize_(model, Int8WeightOnlyConfig() if bits == 8 else IntxWeightOnlyConfig(torch.int4, PerGroup(16)))
     inputs = encoded(tokenizer)
@@ -334,7 +335,7 @@ NOT_THEIRS = {("deepseek_v3", "bitsandbytes, 8 bits")}
 )
 def test_mtp_layers_beside_a_quantised_target(family, how, tmp_path, monkeypatch):
     """They are as they were trained; the text is the quantised target's."""
-    monkeypatch.setattr(products, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "SMALLEST", 1)
     first = mtp.target(family, tmp_path, **mtp.IN_BLOCKS)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=QUANTISED[how](), dtype=torch.float32, device_map="cpu"

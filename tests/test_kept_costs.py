@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
-from specdec.draft_view import with_int8_linears
-from specdec.kept_costs import KeptCosts, shape
-from specdec.learnt import DraftCost, PassCost
+from specdec.models.int8_linear import with_int8_linears
+from specdec.proposers.pacing.cost_store import KeptCosts, shape
+from specdec.proposers.pacing.estimates import DraftCost, PassCost
 from tests import eagle3, tiny
 
 NOTHING: dict = {}

@@ -18,9 +18,9 @@ from specdec import (
     SpeculativeGenerator,
     SuffixProposer,
 )
-from specdec.capability import capability
-from specdec.limits import positions_of
-from specdec.runner import ModelRunner
+from specdec.models.capability import capability
+from specdec.models.position_limits import positions_of
+from specdec.models.runner import ModelRunner
 from tests import encoded, families, static, tiny
 
 POSITIONS, PROMPT = 40, 20

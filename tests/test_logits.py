@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
-from specdec.logits import NodeProcessors, follows_the_text
+from specdec.sampling.logits_processors import NodeProcessors, follows_the_text
 
 V, EOS, PAD = 24, 5, 0
 PROMPTS = {1: [6], 3: [4, 7, 5]}  # batch size -> tokens of each row's text before the draft

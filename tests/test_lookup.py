@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
-from specdec.learnt import Learnt
-from specdec.pacing import Pacer
+from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.pacer import Pacer
 from tests import tiny
 
 LOOKUPS = {

@@ -8,10 +8,14 @@ from transformers import AutoModelForCausalLM
 from transformers.generation import candidate_generator
 
 from specdec import DynamicTree, SpeculativeGenerator
-from specdec.mtp import MtpLayer, NoMtpLayers, load
-from specdec.mtp.runner import MtpRunner
-from specdec.proposers import HybridProposer, MtpProposer, NgramProposer
-from specdec.taps import decoder_layers
+from specdec.heads.mtp.checkpoint import NoMtpLayers
+from specdec.heads.mtp.head import MtpLayer
+from specdec.heads.mtp.loading import load
+from specdec.heads.mtp.runner import MtpRunner
+from specdec.models.introspection import decoder_layers
+from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.lookup.ngram import NgramProposer
 from tests import mtp, tiny
 from tests.naive_mtp import NaiveMtp
 

@@ -5,18 +5,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import SpeculativeGenerator
-from specdec.mtp import load
-from specdec.mtp.checkpoint import write
-from specdec.mtp.loading import tensors_of
-from specdec.mtp.trainee import MtpTrainee
-from specdec.proposers import MtpProposer
-from specdec.training import HeadTrainer, mtp_objective
-from specdec.training.dataset import PackedTexts
-from specdec.training.evaluation import evaluate
-from specdec.training.mtp_initialisation import initialize_mtp
-from specdec.training.mtp_objective import MtpObjective, unroll_mtp
-from specdec.training.target_logits import TargetLogits
-from specdec.training.teacher import LocalTeacher, embedding_of
+from specdec.data.packed_dataset import PackedTexts
+from specdec.heads.mtp.checkpoint import write
+from specdec.heads.mtp.loading import load, tensors_of
+from specdec.heads.mtp.trainable import MtpTrainee
+from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.training.evaluate import evaluate
+from specdec.training.initialization.mtp import initialize_mtp
+from specdec.training.objectives import mtp as mtp_objective
+from specdec.training.objectives.mtp import MtpObjective, unroll_mtp
+from specdec.training.teacher.base import LocalTeacher, embedding_of
+from specdec.training.teacher.target_logits import TargetLogits
+from specdec.training.trainer import HeadTrainer
 from tests import eagle3, mtp, tiny
 from tests.naive_mtp import NaiveMtp
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.compat import CACHE, cache_in
-from specdec.source import forward_parameters
+from specdec.models.compat import CACHE, cache_in
+from specdec.models.introspection import forward_parameters
 from tests import eagle3, families, pictured, tiny
 
 TEXTS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava", "mistral3", "qwen3_5"]

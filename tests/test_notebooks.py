@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.demo import weights
-from specdec.paths import cache_folder
+from examples.demo import weights
+from specdec.utils.paths import cache_folder
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "examples").glob("*.ipynb"))
 SECONDS = 280  # for one cell

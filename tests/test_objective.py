@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from specdec.training.losses import LOSSES
-from specdec.training.objective import Eagle3Objective
-from specdec.training.target_logits import TargetLogits
-from specdec.training.unroll import unroll
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.losses import LOSSES
+from specdec.training.objectives.unroll import unroll
+from specdec.training.teacher.target_logits import TargetLogits
 from tests import eagle3, tiny
 from tests.naive_eagle3 import NaiveHead
 from tests.training import batch_of, some_texts, target_logits_of
@@ -68,7 +68,7 @@ def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many(monkeypatch):
     ids, learn, documents, states, over_all = batch_of(target, ids, learn, states)
     counts = objective.drafts(ids, learn, documents).sum((1, 2))
     passes = []
-    monkeypatch.setattr("specdec.training.objective.LONG", 24)
+    monkeypatch.setattr("specdec.training.objectives.eagle3.LONG", 24)
     hook = head.register_forward_pre_hook(lambda _, given: passes.append(tuple(given[0].shape[:2])))
     whole = objective(ids, learn, documents, states, over_all)["loss"]
     hook.remove()
@@ -110,7 +110,7 @@ def test_gradients_are_autograds(loss, monkeypatch):
     wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
 
     head.zero_grad()
-    monkeypatch.setattr("specdec.training.losses.ROWS_AT_ONCE", 7)
+    monkeypatch.setattr("specdec.training.objectives.losses.ROWS_AT_ONCE", 7)
     objective = Eagle3Objective(head, embedding, target_logits, steps=3, loss=loss)
     found = objective(*batch_of(target, ids, learn, state, documents))["loss"]
     assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))

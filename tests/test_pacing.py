@@ -6,10 +6,10 @@ import threading
 import pytest
 import torch
 
-from specdec.learnt import Acceptance, PassCost
-from specdec.pacing import TRIAL_LENGTH, Pacer
-from specdec.proposers.lookup import kind_of
-from specdec.proposers.ngram import NgramProposer
+from specdec.proposers.lookup.base import kind_of
+from specdec.proposers.lookup.ngram import NgramProposer
+from specdec.proposers.pacing.estimates import Acceptance, PassCost
+from specdec.proposers.pacing.pacer import TRIAL_LENGTH, Pacer
 from tests import tiny
 
 MS = 1e-3

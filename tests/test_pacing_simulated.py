@@ -3,7 +3,7 @@ length. Simulated: no model, no clock."""
 
 import pytest
 
-from specdec.learnt import Learnt, PassCost
+from specdec.proposers.pacing.estimates import Learnt, PassCost
 from tests.simulated import KINDS, TABLES, speedups, text
 
 CALLS, TOKENS = 8, 64

@@ -14,7 +14,8 @@ from zipfile import ZipFile
 import pytest
 
 import specdec
-from specdec import namesake, registry
+from specdec.heads import registry
+from specdec.utils import namesake
 from tests import tiny
 from tests.shop import Shop
 

@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
-from specdec.cache import SpeculativeCache
-from specdec.compat import CACHE, cache_in
-from specdec.slots import Slots
+from specdec.models.cache.buffers import Slots
+from specdec.models.cache.kv_cache import SpeculativeCache
+from specdec.models.compat import CACHE, cache_in
 from tests import eagle3, tiny
 
 MODELS = ["llama", "qwen3", "gemma3", "mistral", "gpt2"]
@@ -314,7 +314,7 @@ def test_windows_keep_their_window(monkeypatch):
             super().place(*args)
             most[self.window] = max(most.get(self.window, 0), self.count)
 
-    monkeypatch.setattr("specdec.cache.Slots", Watched)
+    monkeypatch.setattr("specdec.models.cache.kv_cache.Slots", Watched)
     spec = SpeculativeGenerator(tiny.model("gemma3", sliding_window=16), "ngram", draft_length=4)
     spec.generate(**tiny.prompts(300), max_new_tokens=100, do_sample=False)
     assert most[16] <= 15 + 8
@@ -323,8 +323,8 @@ def test_windows_keep_their_window(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
-    monkeypatch.setattr("specdec.runner.MASKED", 2**9)
-    monkeypatch.setattr("specdec.runner.FEWEST", 4)
+    monkeypatch.setattr("specdec.models.runner.MASKED", 2**9)
+    monkeypatch.setattr("specdec.models.runner.FEWEST", 4)
     target, inputs = named(name), tiny.prompts(60, 3, 31)
     arguments = {
         "max_new_tokens": 10,

@@ -12,19 +12,20 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from specdec.blocks import load
-from specdec.blocks.layouts import save
-from specdec.choices import HeadKind
 from specdec.data.texts import Text, Texts
-from specdec.taps import FINAL
-from specdec.training import Recipe, initialize
-from specdec.training.block_initialisation import initialize_block
-from specdec.training.block_objective import BlockObjective
-from specdec.training.objective import Eagle3Objective
-from specdec.training.outline import parameters
+from specdec.heads.dflash.export import save
+from specdec.heads.loading import load
+from specdec.models.hidden_states import FINAL
+from specdec.training.cost_model import parameters
+from specdec.training.initialization.dflash import initialize_block
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.objectives.dflash import BlockObjective
+from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.plan import Arithmetic, plan
+from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.states import states_of
+from specdec.training.teacher.state_cache import states_of
+from specdec.utils.choices import HeadKind
 from tests import blocks, tiny
 from tests.training import batch_of, run, target_logits_of
 

@@ -8,7 +8,8 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.colors import same_color
 
-from specdec import Report, plots
+from specdec import Report
+from specdec.evaluation import plots
 from tests.test_rounds import TREE
 
 
@@ -88,5 +89,7 @@ def test_a_report_without_drafts_says_so():
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"^specdec.plots draws with matplotlib, .*: pip install matplotlib$"):
+    with pytest.raises(
+        ImportError, match=r"^specdec.evaluation.plots draws with matplotlib, .*: pip install matplotlib$"
+    ):
         plots.time_per_part(Report())

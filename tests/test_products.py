@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from specdec import DraftModelProposer, Eagle3Proposer, SpeculativeGenerator, products
-from specdec.draft_view import with_int8_linears
-from specdec.products import QuickLinear, Trial, by_blocks, by_columns, by_onednn, by_rows, quick
-from specdec.view import twin
+from specdec import DraftModelProposer, Eagle3Proposer, SpeculativeGenerator
+from specdec.models import linear
+from specdec.models.int8_linear import with_int8_linears
+from specdec.models.linear import QuickLinear, Trial, by_blocks, by_columns, by_onednn, by_rows, quick
+from specdec.models.views import twin
+from specdec.utils import timing
 from tests import eagle3, tiny
 
 ALL_WAYS = [by_rows, by_columns, by_onednn, by_blocks]
@@ -19,8 +21,8 @@ ALL_WAYS = [by_rows, by_columns, by_onednn, by_blocks]
 @pytest.fixture
 def eager(monkeypatch):
     """Tiny layers count as large ones; what other tests found out is forgotten."""
-    monkeypatch.setattr(products, "SMALLEST", 1)
-    monkeypatch.setattr(products, "_trials", {})
+    monkeypatch.setattr(linear, "SMALLEST", 1)
+    monkeypatch.setattr(linear, "_trials", {})
 
 
 def quick_layer(*shape, bias=True, dtype=torch.float32):
@@ -32,11 +34,11 @@ def quick_layer(*shape, bias=True, dtype=torch.float32):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_way_gives_the_same_product(dtype, bias, monkeypatch):
-    monkeypatch.setattr(products, "BLOCK", 64 * 20)  # so that the last block is a smaller one
+    monkeypatch.setattr(linear, "BLOCK", 64 * 20)  # so that the last block is a smaller one
     layer = quick_layer(64, 50, bias=bias, dtype=dtype)
     for rows in (1, 2, 3, 16, 70):
         x = torch.randn(rows, 64).to(dtype)
-        for way in products.ways(dtype):
+        for way in linear.ways(dtype):
             torch.testing.assert_close(way(x, layer), by_rows(x, layer))
             assert way(x, layer).is_contiguous()
 
@@ -57,7 +59,7 @@ def test_to_find_out_what_works_draws_no_random_numbers():
     """A process' first sampled call would write another text than plain decoding with the same seed."""
     before = torch.get_rng_state()
     for dtype in (torch.float32, torch.bfloat16):
-        assert products.ways.__wrapped__(dtype)
+        assert linear.ways.__wrapped__(dtype)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -85,7 +87,7 @@ class Clock:
 
     def __init__(self, monkeypatch, **seconds):
         self.now, self.calls = 0.0, []
-        monkeypatch.setattr(products, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(linear, "perf_counter", lambda: self.now)
         self.ways = [self._way(name, iter(taken)) for name, taken in seconds.items()]
 
     def _way(self, name, taken):
@@ -119,38 +121,38 @@ def test_what_slow_ways_took_is_no_time_that_passed(monkeypatch):
     watch = Clock(monkeypatch, slow=[100, 30], fast=[1] * 5)
     trial, layer = Trial(watch.ways), quick_layer(8, 5)
     trial(torch.randn(1, 8), layer)
-    before = products.clock()
+    before = timing.clock()
     while trial.best is None:
         trial(torch.randn(1, 8), layer)
-    assert products.clock() - before == pytest.approx(5 + 1)  # the second try of the slow way counts as a fast one
+    assert timing.clock() - before == pytest.approx(5 + 1)  # the second try of the slow way counts as a fast one
     assert watch.now == 100 + 30 + 5
 
 
 def test_an_lm_head_is_multiplied_as_the_layers_before_it(eager, monkeypatch):
-    monkeypatch.setattr(products, "LONG", 16)
+    monkeypatch.setattr(linear, "LONG", 16)
     layer, head = quick_layer(8, 20), quick_layer(8, 400)
     with torch.no_grad():
-        for _ in range(5 * len(products.ways(torch.float32))):
+        for _ in range(5 * len(linear.ways(torch.float32))):
             layer(torch.randn(1, 8))
-        assert len(products._trials) == 1
+        assert len(linear._trials) == 1
         head(torch.randn(1, 8))
-    assert len(products._trials) == 1
+    assert len(linear._trials) == 1
 
 
 def test_a_layer_remembers_what_is_best_for_a_shape(eager, monkeypatch):
     layer, x = quick_layer(8, 5), torch.randn(1, 3, 8)
     with torch.no_grad():
-        for _ in range(products.TRIES * len(products.ways(torch.float32)) + 1):
+        for _ in range(linear.TRIES * len(linear.ways(torch.float32)) + 1):
             layer(x)
-        monkeypatch.setattr(products, "_trials", {})
+        monkeypatch.setattr(linear, "_trials", {})
         torch.testing.assert_close(layer(x), by_rows(x, layer))
-        assert not products._trials
+        assert not linear._trials
         layer(x[:, :2])  # another shape
-        assert len(products._trials) == 1
+        assert len(linear._trials) == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 17)
     with torch.no_grad():
         layer(x)
-    assert len(products._trials) == 2
+    assert len(linear._trials) == 2
     assert layer(x.requires_grad_()).requires_grad
 
 
@@ -162,10 +164,10 @@ def test_many_rows_are_tried_on_a_few(eager, monkeypatch):
         sizes.append(len(rows))
         return real(rows, layer)
 
-    monkeypatch.setattr(products, "ways", lambda dtype: (noting, by_columns))
+    monkeypatch.setattr(linear, "ways", lambda dtype: (noting, by_columns))
     with torch.no_grad():
         quick_layer(8, 5)(torch.randn(500, 8))
-    assert sizes[0] == products.MANY
+    assert sizes[0] == linear.MANY
     assert sizes.count(500) <= 1
 
 

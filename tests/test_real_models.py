@@ -1,14 +1,15 @@
-"""Heads beside real models. Needs their weights (`python -m specdec.demo.weights NAME`), else skipped."""
+"""Heads beside real models. Needs their weights (`python -m examples.demo.weights NAME`), else skipped."""
 
 import functools
 
 import pytest
 import torch
 
-from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator, registry
+from examples.demo import weights
+from examples.demo.loading import load
+from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.data.prompts import PROMPTS
-from specdec.demo import weights
-from specdec.demo.loading import load
+from specdec.heads import registry
 from tests import eagle3
 
 NAMES = ["gemma-3-270m", weights.DRAFT, weights.TARGET]
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.model]
 def real(name):
     path = weights.cached(name)
     if path is None:
-        pytest.skip(f"needs `python -m specdec.demo.weights {name}`")
+        pytest.skip(f"needs `python -m examples.demo.weights {name}`")
     return load(str(path), "float32")
 
 

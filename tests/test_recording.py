@@ -8,12 +8,13 @@ import copy
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator, graphs
-from specdec import generator as generator_module
-from specdec.loop import Loop
-from specdec.proposers.recorded import RecordedDrafts
-from specdec.recorded_pass import RecordedPass
-from specdec.recording import MOST, WARM, Recorder
+from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
+from specdec.engine import generator as generator_module
+from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.loop import Loop
+from specdec.models import static_forward
+from specdec.models.cuda_graphs import MOST, WARM, Recorder
+from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
 from tests import launches, tiny
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu", reason="pytest --device pretend, or cuda")
@@ -34,7 +35,7 @@ def recorders(monkeypatch):
             made.append(self)
 
     monkeypatch.setattr(generator_module, "Recorder", Kept)
-    monkeypatch.setattr(graphs, "_compiled", lambda: graphs._pass)
+    monkeypatch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
     return made
 
 

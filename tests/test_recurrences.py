@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec.recurrences import Recurrence, Scan, Sees, Taken, Window, paths
+from specdec.models.cache.linear_recurrence import Recurrence, Scan, Sees, Taken, Window, paths
 
 B, H, K, V = 2, 3, 4, 5
 # Two trees of five nodes, and two more nodes below each.

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, recurrences, recurrent
-from specdec.capability import probe
-from specdec.compat import CACHE, cache_in
+from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from specdec.models.cache import linear_recurrence, recurrent_states
+from specdec.models.capability import probe
+from specdec.models.compat import CACHE, cache_in
 from tests import families, fuzz, tiny
 from tests.since import since
 
@@ -110,7 +111,7 @@ def test_padding_between_two_turns_is_left_to_plain_decoding():
 
 def test_rows_that_wait_unlike_many_nodes_are_settled_without_a_draft():
     """One row may be rolled back by three tokens, the other by one; then both may not."""
-    states = recurrent.States(2)
+    states = recurrent_states.States(2)
     states.place_known([0, 0], 4, [0, 0])
     states.convolve((0, 0), torch.arange(8.0).view(2, 1, 4), 4)
     states.place_draft(torch.ones(3, 3, dtype=torch.bool).tril().expand(2, -1, -1), True, [4, 4], None)
@@ -127,17 +128,17 @@ def test_rows_that_wait_unlike_many_nodes_are_settled_without_a_draft():
 def test_a_state_that_is_off_by_one_shows(name, fault, monkeypatch):
     """A planted fault: the last node that is accepted is left out of the recurrence, or of the convolution's window."""
     if fault == "mask":
-        taken = recurrent.Taken
+        taken = recurrent_states.Taken
 
         def short(nodes, path, last, *rest, **more):
             nodes = nodes.clone()
             nodes[torch.arange(len(nodes)), last.clamp(min=0)] = False
             return taken(nodes, path, last, *rest, **more)
 
-        monkeypatch.setattr(recurrent, "Taken", short)
+        monkeypatch.setattr(recurrent_states, "Taken", short)
     else:
-        slid = recurrences.slid
-        monkeypatch.setattr(recurrences, "slid", lambda line, by, width: slid(line, (by - 1).clamp(min=0), width))
+        slid = linear_recurrence.slid
+        monkeypatch.setattr(linear_recurrence, "slid", lambda line, by, width: slid(line, (by - 1).clamp(min=0), width))
     model = tiny.model(name)
     assert "wrong by" in probe(model).reason
 

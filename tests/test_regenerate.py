@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from specdec.cli import app
+from specdec.cli.app import app
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.regenerate import regenerate
 from tests import templated, tiny
@@ -301,8 +301,10 @@ def test_bfloat16_is_computed_in_only_where_the_cpu_can(tokenizer, tmp_path, mon
     for part in (copy.deepcopy(tiny.model("llama")).to(torch.bfloat16), tokenizer):
         part.save_pretrained(tmp_path / "model")
     half = 1.0 if hardware else 10.0
-    monkeypatch.setattr("specdec.machine.product_seconds", lambda dtype, rows: 2.0 if dtype == torch.float32 else half)
-    monkeypatch.setattr("specdec.machine.best_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(
+        "specdec.models.hardware.product_seconds", lambda dtype, rows: 2.0 if dtype == torch.float32 else half
+    )
+    monkeypatch.setattr("specdec.models.hardware.best_device", lambda: torch.device("cpu"))
     seen = []
 
     def answer(target, *arguments, **options):

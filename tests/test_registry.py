@@ -10,20 +10,13 @@ import pytest
 import torch
 from typer.main import get_command
 
-from specdec import (
-    BlockProposer,
-    Eagle3Proposer,
-    HybridProposer,
-    NgramProposer,
-    SpeculativeGenerator,
-    registry,
-    shipped,
-)
-from specdec.blocks.layouts import save as save_block
-from specdec.cli import app
-from specdec.download import Content, checksum, size_of
-from specdec.eagle3 import save
-from specdec.registry import Known, NoHead
+from specdec import BlockProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.cli.app import app
+from specdec.heads import registry, shipped
+from specdec.heads.dflash.export import save as save_block
+from specdec.heads.eagle3.export import save
+from specdec.heads.registry import Known, NoHead
+from specdec.utils.download import Content, checksum, size_of
 from tests import blocks, eagle3, tiny
 
 

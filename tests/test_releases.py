@@ -11,8 +11,10 @@ import torch
 from transformers import DynamicCache, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from specdec import NgramProposer, SpeculativeGenerator, Unsupported, capability, compat, releases
-from specdec.cli import app
+from specdec import NgramProposer, SpeculativeGenerator, Unsupported
+from specdec.cli.app import app
+from specdec.models import capability, compat
+from specdec.utils import releases
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
-from specdec.report import LATENCIES, Report
+from specdec.engine.report import LATENCIES, Report
 
 
 def one_call(**counts):

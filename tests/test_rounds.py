@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.rounds import Round
+from specdec.engine.trace import Round
 from tests import eagle3, tiny
 
 PROPOSERS = {

@@ -12,11 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from specdec.cli import app
-from specdec.eagle3 import load, save
-from specdec.training import Recipe, initialize
+from specdec.cli.app import app
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.export import save
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.teacher import fingerprint
+from specdec.training.teacher.base import fingerprint
 from tests import tiny
 from tests.training import (
     SMALL,

@@ -17,9 +17,9 @@ from specdec import (
     SpeculativeGenerator,
     SuffixProposer,
 )
-from specdec.choices import COUPLED
-from specdec.noise import Noise, noise_of_call
-from specdec.transcript import Transcript
+from specdec.engine.transcript import Transcript
+from specdec.sampling.noise import Noise, noise_of_call
+from specdec.utils.choices import COUPLED
 from tests import blocks, eagle3, encoded, tiny
 
 NEW = 12
@@ -372,7 +372,7 @@ def test_columns_ahead_are_each_rows_own(columns):
 
 
 def test_columns_that_are_not_kept_are_drawn_again(monkeypatch):
-    monkeypatch.setattr("specdec.noise.KEPT_BYTES", 3 * 50 * 4 * 2)  # two columns
+    monkeypatch.setattr("specdec.sampling.noise.KEPT_BYTES", 3 * 50 * 4 * 2)  # two columns
     torch.manual_seed(1)
     noise = Noise(3, 50, torch.device("cpu"))
     first = [noise.column(column).clone() for column in range(6)]

@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import AutoModelForCausalLM
 
-from specdec.proposers.draft_model import load as load_model
-from specdec.training import initialize, precision, preparation, served_teacher
-from specdec.training.served_teacher import ServedTeacher
-from specdec.training.states_server import Handler, StatesServer
-from specdec.training.teacher import LocalTeacher, fingerprint
+from specdec.models.loading import load as load_model
+from specdec.training import precision, preparation
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.teacher import remote
+from specdec.training.teacher.base import LocalTeacher, fingerprint
+from specdec.training.teacher.remote import ServedTeacher
+from specdec.training.teacher.state_server import Handler, StatesServer
 from tests import tiny
 from tests.training import losses, process, run
 
@@ -104,7 +106,7 @@ def texts(*lengths):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(served_teacher, "AGAIN_IN", 0.0)
+    monkeypatch.setattr(remote, "AGAIN_IN", 0.0)
 
 
 class Faulty(Handler):
@@ -138,7 +140,7 @@ def test_a_line_that_drops_is_taken_up_again(files, target, tmp_path, no_pause):
 
 
 def test_an_error_that_stays_is_said(target, no_pause):
-    Faulty.faults = ["500"] * served_teacher.TRIES
+    Faulty.faults = ["500"] * remote.TRIES
     with served(target, Faulty) as address:
         teacher = teacher_of(address, target)
         with pytest.raises(
@@ -235,7 +237,7 @@ def test_the_server_says_what_is_wrong(target, asked, message):
 
 
 def test_texts_are_asked_for_in_parts_and_come_in_their_order(target, monkeypatch):
-    monkeypatch.setattr(served_teacher, "TOKENS", 12)
+    monkeypatch.setattr(remote, "TOKENS", 12)
     lengths = [5, 6, 20, 3, 9]
     with served(target) as address:
         found = dict(teacher_of(address, target).read(texts(*lengths)))

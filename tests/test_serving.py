@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import SpeculativeGenerator
-from specdec.serving import _speculating, serve
+from specdec.cli.server import _speculating, serve
 from tests import tiny
 
 pytest.importorskip("fastapi")

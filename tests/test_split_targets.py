@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.training import Recipe, preparation, train
+from specdec.training import preparation
+from specdec.training.recipe import Recipe
+from specdec.training.run import train
 from specdec.training.run_folder import RunFolder
 from tests.ranks import together
 from tests.training import losses, run

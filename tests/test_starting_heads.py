@@ -9,15 +9,18 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from specdec.cli import app
+from specdec.cli.app import app
 from specdec.data.texts import Text
-from specdec.eagle3 import load, save
-from specdec.training import Recipe, initialize, states, transfer
-from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.initialisation import with_vocabulary
-from specdec.training.objective import Eagle3Objective
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.export import save
+from specdec.training.initialization import head_transfer
+from specdec.training.initialization.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.initialization.eagle3 import initialize, with_vocabulary
+from specdec.training.initialization.head_transfer import transfer_head, translate
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.recipe import Recipe
 from specdec.training.starting_head import given_head
-from specdec.training.transfer import transfer_head, translate
+from specdec.training.teacher import state_cache
 from tests import eagle3, tiny
 from tests.training import SMALL, WORDS, batch_of, losses, run, same_heads, some_texts, target_logits_of
 
@@ -71,7 +74,7 @@ def test_a_fresh_heads_feature_is_the_highest_state():
     target = tiny.model("llama", num_hidden_layers=4)
     head = initialize(target, torch.arange(20), tap_ids=(1, 2, 3))
     text = some_texts(target, 1)[0]
-    state = states.states_of(target, (1, 2, 3, -1), [text])[0].float()  # (T, 4 * 32)
+    state = state_cache.states_of(target, (1, 2, 3, -1), [text])[0].float()  # (T, 4 * 32)
     torch.testing.assert_close(head.fuse(state[None, :, :-32]), state[None, :, 64:96])
     objective = Eagle3Objective(head.train(), *target_logits_of(target, head))
     with torch.enable_grad():
@@ -96,7 +99,7 @@ def test_a_fresh_heads_feature_is_the_highest_state():
 @torch.no_grad()
 def test_a_head_carried_over_drafts_as_it_did(name, changes, wide, monkeypatch):
     """To a target whose states and embeddings are its donor's, turned within a wider space."""
-    monkeypatch.setattr(transfer, "RIDGE", 1e-6)
+    monkeypatch.setattr(head_transfer, "RIDGE", 1e-6)
     head = eagle3.head(name, **changes)
     torch.manual_seed(0)
     turn = torch.linalg.qr(torch.randn(wide, wide)).Q[:32]
@@ -117,7 +120,7 @@ def test_a_head_carried_over_drafts_as_it_did(name, changes, wide, monkeypatch):
 @torch.no_grad()
 def test_both_targets_are_read_at_the_same_tokens(monkeypatch):
     """Carried over to its own target a head stays what it is."""
-    monkeypatch.setattr(transfer, "RIDGE", 1e-7)
+    monkeypatch.setattr(head_transfer, "RIDGE", 1e-7)
     target, head = tiny.model("llama", num_hidden_layers=4), eagle3.head()
     texts = some_texts(target, 12, 24)
     same = transfer_head(head.to(torch.bfloat16), target, target, texts)
@@ -131,12 +134,12 @@ def test_both_targets_are_read_at_the_same_tokens(monkeypatch):
 
 
 def test_the_linear_map_is_weighted_least_squares(monkeypatch):
-    monkeypatch.setattr(transfer, "RIDGE", 0.0)
+    monkeypatch.setattr(head_transfer, "RIDGE", 0.0)
     torch.manual_seed(0)
     x, y, weight = torch.randn(60, 5) * torch.rand(5) * 9, torch.randn(60, 3), torch.rand(60) * 4
     root = weight.sqrt()[:, None]
     expected = torch.linalg.lstsq(x * root, y * root).solution.T
-    torch.testing.assert_close(transfer._linear_map(x, y, weight), expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(head_transfer._linear_map(x, y, weight), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_head_that_cannot_be_carried_over():

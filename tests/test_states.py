@@ -4,12 +4,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.data.packed_dataset import PackedTexts, StateDataset, collate
 from specdec.data.texts import Text
-from specdec.training import states
-from specdec.training.dataset import PackedTexts, StateDataset, collate
-from specdec.training.reading import Reader
-from specdec.training.states import extract
-from specdec.training.teacher import LocalTeacher
+from specdec.training.teacher import state_cache
+from specdec.training.teacher.base import LocalTeacher
+from specdec.training.teacher.state_cache import extract
+from specdec.training.teacher.state_extractor import Reader
 from tests import eagle3, tiny
 from tests.training import some_texts
 
@@ -17,7 +17,7 @@ from tests.training import some_texts
 def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
     target, taps = tiny.model("llama"), (0, 1, 2)
     texts, teacher = some_texts(target), LocalTeacher(target, taps, batch_tokens=64)
-    monkeypatch.setattr(states, "SHARD_TOKENS", 60)
+    monkeypatch.setattr(state_cache, "SHARD_TOKENS", 60)
     done = []
     extract(teacher, texts, tmp_path, progress=done.append)
     assert sum(done) == sum(len(text.ids) for text in texts)
@@ -48,7 +48,7 @@ def test_states_are_the_targets_and_extraction_resumes(tmp_path, monkeypatch):
 def test_processes_share_the_work(tmp_path, monkeypatch):
     target, taps = tiny.model("llama"), (0, 1, 2)
     texts, teacher = some_texts(target), LocalTeacher(target, taps)
-    monkeypatch.setattr(states, "SHARD_TOKENS", 60)
+    monkeypatch.setattr(state_cache, "SHARD_TOKENS", 60)
     assert extract(teacher, texts, tmp_path / "alone")
     done = {mine: [] for mine in (1, 0)}
     for mine, parts in done.items():
@@ -66,7 +66,7 @@ def test_processes_share_the_work(tmp_path, monkeypatch):
 def test_what_logits_say_over_all_tokens_is_kept_where_something_is_learnt(tmp_path, monkeypatch):
     target = tiny.model("llama")
     text = some_texts(target, 1)[0]
-    monkeypatch.setattr("specdec.training.target_logits.NUMBERS_AT_ONCE", 3 * tiny.VOCAB)
+    monkeypatch.setattr("specdec.training.teacher.target_logits.NUMBERS_AT_ONCE", 3 * tiny.VOCAB)
     extract(LocalTeacher(target, (1,)), [text], tmp_path)
     over_all = StateDataset(tmp_path, 64)[0]["over_all"]
     logits = target(text.ids[None]).logits[0].float()
@@ -89,7 +89,7 @@ def test_states_of_an_earlier_version_are_refused(tmp_path):
 def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
     target = tiny.model("llama")
     texts = some_texts(target)
-    expected = states.states_of(target, (1,), texts)
+    expected = state_cache.states_of(target, (1,), texts)
     taken, read = [], Reader._pass
 
     def small(reader, ids):
@@ -99,13 +99,13 @@ def test_extraction_takes_fewer_texts_at_once_where_memory_ends(monkeypatch):
         return read(reader, ids)
 
     monkeypatch.setattr(Reader, "_pass", small)
-    found = states.states_of(target, (1,), texts)
+    found = state_cache.states_of(target, (1,), texts)
     assert taken[0] > 1
     for one, two in zip(found, expected, strict=True):
         torch.testing.assert_close(one, two, rtol=0.02, atol=0.02)
     monkeypatch.setattr(Reader, "_pass", lambda *args: small(None, [0, 0]))
     with pytest.raises(torch.OutOfMemoryError):
-        states.states_of(target, (1,), texts)
+        state_cache.states_of(target, (1,), texts)
 
 
 def test_states_on_the_way_are_those_of_each_document(monkeypatch):

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from specdec import DraftModelProposer, HybridProposer, SpeculativeGenerator, SuffixProposer, TextMemory
-from specdec.pacing import Pacer
-from specdec.proposers.suffix import _grown, _ranked
-from specdec.proposers.text_memory import LEVELS, LONGEST, PLACES, Match
+from specdec.proposers.lookup.suffix import _grown, _ranked
+from specdec.proposers.lookup.text_memory import LEVELS, LONGEST, PLACES, Match
+from specdec.proposers.pacing.pacer import Pacer
 from tests import tiny
 
 

@@ -9,11 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from specdec.eagle3 import load
-from specdec.training import HeadTrainer, initialize, preparation
-from specdec.training.cached_teacher import CachedTeacher, keep_teacher
-from specdec.training.dataset import PackedTexts, collate
-from specdec.training.teacher import LocalTeacher
+from specdec.data.packed_dataset import PackedTexts, collate
+from specdec.heads.eagle3.checkpoint import load
+from specdec.training import preparation
+from specdec.training.initialization.eagle3 import initialize
+from specdec.training.teacher.base import LocalTeacher
+from specdec.training.teacher.cached import CachedTeacher, keep_teacher
+from specdec.training.trainer import HeadTrainer
 from tests import tiny
 from tests.test_device_maps import PLACES, folder, target_of  # noqa: F401 (a fixture)
 from tests.training import losses, quiet_arguments, run, some_texts

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria
 from transformers.distributed import DistributedConfig
 
-from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator, products
-from specdec import report as reports
-from specdec.group import Group
+from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.engine import report as reports
+from specdec.engine.tensor_parallel import Group
+from specdec.models import linear
 from tests import eagle3, tiny
 from tests.ranks import together
 
@@ -58,7 +59,7 @@ def proposers():
 
 def worker(rank: int, folder: Path):
     """Per case: the text here, plain decoding's here, tokens drafted, the clock's or seed's part in it."""
-    products.perf_counter = reports.perf_counter = Clock(false=rank == 1)
+    linear.perf_counter = reports.perf_counter = Clock(false=rank == 1)
     found = {}
     for family in FAMILIES:
         target = AutoModelForCausalLM.from_pretrained(
@@ -90,7 +91,7 @@ def worker(rank: int, folder: Path):
 def worker_without_a_leader(rank: int, folder: Path):
     """Each process drafts as its own clock says."""
     Group.drafting = lambda self, proposer: proposer
-    products.perf_counter = reports.perf_counter = Clock(false=rank == 1)
+    linear.perf_counter = reports.perf_counter = Clock(false=rank == 1)
     target = AutoModelForCausalLM.from_pretrained(folder / "llama", distributed_config=DistributedConfig(tp_size=2))
     spec = SpeculativeGenerator(target.eval(), "ngram", on_unsupported="error")
     inputs = tiny.prompts(9, 4)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from specdec.data.packed_dataset import PackedTexts, packed
 from specdec.data.texts import Text, end_to_end, keep, kept_texts
-from specdec.training.dataset import PackedTexts, packed
 
 LENGTHS = (3, 7, 1, 4)
 
@@ -71,7 +71,7 @@ def test_rows_are_texts_in_order():
 RESIDENT = """
 import sys
 from specdec.data.texts import kept_texts
-from specdec.training.dataset import PackedTexts
+from specdec.data.packed_dataset import PackedTexts
 
 def own():  # bytes that are this process's alone: pages of files are the system's
     status = open("/proc/self/status").read()

@@ -16,16 +16,18 @@ from transformers.utils import logging
 from typer.testing import CliRunner
 
 from specdec import Eagle3Proposer, SpeculativeGenerator
-from specdec.cli import app
+from specdec.cli.app import app
+from specdec.data.packed_dataset import PackedTexts, StateDataset
 from specdec.data.texts import Text, kept_texts
-from specdec.eagle3 import load, save
-from specdec.training import HeadTrainer, initialize
-from specdec.training.dataset import PackedTexts, StateDataset
-from specdec.training.draft_vocabulary import frequent_tokens, token_counts
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.export import save
+from specdec.training.initialization.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.initialization.eagle3 import initialize
 from specdec.training.recipe import SHARDING, Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.states import extract
-from specdec.training.teacher import LocalTeacher
+from specdec.training.teacher.base import LocalTeacher
+from specdec.training.teacher.state_cache import extract
+from specdec.training.trainer import HeadTrainer
 from tests import blocks, eagle3, tiny
 from tests.training import SMALL, WORDS, logged, losses, process, quiet_arguments, run, some_texts, written
 
@@ -243,7 +245,7 @@ def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch)
     def broken(self, ids, **kwargs):
         return {"loss": torch.nan * self.head.fc.weight.sum(), "accuracy": torch.ones(3)}
 
-    monkeypatch.setattr("specdec.training.objective.Objective.forward", broken)
+    monkeypatch.setattr("specdec.training.objectives.eagle3.Objective.forward", broken)
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert "the loss is nan at update 0: try a lower learning rate" in result.output

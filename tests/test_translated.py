@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeGenerator, TranslatedDraftProposer
-from specdec.translation import Translation, pieces
+from specdec.proposers.draft_models.token_translation import Translation, pieces
 from tests import tiny
 
 

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from specdec import acceptance
-from specdec.tree import Candidates, DraftTree, DynamicTree, Verdict
+from specdec.sampling import acceptance
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.dynamic_tree import Candidates, DynamicTree
+from specdec.sampling.results import Verdict
 from tests import naive
 
 VOCAB = 7

@@ -24,7 +24,7 @@ def proposer(request):
 
 @pytest.mark.parametrize("spare", [1, 2, 3, 5, 11])
 def test_where_the_cache_grows(proposer, spare, monkeypatch):
-    monkeypatch.setattr("specdec.slots.SPARE", spare)
+    monkeypatch.setattr("specdec.models.cache.buffers.SPARE", spare)
     length = 14
     target, inputs = tiny.model("llama"), tiny.prompts(length, length - 5)
     arguments = {"do_sample": False, "max_new_tokens": 12, "return_dict_in_generate": True, "output_scores": True}

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing import Any
 import specdec
 from specdec import Context, DraftTree, DynamicTree, NgramProposer, Proposer, Report, Round, SpeculativeGenerator
-from specdec.eagle3 import save
+from specdec.heads.eagle3 import save
 from specdec.training import initialize
 
 def use(model: Any, inputs: dict[str, Any], head: Any) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from specdec import Eagle3Proposer, SpeculativeGenerator, registry
-from specdec.cli import app
+from examples.demo import weights
+from examples.demo.loading import load
+from specdec import Eagle3Proposer, SpeculativeGenerator
+from specdec.cli.app import app
 from specdec.data.prompts import PROMPTS, Prompt
-from specdec.demo import weights
-from specdec.demo.loading import load
+from specdec.heads import registry
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 LENGTH, TOKENS = 3, 64
@@ -40,7 +41,7 @@ pytestmark = [
 def test_an_exported_head_accepts_in_vllm_what_it_accepts_here(tmp_path):
     folder = weights.cached(weights.DRAFT)
     if folder is None:
-        pytest.skip(f"needs `python -m specdec.demo.weights {weights.DRAFT}`")
+        pytest.skip(f"needs `python -m examples.demo.weights {weights.DRAFT}`")
     target, tokenizer = load(str(folder), "float32")
     head = registry.find(target, "eagle3")
     prompts = [prompt.encode(tokenizer) for prompt in (*PROMPTS, *MORE)]

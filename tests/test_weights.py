@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from specdec import machine
-from specdec.demo import conversion, parts, room, weights
+from examples.demo import conversion, parts, room, weights
+from specdec.models import hardware
 
 PAYLOADS = (b"a" * 10, b"b" * 10, b"c" * 4)
 WHOLE = b"".join(PAYLOADS)
@@ -217,7 +217,7 @@ def test_what_is_there_already_needs_no_room_again(tmp_path, monkeypatch):
 
 
 def test_memory_is_known_here_and_guessed_elsewhere(monkeypatch):
-    assert machine.available_memory() > 0
+    assert hardware.available_memory() > 0
 
     class NoProc:
         def __init__(self, path): ...
@@ -225,10 +225,10 @@ def test_memory_is_known_here_and_guessed_elsewhere(monkeypatch):
         def read_text(self):
             raise FileNotFoundError
 
-    monkeypatch.setattr(machine, "Path", NoProc)
-    assert machine.available_memory() > 0
-    monkeypatch.setattr(machine.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
-    assert machine.available_memory() is None
+    monkeypatch.setattr(hardware, "Path", NoProc)
+    assert hardware.available_memory() > 0
+    monkeypatch.setattr(hardware.os, "sysconf", lambda name: (_ for _ in ()).throw(ValueError(name)))
+    assert hardware.available_memory() is None
 
 
 def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path):

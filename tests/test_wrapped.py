@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from specdec import DraftModelProposer, SpeculativeGenerator
-from specdec.wrapped import bare
+from specdec.models.introspection import bare
 from tests import tiny
 
 peft = pytest.importorskip("peft")

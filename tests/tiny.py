@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from specdec import Context, DraftTree, HybridProposer, Proposer
-from specdec.pacing import Pacer
+from specdec.proposers.pacing.pacer import Pacer
 
 PAD, VOCAB, WINDOW = 0, 64, 6
 DEVICE = "cpu"  # of models and prompts; "cuda" under `pytest --device pretend`

@@ -13,11 +13,11 @@ import torch
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
-from specdec.cli import app
+from specdec.cli.app import app
 from specdec.data.texts import Text
-from specdec.eagle3 import load
+from specdec.heads.eagle3.checkpoint import load
 from specdec.training.run_folder import RunFolder
-from specdec.training.target_logits import TargetLogits
+from specdec.training.teacher.target_logits import TargetLogits
 from tests import tiny
 
 TEMPLATE = (

@@ -1,7 +1,7 @@
 """Speculative decoding as a `custom_generate` method of transformers; the library behind it is specdec."""
 
 try:
-    from specdec.hub import generate
+    from specdec.engine.hub import generate
 except ImportError as error:
     raise ImportError(
         "this decoding method is a part of specdec, which is not installed here, or is the package of another project "

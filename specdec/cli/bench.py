@@ -9,7 +9,6 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import COUPLED
 from specdec.cli.common import (
     WHAT_DRAFTS,
     Device,
@@ -26,6 +25,7 @@ from specdec.cli.common import (
 )
 from specdec.cli.measuring import bar, encoded, of_ours, on_prompts
 from specdec.data.messages import first_questions
+from specdec.utils.choices import COUPLED
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -60,8 +60,8 @@ def bench(
     if chart is not None:
         _check(chart)
     asked, count = first_questions(prompts, limit) if prompts else ([], 0)
-    from specdec.bench import bench as measure
-    from specdec.proposers.named import as_proposers
+    from specdec.evaluation.bench import bench as measure
+    from specdec.proposers.factory import as_proposers
 
     try:
         model, tokenizer = load(target, dtype=dtype, device=device)
@@ -89,7 +89,7 @@ def bench(
         typer.echo(f"measured on {asked_of}{times}, up to {max_new_tokens} new tokens each, in whole calls\n")
         typer.echo(found.in_words())
     if chart is not None:
-        from specdec.plots import speed_ups
+        from specdec.evaluation.plots import speed_ups
 
         speed_ups(found.speed_ups).figure.savefig(chart)
         typer.echo(f"the chart is in {chart}", err=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from specdec.choices import COUPLED
 from specdec.cli.common import (
     Device,
     DraftLength,
@@ -21,10 +20,11 @@ from specdec.cli.common import (
     interrupted,
     sampling,
 )
-from specdec.paths import located
+from specdec.utils.choices import COUPLED
+from specdec.utils.paths import located
 
 if TYPE_CHECKING:
-    from specdec.report import Report
+    from specdec.engine.report import Report
 
 
 def chat(
@@ -42,8 +42,8 @@ def chat(
     """Talk to a model. Ctrl-C ends its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)
     check(target, proposer)
-    from specdec.chat import Chat
-    from specdec.streamer import ACCEPTED_STYLE, ColourStreamer
+    from specdec.cli.chat_session import Chat
+    from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
     talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from specdec.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
-from specdec.paths import located, require_folder_or_id
+from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
+from specdec.utils.paths import located, require_folder_or_id
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from specdec import SpeculativeGenerator
+    from specdec.engine.generator import SpeculativeGenerator
 
 COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: beyond them all is greedy, or uniform
 INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
@@ -76,14 +76,14 @@ def print_versions(err: bool = False) -> None:
     torch is imported only where a release was not tested.
     """
     from specdec import __version__
-    from specdec.releases import TESTED, advice, is_tested, summary
+    from specdec.utils.releases import TESTED, advice, is_tested, summary
 
     typer.echo(f"specdec {__version__}, {summary()}", err=err)
     untested = [package for package in TESTED if not is_tested(package)]
     if not untested:
         return
     try:
-        from specdec.capability import installation_fault
+        from specdec.models.capability import installation_fault
 
         fault = installation_fault()
     except ImportError as error:
@@ -119,9 +119,9 @@ def load(
     """
     from transformers import AutoTokenizer
 
-    from specdec.machine import best_device, crowded, format_for
-    from specdec.parsed import read_by_library
-    from specdec.proposers.draft_model import load as loaded
+    from specdec.models.hardware import best_device, crowded, format_for
+    from specdec.models.loading import load as loaded
+    from specdec.utils.parsing import read_by_library
 
     place = _device(device) if device else best_device()
     if others := crowded(place):
@@ -161,7 +161,7 @@ def generator(
     target: str, proposer: str, draft_length: int | None, rule: RuleName, dtype: NumberFormat, device: str | None
 ) -> tuple[SpeculativeGenerator, Any]:
     """A generator of what the options name, and the tokenizer."""
-    from specdec import SpeculativeGenerator
+    from specdec.engine.generator import SpeculativeGenerator
 
     model, tokenizer = load(target, dtype=dtype, device=device)
     return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer

@@ -47,8 +47,8 @@ def regenerate(
     """Have a target answer prompts: the texts that a head for it is trained on."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specdec.data.left_out import LeftOut
     from specdec.data.messages import read_prompts
+    from specdec.data.skipped import LeftOut
 
     switches = _switches(template)
     useless = LeftOut("prompts")
@@ -56,9 +56,9 @@ def regenerate(
     check(target)
     from accelerate.utils import gather_object
 
-    from specdec.data.answers import Answers
+    from specdec.data.answer_store import Answers
     from specdec.data.regenerate import regenerate as answer
-    from specdec.machine import computed_in, started_together
+    from specdec.models.hardware import computed_in, started_together
 
     together = started_together()
     model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))

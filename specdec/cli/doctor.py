@@ -39,8 +39,8 @@ def doctor(
     """
     check(target, proposer)
     asked, count = first_questions(prompts, limit) if prompts else ([], 0)
-    from specdec.capability import installation_fault
-    from specdec.doctor import diagnose
+    from specdec.evaluation.doctor import diagnose
+    from specdec.models.capability import installation_fault
 
     print_versions(err=True)
     if installation_fault():

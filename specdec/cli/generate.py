@@ -7,7 +7,6 @@ from time import perf_counter
 
 import typer
 
-from specdec.choices import COUPLED
 from specdec.cli.common import (
     Device,
     DraftLength,
@@ -23,6 +22,7 @@ from specdec.cli.common import (
     sampling,
 )
 from specdec.data.entries import check_text
+from specdec.utils.choices import COUPLED
 
 
 def generate(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import typer
 
-from specdec.choices import HeadLayout
 from specdec.cli.common import load
-from specdec.paths import require_folder_or_id
+from specdec.utils.choices import HeadLayout
+from specdec.utils.paths import require_folder_or_id
 
 
 def inspect(
@@ -21,12 +21,14 @@ def inspect(
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
     for name in (head, *([target] if target else [])):
         require_folder_or_id(name)
-    from specdec.blocks.checkpoint import read
-    from specdec.blocks.hydra import HydraHeads
-    from specdec.eagle3.head import Eagle3Head
-    from specdec.eagle3.inspection import describe
-    from specdec.proposers import BlockProposer, Eagle3Proposer, HydraProposer
-    from specdec.tap_probe import probe_taps
+    from specdec.heads.eagle3.head import Eagle3Head
+    from specdec.heads.hydra.head import HydraHeads
+    from specdec.heads.inspection import describe
+    from specdec.heads.loading import read
+    from specdec.proposers.draft_heads.block import BlockProposer
+    from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+    from specdec.proposers.draft_heads.hydra import HydraProposer
+    from specdec.training.tap_probe import probe_taps
 
     checkpoint = read(head)
     typer.echo(describe(checkpoint))
@@ -65,9 +67,9 @@ def export(
         raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
     if not force and Path(out).is_dir() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
-    from specdec.eagle3 import load, save
-    from specdec.eagle3.layouts import lost_in
-    from specdec.eagle3.widened import widened
+    from specdec.heads.eagle3.checkpoint import load
+    from specdec.heads.eagle3.export import lost_in, save
+    from specdec.heads.eagle3.widen import widened
 
     loaded = load(head)
     save(loaded if layout == "int8" else widened(loaded), out, layout, target)

@@ -18,7 +18,7 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
     import torch
 
     from specdec.data.conversations import encode_prompt
-    from specdec.data.left_out import LeftOut
+    from specdec.data.skipped import LeftOut
 
     prompts, left_out = [], LeftOut("prompts")
     for one in asked:

@@ -6,21 +6,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.choices import COUPLED, NumberFormat
-from specdec.cli.common import (
-    INTERRUPTED,
-    DraftLength,
-    ProposerOption,
-    Rule,
-    Seed,
-    Target,
-    check,
-)
+from specdec.cli.common import INTERRUPTED, DraftLength, ProposerOption, Rule, Seed, Target, check
+from specdec.utils.choices import COUPLED, NumberFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdec import SpeculativeGenerator
+    from specdec.engine.generator import SpeculativeGenerator
 
 
 def serve(
@@ -38,14 +30,14 @@ def serve(
     made: list[SpeculativeGenerator] = []
 
     def generator_of(model: PreTrainedModel) -> SpeculativeGenerator:
-        from specdec import SpeculativeGenerator
+        from specdec.engine.generator import SpeculativeGenerator
 
         made.append(SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule))
         return made[-1]
 
     try:
         check(target, proposer)
-        from specdec.serving import serve as serve_model
+        from specdec.cli.server import serve as serve_model
 
         typer.echo(f"http://{host}:{port}/v1, model {target!r}, drafts by {proposer}", err=True)
         serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)

@@ -20,9 +20,9 @@ def serve_states(
     """Give a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C ends it."""
     check(target)
     create_server((host, port)).close()  # a port that is taken is said before the target is loaded
-    from specdec.proposers.draft_model import load as load_model
+    from specdec.models.loading import load as load_model
     from specdec.training.precision import as_fast_as_it_reads
-    from specdec.training.states_server import StatesServer
+    from specdec.training.teacher.state_server import StatesServer
 
     if shard == "devices":
         model = load_model(target, device_map="auto")

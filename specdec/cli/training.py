@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 from specdec.cli.common import Target, check, interrupted
+from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 
 if TYPE_CHECKING:
-    from specdec.training.evaluation import Evaluation
+    from specdec.training.evaluate import Evaluation
 
 
 def train(
@@ -97,9 +97,9 @@ def train(
     check(target)
     from accelerate import PartialState
 
-    from specdec.training import Recipe
-    from specdec.training import train as train_head
-    from specdec.training.evaluation import HeldOut
+    from specdec.training.evaluate import HeldOut
+    from specdec.training.recipe import Recipe
+    from specdec.training.run import train as train_head
 
     recipe = Recipe(**options)
     if dry_run:

@@ -1,1 +1,0 @@
-"""Conversations and texts from files, and `regenerate`, which has a target write them. Knows nothing of heads."""

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.chat_template import ChatTemplate, rendered
 from specdec.data.entries import FORMATS, cleaned, read_entries
-from specdec.data.left_out import LeftOut
 from specdec.data.messages import Asked, Message, asked_in, extra_of
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, as_text, extend, fingerprint, recorded, texts_of
+from specdec.data.skipped import LeftOut
 from specdec.data.texts import Text
 
 

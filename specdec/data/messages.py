@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.data.entries import FORMATS, cleaned, opened, read_entries
-from specdec.data.left_out import LeftOut
+from specdec.data.skipped import LeftOut
 
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 ROLES = {role: role for role in ("user", "assistant", "system", "tool")}

@@ -15,12 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.data.answering import Answering, Request
-from specdec.data.answers import Answers
+from specdec.data.answer_store import Answers
+from specdec.data.batched_generation import Answering, Request
 from specdec.data.conversations import context_of, encode_prompt
-from specdec.data.left_out import LeftOut
 from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
+from specdec.data.skipped import LeftOut
 
 AHEAD = 16  # times the rows, in which prompts of about one length are looked for
 MOST_TURNS = 1000  # by which the seeds of conversations are apart

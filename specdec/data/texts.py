@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specdec.parsed import read_by_library
+from specdec.utils.parsing import read_by_library
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.cache import SpeculativeCache
-from specdec.gained import Gained
-from specdec.logits import NodeProcessors
-from specdec.noise import Noise
-from specdec.pacing import Pacer
-from specdec.recording import Recorder
-from specdec.source import Source
-from specdec.taps import Taps
-from specdec.transfer import uploaded
-from specdec.tree import DraftTree, Verdict
+from specdec.models.cache.kv_cache import SpeculativeCache
+from specdec.models.cuda_graphs import Recorder
+from specdec.models.encoder import Source
+from specdec.models.hidden_states import Taps
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.logits_processors import NodeProcessors
+from specdec.sampling.noise import Noise
+from specdec.sampling.results import Gained, Verdict
+from specdec.utils.device_copies import uploaded
 
 # How far log p of a target scatters around the draft's log q, as a Gumbel's scale: 0.8 for a 0.5B beside a 1.5B, 1.0
 # for a head (benchmarks/results/coupling.md).

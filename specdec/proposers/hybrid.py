@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.learnt import Learnt, PassCost
-from specdec.pacing import Pacer
+from specdec.models.hidden_states import Taps
 from specdec.proposers.base import Context, Proposer
-from specdec.proposers.lookup import Lookup
-from specdec.proposers.ngram import NgramProposer
-from specdec.taps import Taps
-from specdec.tree import DraftTree, Verdict
+from specdec.proposers.lookup.base import Lookup
+from specdec.proposers.lookup.ngram import NgramProposer
+from specdec.proposers.pacing.estimates import Learnt, PassCost
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.results import Verdict
 
 IN_A_ROW = 8  # rounds of n-grams; then, unless they are far ahead, the other shows anew what it brings
 FAR_AHEAD = 2.0  # times the other's tokens per second

@@ -13,11 +13,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
 from specdec.data.texts import Text, Texts, keep, kept_texts
-from specdec.parsed import read_by_library
-from specdec.pictures import marks_of
+from specdec.models.introspection import end_tokens_in, marks_of
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.transcript import end_tokens_in
+from specdec.utils.parsing import read_by_library
 
 
 def checksum_of_entries(recipe: Recipe) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from specdec.data.packed_dataset import PackedTexts, StateDataset
+from specdec.heads.kinds import copy_of
 from specdec.training.curve import draw
-from specdec.training.dataset import PackedTexts, StateDataset
-from specdec.training.evaluation import Evaluation, HeldOut, Measured, evaluate
-from specdec.training.heads import copy_of
+from specdec.training.evaluate import Evaluation, HeldOut, Measured, evaluate
 from specdec.training.processes import of_first
 from specdec.training.run_folder import RunFolder, read_json
 from specdec.training.trainer import HeadTrainer

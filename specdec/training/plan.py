@@ -16,26 +16,26 @@ import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from specdec.blocks.config import DFlashConfig
-from specdec.blocks.head import DFlashHead
+from specdec.data.packed_dataset import PackedTexts
 from specdec.data.texts import Texts
-from specdec.eagle3.config import Eagle3Config
-from specdec.taps import decoder_layers
+from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.eagle3.config import Eagle3Config
+from specdec.models.introspection import decoder_layers
 from specdec.training import precision
-from specdec.training.block_initialisation import block_config_for
 from specdec.training.corpus import check_length, corpus, write_corpus
-from specdec.training.dataset import PackedTexts
-from specdec.training.initialisation import config_for
-from specdec.training.losses import ROWS_AT_ONCE
-from specdec.training.outline import META, Outline, parameters
+from specdec.training.cost_model import META, Outline, parameters
+from specdec.training.initialization.dflash import block_config_for
+from specdec.training.initialization.eagle3 import config_for
+from specdec.training.objectives.losses import ROWS_AT_ONCE
 from specdec.training.progress import in_bytes
-from specdec.training.reading import batch_tokens_of
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run import checked
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import fresh_changes, given_head
-from specdec.training.states import bytes_per_token
-from specdec.training.target_logits import NUMBERS_AT_ONCE
+from specdec.training.teacher.state_cache import bytes_per_token
+from specdec.training.teacher.state_extractor import batch_tokens_of
+from specdec.training.teacher.target_logits import NUMBERS_AT_ONCE
 
 CHECKPOINTS = 3  # on the disk together, while one is written
 

@@ -17,22 +17,22 @@ from rich.progress import Progress
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from specdec.capability import capability
-from specdec.choices import Sharding
 from specdec.data.texts import Texts
-from specdec.proposers.draft_model import load as load_model
+from specdec.heads.kinds import Head, StandAlone
+from specdec.models.capability import capability
+from specdec.models.loading import load as load_model
 from specdec.training import precision
-from specdec.training.cached_teacher import CachedTeacher, keep_teacher
-from specdec.training.eight_bits import in_eight_bits
-from specdec.training.heads import Head, StandAlone
 from specdec.training.progress import in_bytes
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.served_teacher import ServedTeacher, described
-from specdec.training.split_teacher import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.starting_head import keep_start, kept_start, starting_head
-from specdec.training.states import DONE, bytes_per_token, extract
-from specdec.training.teacher import LocalTeacher, Teacher, fingerprint
+from specdec.training.teacher.base import LocalTeacher, Teacher, fingerprint
+from specdec.training.teacher.cached import CachedTeacher, keep_teacher
+from specdec.training.teacher.int8_target import in_eight_bits
+from specdec.training.teacher.remote import ServedTeacher, described
+from specdec.training.teacher.sharded import FullyShardedTeacher, TensorParallelTeacher
+from specdec.training.teacher.state_cache import DONE, bytes_per_token, extract
+from specdec.utils.choices import Sharding
 
 KINDS: dict[Sharding, type[LocalTeacher]] = {"tp": TensorParallelTeacher, "fsdp": FullyShardedTeacher}
 KINDS |= {"none": LocalTeacher, "devices": LocalTeacher}

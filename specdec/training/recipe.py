@@ -11,8 +11,8 @@ import torch
 from accelerate import PartialState
 from transformers.integrations import get_available_reporting_integrations
 
-from specdec.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker, check_choice
-from specdec.paths import named, require_folder_or_id
+from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker, check_choice
+from specdec.utils.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
 # Of accelerate, which would leave each process with a part of the head. Its variables when they are on.

@@ -14,24 +14,24 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer, TrainingArguments
 
+from specdec.data.packed_dataset import PackedTexts, StateDataset
 from specdec.data.texts import Text
-from specdec.machine import started_together
-from specdec.parsed import read_by_library
+from specdec.heads.kinds import Head
+from specdec.models.hardware import started_together
 from specdec.training import precision
 from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
-from specdec.training.dataset import PackedTexts, StateDataset
 from specdec.training.deadline import Deadline
-from specdec.training.evaluation import Measured
+from specdec.training.evaluate import Measured
 from specdec.training.evaluation_callback import EvaluationCallback
-from specdec.training.heads import Head
 from specdec.training.preparation import Preparation
 from specdec.training.processes import of_first
 from specdec.training.progress import speak
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head
-from specdec.training.teacher import Teacher
+from specdec.training.teacher.base import Teacher
 from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
+from specdec.utils.parsing import read_by_library
 
 LOG_EVERY = 10  # updates
 WARM_UP = 0.04  # of all updates: 20 of them would be half of a short run

@@ -9,27 +9,27 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from specdec.blocks.checkpoint import load as load_block
-from specdec.blocks.head import DFlashHead
-from specdec.blocks.layouts import save as save_block
 from specdec.data.texts import Texts
-from specdec.eagle3.checkpoint import load
-from specdec.eagle3.head import Eagle3Head
-from specdec.eagle3.layouts import save
-from specdec.mtp import load as load_mtp
-from specdec.mtp.trainee import MtpTrainee
-from specdec.proposers.block import BlockProposer
-from specdec.proposers.draft_model import load as load_model
-from specdec.proposers.eagle3 import Eagle3Proposer
-from specdec.registry import WEIGHTS
-from specdec.training.block_initialisation import initialize_block
-from specdec.training.draft_vocabulary import frequent_tokens, token_counts
-from specdec.training.heads import Head, StandAlone
-from specdec.training.initialisation import initialize, with_vocabulary
-from specdec.training.mtp_initialisation import initialize_mtp
+from specdec.heads.dflash.export import save as save_block
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.eagle3.checkpoint import load
+from specdec.heads.eagle3.export import save
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.kinds import Head, StandAlone
+from specdec.heads.loading import load as load_block
+from specdec.heads.mtp.loading import load as load_mtp
+from specdec.heads.mtp.trainable import MtpTrainee
+from specdec.heads.registry import WEIGHTS
+from specdec.models.loading import load as load_model
+from specdec.proposers.draft_heads.block import BlockProposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.training.initialization.dflash import initialize_block
+from specdec.training.initialization.draft_vocabulary import frequent_tokens, token_counts
+from specdec.training.initialization.eagle3 import initialize, with_vocabulary
+from specdec.training.initialization.head_transfer import transfer_head
+from specdec.training.initialization.mtp import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.transfer import transfer_head
 
 TRANSFER_TOKENS = 10  # per entry of the states that a carried over head reads: four leave it 0.16 tokens shorter
 

@@ -13,21 +13,21 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from specdec.blocks.head import DFlashHead
-from specdec.blocks.layouts import save as save_block
-from specdec.choices import LossName, OptimizerName
-from specdec.eagle3.layouts import save
-from specdec.mtp.checkpoint import write
-from specdec.mtp.loading import tensors_of
-from specdec.mtp.trainee import MtpTrainee
-from specdec.training.block_objective import BlockObjective
-from specdec.training.dataset import PackedTexts, StateDataset, collate
-from specdec.training.heads import Head, copy_of
-from specdec.training.mtp_objective import MtpObjective
-from specdec.training.objective import Eagle3Objective, Objective
+from specdec.data.packed_dataset import PackedTexts, StateDataset, collate
+from specdec.heads.dflash.export import save as save_block
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.eagle3.export import save
+from specdec.heads.kinds import Head, copy_of
+from specdec.heads.mtp.checkpoint import write
+from specdec.heads.mtp.loading import tensors_of
+from specdec.heads.mtp.trainable import MtpTrainee
+from specdec.training.objectives.dflash import BlockObjective
+from specdec.training.objectives.eagle3 import Eagle3Objective, Objective
+from specdec.training.objectives.mtp import MtpObjective
 from specdec.training.optimizer import muon
 from specdec.training.precision import without_denormals
-from specdec.training.teacher import Teacher
+from specdec.training.teacher.base import Teacher
+from specdec.utils.choices import LossName, OptimizerName
 
 STATE_WEIGHT = 4.0
 LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by

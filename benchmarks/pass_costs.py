@@ -1,0 +1,52 @@
+"""`pass_costs`: the seconds of a model's pass over several tokens, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.models.capability import probe
+from specdec.models.introspection import device_of
+from specdec.models.runner import ModelRunner
+
+SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+
+
+def pass_costs(
+    runner: ModelRunner, sizes: Sequence[int] = SIZES, context: int = 300, repeats: int = 7, batch_size: int = 1
+) -> dict[int, float]:
+    """Median seconds of a pass over n draft tokens per row, by n, sizes taking turns.
+
+    Args:
+        context: tokens in the cache. repeats: passes of each size, after one that is not counted.
+    """
+    device = device_of(runner.model)
+    vocab = runner.config.vocab_size
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(n: int) -> torch.Tensor:
+        return torch.randint(vocab, (batch_size, n), generator=generator).to(device)
+
+    runner.start(batch_size)
+    runner.extend(tokens(context), [0] * batch_size)
+    taken: dict[int, list[float]] = {n: [] for n in sizes}
+    for _ in range(repeats + 1):
+        for n in sizes:
+            draft = tokens(n)
+            depth = torch.arange(n, device=device).expand(batch_size, n)
+            seen = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(batch_size, n, n)
+            start = perf_counter()
+            logits = runner.grow(draft, depth, seen, chain=True).logits
+            logits[0, 0, 0].item()  # on an accelerator, this waits for the pass
+            taken[n].append(perf_counter() - start)
+            runner.commit([0] * batch_size)
+    return {n: median(seconds[1:]) for n, seconds in taken.items()}
+
+
+def target_runner(model: PreTrainedModel) -> ModelRunner:
+    """The runner a `SpeculativeGenerator` would verify with."""
+    return ModelRunner(model, probe(model).masks)

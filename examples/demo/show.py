@@ -1,0 +1,200 @@
+"""The demo itself: each prompt in plain decoding and with each proposer, the texts, and a table at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from examples.demo.comparison import PLAIN, Run, Speed, pooled_report, run
+from examples.demo.divergence import Divergence, diverge
+from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
+from specdec.data.prompts import PROMPTS, Prompt
+from specdec.engine.generator import SpeculativeGenerator
+
+WARM_UP_TOKENS = 8
+# Longer texts show more; a slow machine writes shorter ones, for a demo is over in minutes.
+MAX_NEW_TOKENS, MIN_NEW_TOKENS = 128, 24
+SECONDS = 300.0
+ALL = "all"
+# Broken by hand, to fit a terminal of 80 columns uncut.
+COLUMNS = (
+    "prompt",
+    "method",
+    "same\ntokens",
+    "speed-up",
+    "acceptance\nrate",
+    "mean\nacceptance\nlength",
+    "TTFT\nms",
+    "ms per\ntoken",
+)
+
+
+class Show:
+    """One target and the ways to generate from it.
+
+    Args:
+        generators: specdec's, by the proposer's name.
+        max_new_tokens: length of each text; None: as many as this machine writes in five minutes, 24 to 128.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        generators: dict[str, SpeculativeGenerator],
+        console: Console | None = None,
+        max_new_tokens: int | None = None,
+    ):
+        self.model, self.tokenizer, self.generators = model, tokenizer, generators
+        self.console = console or Console(highlight=False)
+        self.max_new_tokens = max_new_tokens
+
+    def run(self, prompts: Sequence[Prompt] = PROMPTS) -> list[Run]:
+        """Generate everything, print everything; returns the runs, plain decoding first for each prompt.
+
+        Raises:
+            KeyboardInterrupt: it was stopped; the table of what was done by then is printed.
+        """
+        texts = len(prompts) * len(self._methods())
+        plain = self._warm_up(prompts[0])
+        tokens = self.max_new_tokens or _fitting(SECONDS / texts, plain)
+        size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, plain))}"
+        self.console.print(f"{size}. Ctrl-C ends it with the table so far.")
+        self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
+        runs: list[Run] = []
+        try:
+            for prompt in prompts:
+                for method in self._methods():
+                    runs.append(self._run(method, prompt, tokens))
+        except KeyboardInterrupt:
+            self.console.print(f"\nstopped after {len(runs)} of {texts} texts")
+            if runs:
+                self.console.print(summary(runs))
+            raise
+        self.console.print(summary(runs))
+        for prompt in prompts:
+            for line in self._differences(prompt, [one for one in runs if one.prompt == prompt.name]):
+                self.console.print(line, markup=False)
+        return runs
+
+    def _methods(self) -> dict[str, Callable[..., Any]]:
+        speculative = {name: generator.generate for name, generator in self.generators.items()}
+        return {PLAIN: self.model.generate, **speculative}
+
+    def _warm_up(self, prompt: Prompt) -> Speed:
+        """First passes allocate buffers and choose kernels: not what is to be measured.
+
+        Returns:
+            Of plain decoding.
+        """
+        inputs = prompt.encode(self.tokenizer, self.model.device)
+        with self.console.status("warming up"):
+            for generate in self._methods().values():
+                generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+            streamer = ColourStreamer(self.tokenizer, Console(quiet=True))
+            plain = partial(self.model.generate, min_new_tokens=WARM_UP_TOKENS)  # a shorter text tells no pace
+            return Speed.of([run(PLAIN, prompt.name, plain, inputs, streamer, WARM_UP_TOKENS)])
+
+    def _run(self, method: str, prompt: Prompt, max_new_tokens: int) -> Run:
+        self.console.rule(f"{prompt.name}: {_title(method)}", align="left")
+        generator = self.generators.get(method)
+        result = run(
+            method,
+            prompt.name,
+            self._methods()[method],
+            prompt.encode(self.tokenizer, self.model.device),
+            ColourStreamer(self.tokenizer, self.console),
+            max_new_tokens,
+            report=lambda: generator.last_report if generator else None,
+        )
+        speed = Speed.of([result])
+        self.console.print(f"[dim]{len(result.tokens)} tokens, {_ms(speed.time_per_token)} ms each[/dim]")
+        return result
+
+    def _differences(self, prompt: Prompt, runs: Sequence[Run]) -> list[str]:
+        inputs = prompt.encode(self.tokenizer, self.model.device)
+        lines = []
+        for other in runs[1:]:
+            difference = diverge(self.model, inputs["input_ids"], runs[0].tokens, other.tokens)
+            if difference is not None:
+                lines.append(self._explained(other, difference))
+        return lines
+
+    def _explained(self, run: Run, difference: Divergence) -> str:
+        return f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, self.model.dtype)}"
+
+
+def summary(runs: Sequence[Run]) -> Table:
+    """Every run in a line, then every method over all prompts."""
+    table = Table(
+        title="Plain and speculative decoding",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        caption="speed-up: time per token of the whole call, prefill included\nms per token: after the first one",
+    )
+    for column in COLUMNS:
+        justify: Literal["left", "right"] = "left" if column in ("prompt", "method") else "right"
+        table.add_column(column, justify=justify)
+    prompts = list(dict.fromkeys(run.prompt for run in runs))
+    methods = list(dict.fromkeys(run.method for run in runs))
+    for prompt in [*prompts, ALL]:
+        chosen = [run for run in runs if prompt in (ALL, run.prompt)]
+        for method in methods:
+            ours = [run for run in chosen if run.method == method]
+            done = {run.prompt for run in ours}  # not all, where the demo was stopped
+            if ours:
+                cells = _cells(ours, [run for run in chosen if run.method == PLAIN and run.prompt in done])
+                style = "bold" if prompt == ALL else ""
+                table.add_row(prompt if method == PLAIN else "", method, *cells, style=style)
+        table.add_section()
+    return table
+
+
+def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
+    speed = Speed.of(runs)
+    times = [_ms(speed.time_to_first_token), _ms(speed.time_per_output_token)]
+    if runs == plain:
+        return ["", "", "", "", *times]
+    same = all(ours.tokens == theirs.tokens for ours, theirs in zip(runs, plain, strict=True))
+    speed_up = Speed.of(plain).time_per_token / speed.time_per_token
+    report = pooled_report(runs)
+    return [
+        "yes" if same else "no",
+        f"{speed_up:.2f}x",
+        _number(report.draft_acceptance_rate),
+        _number(report.mean_acceptance_length),
+        *times,
+    ]
+
+
+def _fitting(seconds: float, plain: Speed) -> int:
+    """How many tokens plain decoding writes in that time, within what a demo shows; in eights, to read well."""
+    tokens = 1 + (seconds - plain.time_to_first_token) / plain.time_per_output_token
+    return min(max(int(tokens) // 8 * 8, MIN_NEW_TOKENS), MAX_NEW_TOKENS)
+
+
+def _seconds(tokens: int, plain: Speed) -> float:
+    """What a text of that length takes in plain decoding."""
+    return plain.time_to_first_token + (tokens - 1) * plain.time_per_output_token
+
+
+def _title(method: str) -> str:
+    return "model.generate()" if method == PLAIN else f"specdec, {method}"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} minutes" if seconds > 90 else f"{seconds:.0f} seconds"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.01 else f"{1e3 * seconds:.2f}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value == value else "-"  # NaN: nothing was drafted

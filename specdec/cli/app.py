@@ -1,0 +1,40 @@
+"""The command line: thin commands over the library, a file each."""
+
+from __future__ import annotations
+
+import typer
+
+from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
+from specdec.cli.common import print_versions, speak
+from specdec.cli.errors import Commands
+
+app = typer.Typer(cls=Commands, help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
+for command in (
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    bench.bench,
+    doctor.doctor,
+    heads.inspect,
+    heads.export,
+    data.regenerate,
+    training.train,
+    states.serve_states,
+):
+    app.command()(command)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: bool = typer.Option(
+        False, "--version", help="Print the versions of specdec, transformers and torch.", is_eager=True
+    ),
+    debug: bool = typer.Option(
+        False, "--debug", envvar="SPECDEC_DEBUG", help="Show the traceback of an error, before the sentence on it."
+    ),
+) -> None:
+    """Speculative decoding for Hugging Face models."""
+    if version:
+        print_versions()
+        raise typer.Exit
+    speak()

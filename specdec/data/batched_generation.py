@@ -1,0 +1,205 @@
+"""`Answering`: a target answers many prompts at once; a row whose answer has ended takes the next prompt at once.
+
+Owns the rows and the draws. Knows nothing of conversations or files. Nothing is drafted: with many rows a pass is busy
+with one token each, and what counts is that no row waits for the longest. The target's generation config is kept to:
+each request has processors of its own, and plain `generate()` does what a batch cannot (beams, stop strings, a clock).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
+
+from specdec.engine.hf.call import Call
+from specdec.engine.hf.eligibility import decided_before, why_plain
+from specdec.engine.hf.hooks import plain, with_stop_strings
+from specdec.models.capability import capability
+from specdec.models.compat import is_synced
+from specdec.models.introspection import device_of, end_tokens
+from specdec.models.runner import ModelRunner
+
+ENDS = (MaxLengthCriteria, EosTokenCriteria)  # by which answers end in a batch
+# One answer in its plain form, whatever the generation config says of that.
+ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "output_attentions": False, "use_cache": True}
+
+
+@dataclass
+class Request:
+    """One prompt and its answer.
+
+    Args:
+        prompt: token ids. temperature: 0 for greedy. seed: of its own draws, whatever else is answered beside it.
+        asker: whom the answer is for.
+
+    Attributes:
+        answer: token ids, the end token included. cut: it has no end token: it is as long as an answer may be, or was
+            ended by a stop string or the clock.
+        processors: what `generate()` would put its logits through. draws: what its tokens are drawn with.
+    """
+
+    prompt: list[int]
+    temperature: float = 0.0
+    seed: int = 0
+    asker: Any = None
+    answer: list[int] = field(default_factory=list)
+    cut: bool = False
+    processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
+    draws: torch.Generator | None = None
+
+
+class Answering:
+    """One batch of the target's.
+
+    Args:
+        rows: prompts that are answered at a time; one where the model can't run ragged batches.
+        max_new_tokens: of an answer.
+        tokenizer: needed where the model's generation config has stop strings.
+
+    Raises:
+        ValueError: the generation config asks for what is in no decoding loop of `generate()`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        max_new_tokens: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        outside = decided_before(model, None, {})
+        if outside:
+            raise ValueError(f"the target's generation config cannot be kept to: {outside}. Remove it there")
+        self._able = able = capability(model)
+        self.model, self.max_new_tokens, self._tokenizer, self._said = model, max_new_tokens, tokenizer, False
+        self.rows = rows if able.trees else 1
+        self._batch, self._reader = ModelRunner(model, able.masks), ModelRunner(model, able.masks)
+        self._ends = end_tokens(model)
+
+    @torch.no_grad()
+    def run(self, take: Callable[[], Request | None]) -> Iterator[Request]:
+        """Requests, as their answers end. take: called for each row that is free; None if nothing is to be done now."""
+        if self._able.masks is not None:
+            self._batch.start(self.rows)
+        running: list[Request | None] = [None] * self.rows
+        while True:
+            for row in range(len(running)):
+                while running[row] is None and (request := take()) is not None:
+                    if self._begin(row, request):
+                        running[row] = request
+                    else:
+                        yield request
+            busy = [row for row, request in enumerate(running) if request is not None]
+            if not busy:
+                return
+            if 2 * len(busy) <= len(running):  # nothing was left to take
+                self._batch.cache.keep(busy)
+                running, busy = [running[row] for row in busy], list(range(len(busy)))
+            self._step(running, busy)
+            for row in busy:
+                request = running[row]
+                if request is not None and self._over(request):
+                    running[row] = None
+                    self._batch.truncate([0 if r == row else n for r, n in enumerate(self._batch.lengths)])
+                    yield request
+
+    def _begin(self, row: int, request: Request) -> bool:
+        """Read the prompt into a row, and write the answer's first token. Returns whether more is to be written: an
+        answer that takes plain `generate()` is written at once.
+        """
+        prompt = torch.tensor([request.prompt], device=device_of(self.model))
+        self._prepare(request, prompt)
+        if not request.answer:
+            request.draws = torch.Generator(prompt.device).manual_seed(request.seed)
+            self._reader.start(1)
+            logits = self._reader.extend(prompt, [0]).logits
+            self._batch.cache.adopt(row, self._reader.cache)
+            self._append([request], logits[:, 0])
+            return not self._over(request)
+        request.cut = request.answer[-1] not in self._ends
+        return False
+
+    def _prepare(self, request: Request, prompt: Tensor) -> None:
+        """Take from `model.generate()` what it would put logits after a prompt (1, T) through; or, if it decodes in
+        another way than this, the answer.
+        """
+
+        def decode(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            *,
+            logits_processor: LogitsProcessorList,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **inputs: Any,
+        ):
+            parts = (input_ids, logits_processor, stopping_criteria, generation_config)
+            call = Call(*parts, streamer=None, model_kwargs=inputs, source=None, text_kwargs=inputs)
+            reason = self._why_plain(call)
+            if reason is None:
+                request.processors = logits_processor
+                return input_ids
+            if not self._said:
+                self._said = True
+                warnings.warn(f"answers are written one by one, by plain generate(): {reason}")
+            torch.manual_seed(request.seed)
+            return plain(model, call, is_synced(model, None))
+
+        options = ANSWER | _sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
+        options = with_stop_strings(self.model, None, options | {"tokenizer": self._tokenizer})
+        options.pop("tokenizer")
+        text = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=decode, **options)
+        request.answer = text[0, prompt.shape[1] :].tolist()
+
+    def _why_plain(self, call: Call) -> str | None:
+        others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
+        if others:
+            return f"the generation config ends texts by {', '.join(others)}"
+        return why_plain(self.model, self._able, call, walks=True)
+
+    def _step(self, running: Sequence[Request | None], busy: Sequence[int]) -> None:
+        """A token for every busy row."""
+        B, device = len(running), device_of(self.model)
+        last = torch.tensor([[request.answer[-1] if request else 0] for request in running], device=device)
+        depth = torch.zeros(B, 1, dtype=torch.long, device=device)
+        logits = self._batch.grow(last, depth, depth[..., None] == 0, chain=True).logits  # (B, 1, V)
+        self._batch.commit([int(request is not None) for request in running])
+        self._append([request for request in running if request], logits[list(busy), 0])
+
+    def _append(self, requests: Sequence[Request], logits: Tensor) -> None:
+        """Choose each request's next token by its logits (R, V)."""
+        best = logits.argmax(-1).tolist()
+        for i, request in enumerate(requests):
+            if request.processors or request.temperature:
+                best[i] = self._processed(request, logits[i : i + 1].float())
+            request.answer.append(best[i])
+
+    def _processed(self, request: Request, logits: Tensor) -> int:
+        """The next token by logits (1, V) that go through the model's processors first."""
+        text = torch.tensor([request.prompt + request.answer], device=logits.device)
+        scores = request.processors(text, logits)
+        if not request.temperature:
+            return int(scores.argmax(-1))
+        possible = scores[0].isfinite().nonzero()[:, 0]  # a draw from all of a vocabulary takes milliseconds
+        return int(possible[torch.multinomial(scores[0, possible].softmax(-1), 1, generator=request.draws)])
+
+    def _over(self, request: Request) -> bool:
+        ended = request.answer[-1] in self._ends
+        request.cut = not ended and len(request.answer) >= self.max_new_tokens
+        return ended or request.cut
+
+
+def _sampling(temperature: float) -> dict[str, Any]:
+    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

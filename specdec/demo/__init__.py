@@ -1,1 +1,0 @@
-"""The demo: real weights, three prompts, plain and speculative decoding side by side. `python -m specdec.demo`."""

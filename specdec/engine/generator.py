@@ -1,0 +1,398 @@
+"""`SpeculativeGenerator`: `model.generate()` with the same output in fewer target passes.
+
+Owns the public class, its way into transformers' `generate()`, and the loop. Knows nothing of model internals.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from threading import Lock
+from time import perf_counter
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.utils import GenerateOutput
+
+from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.draft_session import Drafting, Draftings
+from specdec.engine.hf.call import Call, prefill, returned, transcript
+from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
+from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
+from specdec.engine.hf.multimodal import look, shown
+from specdec.engine.hf.prompt_layout import conversation
+from specdec.engine.lenient import Lenient
+from specdec.engine.loop import Loop
+from specdec.engine.report import Report
+from specdec.engine.rules import verification, walks
+from specdec.engine.stopwatch import Stopwatch
+from specdec.engine.tensor_parallel import group_of
+from specdec.engine.trace import Round
+from specdec.models.capability import Capability, capability
+from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
+from specdec.models.cuda_graphs import Recorder
+from specdec.models.encoder import source_of
+from specdec.models.introspection import bare, device_of, entrance, require_lm_head
+from specdec.models.lockstep import Step, in_step
+from specdec.models.runner import ModelRunner
+from specdec.models.static_forward import Graphs, cannot_capture
+from specdec.proposers.base import Proposer
+from specdec.proposers.factory import as_proposer
+from specdec.sampling.logits_processors import NodeProcessors
+from specdec.sampling.noise import noise_of_call
+from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
+from specdec.utils.releases import note_release
+
+
+class SpeculativeGenerator:
+    """Generates what `model.generate()` would, verifying a proposer's drafts instead of single tokens.
+
+    At T = 0 the output is the same token for token (in float32; in half precision a pass over several tokens rounds
+    differently than one over a single token, and near ties may fall the other way); at T > 0 it has the same
+    distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that says why.
+
+    A call's own `assistant_model`, or `prompt_lookup_num_tokens`, chooses what drafts in it: that draft model, or
+    n-grams; how far, and how drafts are verified, remains the generator's. A draft model is prepared once, and kept.
+
+    Args:
+        model: the target, a causal LM or an encoder-decoder from transformers, also with PEFT's adapters or in
+            `torch.compile`.
+        proposer: what drafts: a `Proposer`, a draft model, "ngram", "suffix", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID",
+            "dflash:PATH_OR_ID", "eagle3" or "dflash" (what `registry` knows for this model), "medusa:PATH_OR_ID",
+            "hydra:PATH_OR_ID", "mtp" (its own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", one of these but the first
+            two behind "ngram+" (see `HybridProposer`), or "auto" ("ngram+" and the head, of EAGLE-3 or of blocks, that
+            `registry` knows, else "ngram+mtp" where its checkpoint holds MTP layers, else "ngram").
+        draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
+        rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
+            text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.
+            2403.10444) and "token" (Leviathan et al. 2211.17192) verify chains drawn from the draft's distribution.
+            "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution. So is a
+            `Lenient(gap, budget)`, also at T = 0: drafts that are hardly worse than the target's choice are accepted.
+        on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
+        compile: "auto": on CUDA whole drafts and rounds are recorded, and replayed as one launch each (CUDA graphs),
+            in passes of few sizes. True: with code of their own for these passes, too, anywhere (`torch.compile`; a
+            size takes seconds to minutes at its second use). A model that cannot be captured runs as ever, with one
+            warning.
+
+    Attributes:
+        report: counts over all calls. last_report: those of the call that finished last.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module,
+        proposer: Proposer | PreTrainedModel | ProposerName | str = "auto",
+        *,
+        draft_length: int | None = None,
+        rule: RuleName | Lenient = COUPLED,
+        on_unsupported: OnUnsupported = "plain",
+        compile: bool | Literal["auto"] = "auto",
+    ):
+        if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
+            raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
+        if not isinstance(rule, Lenient):
+            check_choice("rule", rule, RuleName)
+        check_choice("on_unsupported", on_unsupported, OnUnsupported)
+        check_choice("compile", compile, Literal[True, False, "auto"])
+        self.model, self._entrance = bare(model), entrance(model)
+        require_lm_head(self.model)
+        self.proposer = as_proposer(proposer, self.model)
+        self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
+        self.compile = compile
+        self._draftings = Draftings(self.proposer, self.model)
+        self.report, self.last_report = Report(), Report()
+        self._watching: tuple[list[Round], ...] = ()
+        self._warned: set[str] = set()
+        self._lock = Lock()  # of the reports and watchers: calls may run in several threads
+
+    def __repr__(self) -> str:
+        settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
+        return (
+            f"SpeculativeGenerator({type(self.model).__name__}, {type(self.proposer).__name__}, {settings})\n"
+            f"{self.report!r}"
+        )
+
+    def __getstate__(self) -> Any:
+        """Of copies and pickles."""
+        raise TypeError(
+            "a SpeculativeGenerator is neither copied nor pickled: make another one of the model and the proposer"
+        )
+
+    @property
+    def capability(self) -> Capability:
+        """How the target can be run, in the mode and precision that it has now."""
+        return capability(self.model)
+
+    # Ways in
+
+    @overload
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *more: Any,
+        return_dict_in_generate: Literal[True],
+        **kwargs: Any,
+    ) -> GenerateOutput: ...
+    @overload
+    def generate(self, inputs: Tensor | None = None, generation_config: None = None, **kwargs: Any) -> Tensor: ...
+    @overload
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
+    ) -> Tensor | GenerateOutput: ...
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
+    ) -> Tensor | GenerateOutput:
+        """What `model.generate()` gives for the same arguments.
+
+        Args:
+            inputs: prompts (B, T) int64, the shorter ones padded on the left; also as `input_ids` or `inputs_embeds`.
+            generation_config: settings; keyword arguments go before it. None: the model's own.
+            more: what `model.generate()` takes by position behind these.
+            kwargs: what it takes by name: `attention_mask` (B, T), `max_new_tokens`, `do_sample`, `streamer`, ...
+                `stop_strings` needs `tokenizer`; `assistant_model` (with `assistant_tokenizer`),
+                `assistant_early_exit` and `prompt_lookup_num_tokens` choose what drafts.
+
+        Returns:
+            Prompts and what follows, (B, T + new) int64, rows that end before others padded on the right. With
+            `return_dict_in_generate`, by argument or config, transformers' output object, whose `sequences` they are.
+
+        Raises:
+            TypeError: an argument of `SpeculativeGenerator`'s own; inputs that are no tensor.
+            Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
+            ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
+        """
+        check_arguments(inputs, kwargs)
+        with self._counted() as report:
+            kwargs = with_current_cache_name(self.model, kwargs | further_arguments(more))
+            return self._generate(report, inputs, generation_config, kwargs)
+
+    def _generate(
+        self, report: Report, inputs: Tensor | None, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ):
+        given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
+        tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
+        kwargs = with_stop_strings(self._entrance, generation_config, kwargs)
+        plain_generate = type(self._entrance).generate
+        first = () if inputs is None else (inputs,)  # Whisper's has another name for it
+        outside = decided_before(self._entrance, generation_config, kwargs)
+        if outside:
+            self._fall_back(outside, report)
+            return plain_generate(self._entrance, *first, generation_config=generation_config, **kwargs)
+
+        def decode(model, input_ids, inputs_tensor=None, **hook_kwargs):  # transformers looks for `inputs_tensor`
+            hook_kwargs |= {"inputs_tensor": inputs_tensor, **given}
+            with report.part() as part:
+                return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
+
+        # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
+        not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model", "custom_generate")
+        kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
+        return plain_generate(
+            self._entrance, *first, generation_config=generation_config, custom_generate=decode, **kwargs
+        )
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        stop_strings: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **kwargs: Any,
+    ):
+        """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
+        if stop_strings is not None:
+            raise ValueError(
+                f"stop_strings={stop_strings!r} does not reach custom_generate with its tokenizer: call "
+                "SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "
+                "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
+            )
+        if model is not self.model:
+            raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
+        caller = generate_frame()
+        given: dict[str, Any] = {name: caller.get(name) for name in NOT_HANDED_OVER}
+        with self._counted() as report:
+            return self._decode(report, model, input_ids, inputs_tensor=inputs_tensor, **given, **kwargs)
+
+    @contextmanager
+    def _counted(self) -> Iterator[Report]:
+        """A call's report, which counts once the call is over, however it ends."""
+        report, start = Report(num_calls=1), perf_counter()
+        try:
+            yield report
+        except BaseException as error:  # an interrupted call counts with the tokens that it wrote
+            report.num_failed_calls, report.total_seconds = 1, perf_counter() - start
+            if isinstance(error, Exception):
+                note_release(error)
+            raise
+        finally:
+            with self._lock:
+                self.last_report = report
+                self.report.add(report)
+
+    @contextmanager
+    def installed(self) -> Iterator[SpeculativeGenerator]:
+        """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say).
+
+        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too. Contexts of
+        several generators or threads may overlap: the one entered last answers, whichever thread calls.
+        """
+        remove = install(self._entrance, self.generate)
+        try:
+            yield self
+        finally:
+            remove()
+
+    @contextmanager
+    def watch(self) -> Iterator[list[Round]]:
+        """Keep every round of every call that begins within this context, in any thread, in the list that it gives.
+
+        Several contexts may nest or overlap: each list gets the rounds. A round takes about a kilobyte per drafted
+        token. The time to keep it counts as "other" in the report.
+        """
+        kept: list[Round] = []
+        with self._lock:
+            self._watching += (kept,)
+        try:
+            yield kept
+        finally:
+            with self._lock:
+                self._watching = tuple(other for other in self._watching if other is not kept)
+
+    # A call, as transformers has prepared it
+
+    def _decode(
+        self,
+        report: Report,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        tokenizers: tuple[Any, Any] = (None, None),
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ):
+        report.num_rows = len(input_ids)
+        source, text_kwargs = source_of(model, input_ids, inputs_tensor, model_kwargs)
+        call = Call(
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            streamer,
+            model_kwargs,
+            source,
+            text_kwargs,
+        )
+        watch = Stopwatch(report, device_of(model))
+        step = in_step(is_synced(model, synced_gpus), device_of(model))
+        able = self.capability
+        reason = why_plain(model, able, call, walks(self.rule, call.samples))
+        if step is not None and step.anywhere(reason is not None) and reason is None:
+            reason = "another process's call runs so, and passes are made together (synced_gpus)"
+        if reason:
+            self._fall_back(reason, report)
+            output = plain(model, call, step is not None)
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
+        else:
+            for name in ignored_fields(generation_config):
+                self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
+            drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
+            with torch.no_grad():
+                output = self._speculate(drafting, able, call, watch, step)
+        report.total_seconds = watch.elapsed()
+        return output
+
+    def _speculate(self, drafting: Drafting, able: Capability, call: Call, watch: Stopwatch, step: Step | None):
+        group = group_of(self.model)
+        if group is not None:
+            call = replace(call, criteria=group.stopping(call.criteria))
+        talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
+        text = transcript(call, talk, self.model, able.positions)
+        pictures = shown(call.text_kwargs)
+        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting, able)
+        recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None
+        target = ModelRunner(self.model, able.masks, drafting.taps, step, graphs, call.source)
+        target.places.pads = talk.pads
+        processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
+        if group is not None and sampling:
+            group.share_random_numbers(device)
+        fresh, looked = talk.fresh, None
+        if pictures:
+            talk, looked = look(target, call.input_ids, talk, call.text_kwargs)
+        with talk.in_rows(target) as columns:
+            read = looked or prefill(target, call, talk, text)
+            coupled = sampling and walks(self.rule, sampling)
+            size = (text.batch_size, read.logits.shape[-1])
+            with noise_of_call(*size, device) if coupled else nullcontext() as noise:
+                pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
+                proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
+                verify = verification(self.rule, processors, noise, sampling, device)
+                loop = Loop(
+                    target=target,
+                    proposer=proposer if group is None else group.drafting(proposer),
+                    verify=verify,
+                    processors=processors.without_unknown(),
+                    noise=noise,
+                    text=text,
+                    pacer=pacer,
+                    watch=watch,
+                    sampling=sampling,
+                    trees=able.trees,
+                    watching=self._watching,
+                    recorder=recorder,
+                    recorded=RecordedPass.of(target, verify, recorder),
+                )
+                try:
+                    loop.run(read, fresh)
+                finally:
+                    watch.report.num_output_tokens = text.num_output_tokens
+                    if noise is not None:  # also where a streamer or a criterion broke the call off
+                        noise.settle(text.settled - text.start)
+                if group is None or group.leads:
+                    drafting.keep(text.batch_size, pacer)
+                if step is not None:
+                    step.wait(target.idle)
+            columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
+        return returned(text, talk, call.source) if call.config.return_dict_in_generate else text.sequences
+
+    @property
+    def _launches(self) -> bool:
+        """The model is where kernels are launched one by one, and can be all at once."""
+        return device_of(self.model).type == "cuda"
+
+    def _graphs(self, drafting: Drafting, able: Capability) -> Graphs | None:
+        """Of the target's passes, if they are to be captured and can be."""
+        if not self.compile or (self.compile == "auto" and not self._launches):
+            return None
+        reason = cannot_capture(self.model) if able.trees else "it makes masks of its own"
+        if reason is not None:
+            if self.compile is True:  # else nobody asked for them
+                self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
+            return None
+        graphs = drafting.capture(compiled=self.compile is True)
+        return None if graphs.refused else graphs
+
+    def _fall_back(self, reason: str, report: Report) -> None:
+        if self.on_unsupported == "error":
+            raise Unsupported(f'cannot speculate: {reason}. Pass on_unsupported="plain" to run it as plain generate().')
+        report.record_plain(reason)
+        self._warn(f"running as plain generate(): {reason}")
+
+    def _warn(self, message: str) -> None:
+        """Once per generator and message."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"specdec: {message}", stacklevel=callers_level())

@@ -1,0 +1,110 @@
+"""A `generate()` call's ends: the text it starts from, reading what is new of it, and what is returned.
+
+Owns the translation between transformers' arguments and the loop's parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
+from transformers.generation.utils import GenerateOutput
+
+from specdec.engine.hf.prompt_layout import Conversation
+from specdec.engine.transcript import Records, Transcript
+from specdec.models.cache.ragged_rows import pads_of_part
+from specdec.models.compat import CACHE, pad_token
+from specdec.models.encoder import Source
+from specdec.models.introspection import device_of
+from specdec.models.output import Output, joined
+from specdec.models.positions import counts_positions
+from specdec.models.runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Call:
+    """As transformers has prepared it.
+
+    Attributes:
+        input_ids: (B, T) int64, the prompts, or what a decoder starts from. model_kwargs: for the model's passes.
+        source: what an encoder read. text_kwargs: `model_kwargs` without it, as if the decoder were alone.
+    """
+
+    input_ids: Tensor
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    config: GenerationConfig
+    streamer: Any
+    model_kwargs: dict[str, Any]
+    source: Source | None
+    text_kwargs: dict[str, Any]
+
+    @property
+    def samples(self) -> bool:
+        return bool(self.config.do_sample)
+
+
+def transcript(call: Call, conversation: Conversation, model: PreTrainedModel, positions: int | None) -> Transcript:
+    """The call's text; positions: number of them that the model has, None: any."""
+    B, config, criteria = len(call.input_ids), call.config, call.criteria
+    wanted = config.return_dict_in_generate
+    ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+    return Transcript(
+        prompt=call.input_ids,
+        pads=conversation.text_pads,
+        order=conversation.text_order,
+        criteria=criteria,
+        pad_token=pad_token(config) if ends_on_tokens else None,
+        streamer=call.streamer,
+        max_length=criteria.max_length,
+        reach=None if positions is None else _reach(conversation, positions, counts_positions(model)),
+        records=Records(
+            scores=[[] for _ in range(B)] if wanted and config.output_scores else None,
+            logits=[[] for _ in range(B)] if wanted and config.output_logits else None,
+            hidden_states=[[] for _ in range(B)] if wanted and config.output_hidden_states else None,
+            wanted=conversation.cache is not None,
+        ),
+    )
+
+
+def _reach(conversation: Conversation, positions: int, padding_counts: bool) -> list[int]:
+    """Columns that each row can fill: one more than it can be read up to. padding_counts: it has positions, too."""
+    taken, pads = conversation.real.sum(1, keepdim=True), conversation.pads
+    if padding_counts and pads is not None:
+        taken = taken + pads
+    return (conversation.text + positions + 1 - taken)[:, 0].tolist()
+
+
+def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: Transcript) -> Output:
+    """Read what is new, in chunks of `prefill_chunk_size` if asked; logits (B, 1, V) after it."""
+    embeds = call.text_kwargs.get("inputs_embeds")
+    given, pads = conversation.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
+    wants_hidden = text.records.hidden_states is not None
+    chunk = call.config.prefill_chunk_size
+    outputs, start = [], 0
+    for part in given.split(given.shape[1] if chunk is None else chunk, 1):
+        part_pads = pads_of_part(pads, start, part.shape[1])
+        outputs.append(target.extend(part, part_pads, embedded=embeds is not None, hidden_states=wants_hidden))
+        start += part.shape[1]
+    hidden = outputs[-1].hidden_states  # of the last chunk, as plain decoding gives them
+    if hidden is not None and len(outputs) == 1:
+        hidden = tuple(conversation.as_given(states) for states in hidden)
+    return replace(joined(outputs), hidden_states=hidden)
+
+
+def returned(text: Transcript, conversation: Conversation, source: Source | None) -> GenerateOutput:
+    """As transformers' own decoding loops return it."""
+    recorded = text.recorded()
+    if source is None:
+        return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: conversation.cache}, **recorded)
+    hidden = recorded.pop("hidden_states")
+    return GenerateEncoderDecoderOutput(
+        sequences=text.sequences,
+        **{CACHE: source.together_with(conversation.cache)},
+        decoder_hidden_states=hidden,
+        encoder_hidden_states=None if hidden is None else source.states.get("hidden_states"),
+        **recorded,
+    )

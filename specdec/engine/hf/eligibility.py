@@ -1,0 +1,232 @@
+"""Which `generate()` calls can be speculated on, and why another one cannot.
+
+Owns the checks of a call's arguments. What fails here runs as plain `generate()`, never as a wrong answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+
+from specdec.engine.hf import multimodal, prompt_layout
+from specdec.engine.hf.call import Call
+from specdec.models.attention_masks import known_at_once, spans
+from specdec.models.cache.buffers import Span
+from specdec.models.capability import Capability
+from specdec.models.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel, requested
+from specdec.models.positions import counts_positions, padding_counted_by
+from specdec.models.recurrent_layers import has_states
+from specdec.sampling.logits_processors import NodeProcessors
+
+# Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
+# a way we cannot know to be right for trees: plain decoding.
+KNOWN_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    *CACHE_NAMES,
+    "logits_to_keep",
+    "use_cache",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "return_dict",
+    "cache_position",
+}
+# Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
+ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
+
+
+SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # of a generator, not of its calls
+
+
+class Unsupported(ValueError):
+    """A `generate()` call that cannot be speculated on, under `on_unsupported="error"`."""
+
+
+def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
+    """Raise for what no `generate()` takes, in words that name what it does."""
+    ours = SETTINGS & kwargs.keys()
+    if ours and "custom_generate" not in kwargs:  # whose arguments they then are
+        raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
+    if inputs is not None and not isinstance(inputs, Tensor):
+        raise TypeError(
+            f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
+            'generate(**tokenizer(text, return_tensors="pt"))'
+        )
+    ids = kwargs.get("input_ids", inputs)
+    if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
+        raise ValueError(f"generate() takes prompts (B, T), got {len(ids)} tokens of one: give them as ids[None]")
+
+
+def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
+    """What transformers decides before it calls a custom_generate callable."""
+    if kwargs.get("custom_generate") is not None:
+        return "custom_generate brings its own decoding loop"
+    for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"):
+        value = requested(name, model, config, kwargs)
+        if value not in (None, False, 0) and not (name == "num_beam_groups" and value == 1):
+            return f"{name} is handled by transformers before any decoding loop"
+    if kwargs.get("cache_implementation") == "paged":
+        return "cache_implementation='paged' is continuous batching"
+    return None
+
+
+def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks: bool) -> str | None:
+    """Why this call must run as plain decoding, or None. Raises for input that is wrong either way.
+
+    walks: it asks processors about reached nodes alone (`verification.Walk`).
+    """
+    input_ids, processors, config, model_kwargs = call.input_ids, call.processors, call.config, call.text_kwargs
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.SAMPLE, GenerationMode.GREEDY_SEARCH, GenerationMode.ASSISTED_GENERATION):
+        return f"{mode.value.replace('_', ' ')} keeps several hypotheses or its own state"
+    if capability.masks is None:
+        return capability.message(type(model).__name__)
+    if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
+        return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
+    if not config.use_cache:
+        return "use_cache=False (some configs say so; a call may say use_cache=True)"
+    if is_pipeline_parallel(model):
+        return "its layers lie in several processes, one after the other (pipeline parallelism)"
+    if config.output_attentions:
+        return "output_attentions: attention weights of a draft pass are not those of single tokens"
+    if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
+        return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
+    beside = multimodal.shown(model_kwargs)
+    known = KNOWN_KWARGS | beside
+    strange = [key for key, value in model_kwargs.items() if key not in known and not _empty(key, value)]
+    if strange:
+        return f"the model argument {strange[0]} has no meaning for drafted tokens here"
+    if input_ids.dim() != 2:
+        return f"input_ids has {input_ids.dim()} dimensions"
+    windows, states = set(spans(model, capability.masks)) != {Span()}, has_states(model)
+    reason = (
+        _padding_problem(input_ids, config, model_kwargs, bool(beside))
+        or (multimodal.problem(model, input_ids, config, model_kwargs) if beside else None)
+        or prompt_layout.problem(input_ids, config, model_kwargs, windows, states)
+        or _counting_problem(model, input_ids, config, model_kwargs)
+        or _rope_problem(model, input_ids, config, model_kwargs)
+    )
+    if reason:
+        return reason
+    if not capability.trees and len(input_ids) > 1:
+        return capability.message(f"{type(model).__name__} in a batch")
+    unknown = NodeProcessors(processors).unknown
+    if unknown and not (walks and len(input_ids) == 1):
+        why = "in a batch, whose rows run ahead of each other" if walks else "under a rule that needs all nodes' scores"
+        return (
+            f"{unknown[0]} may follow the text with a state of its own and cannot be asked about drafts {why}: set its "
+            "attribute `stateless` to True if its answers depend on its arguments alone"
+        )
+    return None
+
+
+def ignored_fields(config: GenerationConfig) -> list[str]:
+    """Those that have no say here and are set."""
+    return [name for name in ASSISTED_FIELDS if getattr(config, name, None)]
+
+
+def _padding_problem(
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], with_pictures: bool
+) -> str | None:
+    """Raises for a batch or prompt of nothing; names what is unusual about mask or positions."""
+    embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+    width = input_ids.shape[1] if embeds is None else embeds.shape[1]
+    if len(input_ids) == 0:
+        raise ValueError("the batch is empty: give at least one prompt")
+    if width == 0:
+        raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
+    if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < width):
+        return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
+    if embeds is None and not prompt_layout.columns_in(cache_in(model_kwargs)):
+        for name in ("attention_mask", "position_ids"):  # transformers makes the second of the first, and drops ones
+            given = model_kwargs.get(name)
+            if given is not None and given.shape[-1] != width:
+                return f"attention_mask or position_ids have {given.shape[-1]} columns, the prompt {width}"
+    real = prompt_layout.real_columns(input_ids, config, model_kwargs)
+    if not bool(real.any(1).all()):
+        return f"row {int((~real.any(1)).nonzero()[0])} of the batch is all padding"
+    if not bool(real[:, -1].all()):
+        return (
+            f"row {int((~real[:, -1]).nonzero()[0])} of the batch ends in padding: set tokenizer.padding_side = 'left' "
+            "for generation, and pass attention_mask where a prompt's own last token is the padding token"
+        )
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and not (with_pictures and positions.dim() == 3):  # the model's own, see `pictures`
+        expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
+        ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
+        if not ordered or not bool(((positions == expected) | ~real).all()):
+            if positions.dim() == 3 and cache_in(model_kwargs) is not None:
+                return (
+                    "an earlier turn's picture moves the positions after it: give the whole conversation with "
+                    f"its pictures, without {CACHE}"
+                )
+            return "position_ids are not the prompt's own order"
+    return None
+
+
+def _counting_problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """A model that is told no positions counts columns, holes as well; or some of them, in a prompt read at once."""
+    if counts_positions(model) and not prompt_layout.left_padded(
+        prompt_layout.real_columns(input_ids, config, model_kwargs)
+    ):
+        return "attention_mask has holes inside a prompt, which this model counts as positions"
+    if any(bool((input_ids == padding).any()) for padding in padding_counted_by(model)):
+        return "the decoder's prompt holds padding, by which this model numbers the tokens of a prompt"
+    if config.prefill_chunk_size is not None and model.config.is_encoder_decoder:
+        return "prefill_chunk_size for an encoder-decoder model"
+    return None
+
+
+def _rope_problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """RoPE whose frequencies follow the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.24).
+
+    Up to its limit it is like any other. Behind, "longrope" takes other frequencies, the same in every pass that holds
+    a text so long, and "dynamic" others at every length. Where a text crosses the limit, which keys have which
+    frequencies hangs on the order of passes, and some models read the whole text again: that stays plain decoding.
+    """
+    limit, steady = _rope_limit(model.config.get_text_config(decoder=True))
+    if limit is None:
+        return None
+    real = prompt_layout.real_columns(input_ids, config, model_kwargs)
+    longest, new = int(real.sum(-1).max()), config.max_length - input_ids.shape[1]
+    if longest + new <= limit:
+        return None
+    in_one_pass = config.prefill_chunk_size is None and (bool(real.all()) or longest <= known_at_once(*real.shape))
+    if steady and longest > limit and in_one_pass and not prompt_layout.columns_in(cache_in(model_kwargs)):
+        return None
+    return (
+        f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "
+        f"after {limit}"
+    )
+
+
+def _rope_limit(config: Any) -> tuple[int | None, bool]:
+    """The length behind which RoPE's frequencies change (None: never), and whether they change there alone."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in parameters.values() if isinstance(kind, dict)] or [parameters]  # one per layer type
+    found: list[tuple[int, bool]] = []
+    for kind in kinds:
+        name = kind.get("rope_type") or "default"
+        if name == "longrope":
+            found.append((kind["original_max_position_embeddings"], True))
+        elif "dynamic" in name:
+            found.append((config.max_position_embeddings, False))
+    if not found:
+        return None, True
+    return min(found)[0], len(set(found)) == 1 and found[0][1]
+
+
+def _empty(name: str, value: Any) -> bool:
+    """Nothing was given; a text for a multimodal model comes with `mm_encoder_outputs` and `mm_token_type_ids`, too."""
+    if name == "mm_token_type_ids" and isinstance(value, Tensor):
+        return not bool(value.any())  # 0: a token of text
+    return value is None or (isinstance(value, dict) and not value)

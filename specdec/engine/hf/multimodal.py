@@ -1,0 +1,82 @@
+"""What a prompt shows beside its tokens: pictures, films, sounds, as multimodal models take them.
+
+Owns which arguments those are, and reading such a prompt: once, in one pass, as plain decoding does. All that is
+written behind it is text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from specdec.engine.hf.prompt_layout import Conversation, columns_in, left_padded, real_columns
+from specdec.models.compat import CACHE, PREFILL_ONLY, cache_in
+from specdec.models.introspection import marks_of
+from specdec.models.output import Output
+from specdec.models.runner import ModelRunner
+
+# Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
+PLACED = {
+    *("token_type_ids", "mm_token_type_ids", "feature_attention_mask", "image_position_ids", "video_position_ids"),
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "num_frames_per_video"),
+}
+
+
+def shown(model_kwargs: dict[str, Any]) -> set[str]:
+    """The arguments of a call that show something beside its tokens; empty for a text alone."""
+    given = {
+        name for name in (PREFILL_ONLY | PLACED) & model_kwargs.keys() if _says_something(name, model_kwargs[name])
+    }
+    return given if given & PREFILL_ONLY else set()
+
+
+def problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Why a call with something `shown` cannot be speculated on, or None."""
+    if not any(bool(torch.any(input_ids == mark)) for mark in marks_of(model.config)):
+        return "the prompt has no tokens in the place of its pictures"
+    if columns_in(cache_in(model_kwargs)):
+        return f"pictures together with {CACHE}"
+    if config.prefill_chunk_size is not None:
+        return "prefill_chunk_size for a prompt with pictures"
+    if not left_padded(real_columns(input_ids, config, model_kwargs)):
+        return "attention_mask has holes inside a prompt with pictures"
+    if any(hasattr(module, "rope_deltas") for module in model.modules()) and not _in_planes(model_kwargs):
+        return "position_ids do not say where the pictures' rows and columns are"
+    return None
+
+
+def look(
+    target: ModelRunner, input_ids: Tensor, talk: Conversation, model_kwargs: dict[str, Any]
+) -> tuple[Conversation, Output]:
+    """Read the whole prompt under the model's own masks and positions.
+
+    Returns:
+        The conversation to go on from, as if the prompt had been an earlier turn, and the pass's output.
+    """
+    model = target.model
+    cache = DynamicCache(config=model.config) if talk.cache is None else talk.cache
+    given = {**model_kwargs, CACHE: cache, "return_dict": True}
+    inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
+    output = target.look(inputs)
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        ends = talk.real.sum(1).to(positions.device)
+        target.planes = (positions[..., -1] + 1 - ends)[..., None]
+    return replace(talk, cached=talk.real.shape[1], cache=cache), output
+
+
+def _in_planes(model_kwargs: dict[str, Any]) -> bool:
+    positions = model_kwargs.get("position_ids")
+    return isinstance(positions, Tensor) and positions.dim() == 3
+
+
+def _says_something(name: str, value: Any) -> bool:
+    if name.endswith("type_ids"):  # 0: a token of text
+        return isinstance(value, Tensor) and bool(value.any())
+    return value is not None and not (isinstance(value, dict) and not value)

@@ -1,0 +1,291 @@
+"""The decoding loop: draft, one target pass, accept, commit.
+
+Owns the order of things in a round. Knows nothing of how any of them is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.stopwatch import Stopwatch
+from specdec.engine.trace import Round, rounds
+from specdec.engine.transcript import Transcript
+from specdec.engine.verifier import Verification, Verified
+from specdec.models.cuda_graphs import Recorder
+from specdec.models.output import Output
+from specdec.models.runner import ModelRunner
+from specdec.proposers.base import Context, Proposer
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.logits_processors import NodeProcessors
+from specdec.sampling.noise import Noise
+from specdec.sampling.results import Outcome, of_nodes
+from specdec.utils.device_copies import HOST, uploaded
+
+
+@dataclass
+class Loop:
+    """One `generate()` call over B rows.
+
+    Args:
+        target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
+        processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
+        text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
+        sampling: T > 0. trees: the target can verify trees. watching: lists that get every round. recorder: where
+            drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
+    """
+
+    target: ModelRunner
+    proposer: Proposer
+    verify: Verification
+    processors: NodeProcessors
+    noise: Noise | None
+    text: Transcript
+    pacer: Pacer
+    watch: Stopwatch
+    sampling: bool
+    trees: bool
+    watching: Sequence[list[Round]] = ()
+    recorder: Recorder | None = None
+    recorded: RecordedPass | None = None
+
+    def run(self, prefill: Output, fresh: Sequence[int]) -> None:
+        """Decode until the text is done.
+
+        Args:
+            prefill: logits (B, 1, V) after the prompts, by now in the cache, and features of what was read of them.
+            fresh: how many tokens of each row that was.
+        """
+        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # drafts of others' code
+        self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
+        self._vocab_size = prefill.logits.shape[-1]
+        self._fresh, self._features = list(fresh), prefill.features
+        self._first_token(prefill)
+        if not self.text.done:
+            self.proposer.begin(self._context())
+        while not self.text.done:
+            self._round()
+        if self.text.streamer is not None:
+            self.text.streamer.end()
+
+    def _round(self) -> None:
+        text, start = self.text, self.watch.elapsed()
+
+        passes, report = self.pacer.passes, self.watch.report
+        count, seconds = passes.count, passes.seconds
+        context = self._context()
+        proposed = self._checked(self.proposer.propose(context), context.root)
+        draft = self._pad_finished(proposed)
+        self.watch.mark("draft")
+        report.num_draft_passes += passes.count - count
+
+        active = text.active
+        features, verified = self._verified(draft, proposed, context)
+        took = self.watch.mark_end("accept")
+        verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
+        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
+        self.pacer.observe_drafting(took["draft"])
+        report.draft_pass_seconds += passes.seconds - seconds
+
+        in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
+        self.target.commit(kept, None if in_order else verdict.path)
+        self._fresh, self._features = kept, features if verified.moved else _along_path(features, verdict.path, kept)
+        self.proposer.observe(proposed, verdict, accepted)
+        self._settle()
+        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
+        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
+        self.target.truncate(ends, floors)
+        self._book(proposed, outcome, active, accepted, took, start)
+
+    def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
+        """The target's pass and what it decides; features (B, N, C) of the draft's nodes, or of a recorded pass (B, W,
+        C) as the next context has them."""
+        text = self.text
+        if self.recorded is not None and not self.watching and self.recorded.takes(draft, text):
+            launched = self.recorded.launched(draft, text)
+            self.watch.mark("verify")
+            arrived, states = launched.sent(draft, text), launched.gained.states
+            self.watch.mark_next()
+            self.proposer.draft_ahead(context, launched.gained)
+            verified = arrived()  # here the device is waited for
+            # A proposer that does not draft keeps them over rounds, and the next replay writes over them.
+            return None if states is None else states[:, -max(verified.kept) :].clone(), verified
+        active = text.active
+        output = self.target.grow(
+            draft.tokens,
+            self._depth(draft),
+            draft.ancestors,
+            chain=draft.chain,
+            hidden_states=text.records.hidden_states is not None,
+        )
+        self.watch.mark("verify")
+        verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
+        if self.watching:
+            self._show(proposed, output, verified, active)
+        return output.features, verified
+
+    def _depth(self, draft: DraftTree) -> Tensor:
+        """(B, N) int64, at which the target runs the nodes."""
+        deepest = self.text.deepest
+        if deepest is None or min(deepest) >= draft.size - 1:
+            return draft.depth
+        return torch.minimum(draft.depth, uploaded(deepest, draft.tokens.device)[:, None])
+
+    def _first_token(self, prefill: Output) -> None:
+        """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
+        text, logits = self.text, prefill.logits
+        self.watch.mark("prefill")
+        draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=text.tokens.device))
+        text.records.prompt_hidden_states = prefill.hidden_states
+        self.verify(draft, replace(prefill, hidden_states=None).on(text.tokens.device), text)
+        self._settle()
+        took = self.watch.mark_end("accept")
+        self.pacer.observe_prefill(len(logits) * max(self._fresh), took["prefill"])
+        self.watch.report.times_to_first_token.append(self.watch.elapsed())
+
+    def _settle(self) -> None:
+        self.text.settle()
+        if self.noise is not None:
+            self.noise.settle(self.text.settled - self.text.start)
+
+    def _context(self) -> Context:
+        text = self.text
+        return Context(
+            tokens=text.padded_left,
+            pads=text.pads,
+            ends=text.ends,
+            active=text.active,
+            room=text.room,
+            sampling=self.sampling,
+            chains_only=not self.trees,
+            vocab_size=self._vocab_size,
+            processors=self.processors,
+            noise=self.noise,
+            start=self.text.start,
+            pacer=self.pacer,
+            target=self.target.model,
+            masks=self.target.masks,
+            fresh=self._fresh,
+            features=self._features,
+            written=text.written,
+            cache=self.target.cache,
+            source=self.target.source,
+            recorder=self.recorder,
+        )
+
+    def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
+        """Proposers are also others' code: say which one broke which rule, before the target trips over it.
+
+        Column 0 is the loop's, and so is the device: a draft made elsewhere, or behind another root, is put right.
+        """
+        who = f"{self.proposer.drafted_by}.propose"
+        if not isinstance(draft, DraftTree):
+            raise TypeError(
+                f"{who} must return a DraftTree, got {type(draft).__name__}: context.chain(drafts) makes one"
+            )
+        B, N = draft.tokens.shape
+        if len(root) != B or N == 0:
+            raise ValueError(f"{who} drafted for {B} rows of {N} nodes, the batch has {len(root)}: each needs its root")
+        if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
+            raise ValueError(f"{who} drafted {draft.tokens.dtype} tokens with {draft.parents.dtype} parents: use int64")
+        tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
+        if N == 1:
+            return DraftTree.root_only(root)
+        tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
+        if tokens.device.type == HOST.type or self._unseen:
+            self._check_nodes(tokens.to(HOST), parents.to(HOST), draft.chain, who)
+            self._unseen = False
+        probs = None if draft.probs is None else draft.probs.to(root.device)
+        return self._within_reach(replace(draft, tokens=tokens, parents=parents, probs=probs))
+
+    def _within_reach(self, draft: DraftTree) -> DraftTree:
+        """The draft without nodes for which the target may have no positions, which a proposer was not to draft."""
+        text = self.text
+        if text.reach is None:
+            return draft
+        most = [room for room, alive in zip(text.room, text.active, strict=True) if alive]
+        if min(most, default=draft.size) >= draft.size - 1:
+            return draft
+        if draft.chain:  # a model with masks of its own counts padding, too
+            draft = draft.first(1 + max(most))
+        room = uploaded(text.room, draft.tokens.device)[:, None]
+        parents = draft.parents.masked_fill(draft.depth > room, -1)
+        probs = None if draft.probs is None else draft.probs.masked_fill((draft.depth >= room)[..., None], 0.0)
+        return replace(draft, parents=parents, probs=probs)
+
+    def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
+        """What only a look at the values shows: on a device a wait, for others' first draft in a call alone."""
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
+            raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
+        node = torch.arange(tokens.shape[1])
+        if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
+            raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
+        orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)
+        if bool(orphan.any()):
+            raise ValueError(f"{who} drafted a node whose parent is padding")
+        if chain and bool(((parents >= 0) & (parents != node - 1)).any()):
+            raise ValueError(f"{who} says chain=True, but some node's parent is not the node before it")
+
+    def _pad_finished(self, draft: DraftTree) -> DraftTree:
+        """Rows that go on with pads (their scores are wanted) draft a chain of pads, as far as the others draft."""
+        rows = [b for b, padding in enumerate(self.text.padding) if padding]
+        if not rows or draft.size == 1:
+            return draft
+        tokens, parents = draft.tokens.clone(), draft.parents.clone()
+        chain = torch.arange(-1, draft.size - 1, device=parents.device)
+        for b in rows:
+            tokens[b, 1:] = self.text.filler
+            parents[b] = torch.where(chain < self.text.room[b], chain, -1)
+        return replace(draft, tokens=tokens, parents=parents, levels=None)
+
+    def _show(self, draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]) -> None:
+        """Called right after the text took its tokens: what it settles later may cut rows back."""
+        positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
+        rows = [b for b, alive in enumerate(active) if alive]
+        made = rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
+        for kept in self.watching:
+            kept += made
+
+    def _book(
+        self,
+        draft: DraftTree,
+        outcome: Outcome,
+        active: Sequence[bool],
+        accepted: Sequence[int],
+        took: Mapping[str, float],
+        start: float,
+    ) -> None:
+        rows = [b for b, alive in enumerate(active) if alive]
+        if outcome.keys is not None:
+            for b in rows:
+                self.pacer.observe_keys(outcome.keys[b][1 : outcome.deepest[b] + 1], accepted[b])
+        self.watch.mark_end("other")
+        seconds = self.watch.elapsed() - start
+        if rows:  # else the round wrote pads alone. What a streamer or a criterion takes is no matter of drafts
+            drafting, passing = took["draft"], took["verify"] + took["accept"]
+            self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
+        self.watch.report.record_round(
+            [outcome.nodes[b] for b in rows],
+            [outcome.deepest[b] for b in rows],
+            [accepted[b] for b in rows],
+            seconds,
+            self.proposer.drafted_by,
+        )
+
+
+def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> Tensor | None:
+    """(B, W, C) of each row's first `kept` nodes on its path (B, D), padded on the left; features: (B, N, C)."""
+    if features is None:
+        return None
+    width = max(kept)
+    if min(kept) == width:
+        nodes = path[:, :width]
+    else:
+        shift = uploaded([width - count for count in kept], path.device)[:, None]
+        nodes = path.gather(1, (torch.arange(width, device=path.device) - shift).clamp(min=0))
+    return of_nodes(features, nodes)

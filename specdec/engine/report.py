@@ -1,0 +1,312 @@
+"""`Report`: what speculation brought: counts, rates, times, and their export.
+
+Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metrics.py). Knows nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+LATENCIES = 100_000  # kept for means and percentiles: 3 MB
+PHASES = ("prefill", "draft", "verify", "accept", "other")
+
+
+@dataclass(repr=False)
+class Report:
+    """Counters of one or more `generate()` calls. Rates are pooled over all steps of all rows, not averaged.
+
+    Attributes:
+        num_calls: `generate()` calls. num_failed_calls: those that raised; of them only rounds are counted.
+        num_plain_calls: calls that ran as plain decoding. plain_reasons: why, and how many of them.
+        num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
+        num_rounds: target passes after the prefill.
+        num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
+        num_drafts_by, num_accepted_tokens_by: the same drafts, and their accepted tokens, by who made them.
+        num_accepted_tokens: drafted tokens that were accepted.
+        num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
+        num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
+        seconds: wall time by phase: prefill, draft, verify, accept, other.
+        num_draft_passes, draft_pass_seconds: forward passes of a draft model or head, and the part of the draft phase
+            they took; the rest of it went into making drafts of their output.
+        latencies: seconds per round divided by the tokens the round gave a row, one entry per token; the last 100,000.
+        times_to_first_token: seconds, one entry per call; the last 100,000.
+    """
+
+    num_calls: int = 0
+    num_failed_calls: int = 0
+    num_plain_calls: int = 0
+    plain_reasons: dict[str, int] = field(default_factory=dict)
+    num_rows: int = 0
+    num_output_tokens: int = 0
+    num_rounds: int = 0
+    num_row_rounds: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_drafts_by: dict[str, int] = field(default_factory=dict)
+    num_accepted_tokens_by: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    num_draft_passes: int = 0
+    draft_pass_seconds: float = 0.0
+    total_seconds: float = 0.0
+    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+    times_to_first_token: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
+
+    @contextmanager
+    def part(self) -> Iterator[Report]:
+        """A report of its own for one of a call's decoding loops: Whisper's `generate()` runs one per stretch of sound.
+
+        The call has one time to a first token, and is plain at most once.
+        """
+        part = Report()
+        try:
+            yield part
+        finally:
+            if self.times_to_first_token:
+                part.times_to_first_token.clear()
+            self.add(part)
+            self.num_plain_calls = min(1, self.num_plain_calls)
+            self.plain_reasons = dict.fromkeys(self.plain_reasons, 1)
+
+    def record_plain(self, reason: str) -> None:
+        """Count a call that runs as plain decoding, and why."""
+        self.num_plain_calls += 1
+        _add(self.plain_reasons, {reason: 1})
+
+    def record_round(
+        self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float, drafted_by: str = ""
+    ) -> None:
+        """Count one round.
+
+        Args:
+            drafted: drafted nodes of each active row. depths: its deepest draft. accepted: its accepted tokens.
+            seconds: the round's wall time. drafted_by: the proposer's name.
+        """
+        self.num_rounds += 1
+        _add(self.num_drafts_by, {drafted_by: sum(nodes > 0 for nodes in drafted)})
+        _add(self.num_accepted_tokens_by, {drafted_by: sum(accepted)})
+        self.num_row_rounds += len(drafted)
+        for nodes, depth, taken in zip(drafted, depths, accepted, strict=True):
+            self.num_drafts += nodes > 0
+            self.num_draft_tokens += nodes
+            self.num_accepted_tokens += taken
+            _count(self.num_draft_tokens_per_pos, depth)
+            _count(self.num_accepted_tokens_per_pos, depth, by=0)
+            _count(self.num_accepted_tokens_per_pos, taken)
+            self.latencies += [seconds / (taken + 1)] * (taken + 1)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; NaN before any draft. A tree drafts more nodes than it can have accepted."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted / drafts: tokens per drafting row-round, the bonus or recovered token included (EAGLE's tau)."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens per row and target pass, rounds without a draft included: what the target passes were divided by."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_row_rounds)
+
+    @property
+    def acceptance_rate_per_pos(self) -> list[float]:
+        """Entry i: share of the drafts whose (i+1)-th token was accepted (vLLM's per-position rate)."""
+        return [_ratio(count, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
+
+    @property
+    def conditional_acceptance_rate_per_pos(self) -> list[float]:
+        """Entry i: of the drafts that got to position i+1 (drafted, all before accepted), the share accepted there."""
+        reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
+        return [
+            _ratio(accepted, min(before, drafted))
+            for accepted, before, drafted in zip(
+                self.num_accepted_tokens_per_pos, reached, self.num_draft_tokens_per_pos, strict=False
+            )
+        ]
+
+    @property
+    def time_to_first_token(self) -> float:
+        """Mean seconds from the call to its first new token."""
+        return _ratio(sum(self.times_to_first_token), len(self.times_to_first_token))
+
+    @property
+    def time_per_output_token(self) -> float:
+        """Mean seconds per token and row after the first."""
+        return _ratio(sum(self.latencies), len(self.latencies))
+
+    @property
+    def time_per_output_token_p50(self) -> float:
+        return _quantile(self.latencies, 0.50)
+
+    @property
+    def time_per_output_token_p99(self) -> float:
+        return _quantile(self.latencies, 0.99)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second of wall time, prefill included."""
+        return _ratio(self.num_output_tokens, self.total_seconds)
+
+    @property
+    def seconds_per_draft_pass(self) -> float:
+        """Mean seconds of a draft pass; NaN for proposers that run no model."""
+        return _ratio(self.draft_pass_seconds, self.num_draft_passes)
+
+    @property
+    def round_seconds(self) -> float:
+        """Wall time of all rounds: everything but the prefills."""
+        return sum(self.seconds[phase] for phase in PHASES[1:])
+
+    @property
+    def building_share(self) -> float:
+        """Share of the rounds' time that went into making drafts, without the draft's passes, and accepting them."""
+        building = self.seconds["draft"] - self.draft_pass_seconds + self.seconds["accept"]
+        return _ratio(building, self.round_seconds)
+
+    @property
+    def overhead(self) -> float:
+        """Share of the rounds' time that is neither the target's pass nor drafting."""
+        return _ratio(self.seconds["accept"] + self.seconds["other"], self.round_seconds)
+
+    def add(self, other: Report) -> None:
+        """Take in another report's counts."""
+        for name in (
+            "num_calls num_failed_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds "
+            "num_drafts num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
+        ).split():
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("plain_reasons", "num_drafts_by", "num_accepted_tokens_by"):
+            _add(getattr(self, name), getattr(other, name))
+        for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine += [0] * (len(theirs) - len(mine))
+            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+        for phase, spent in other.seconds.items():
+            self.seconds[phase] += spent
+        self.latencies += other.latencies
+        self.times_to_first_token += other.times_to_first_token
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        self.__init__()  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-ready numbers (seconds, tokens, rates); undefined ones are None."""
+        names = (
+            "num_calls num_failed_calls num_plain_calls plain_reasons num_rows num_output_tokens num_rounds num_drafts "
+            "num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
+            "draft_acceptance_rate mean_acceptance_length tokens_per_round acceptance_rate_per_pos "
+            "conditional_acceptance_rate_per_pos time_to_first_token time_per_output_token "
+            "time_per_output_token_p50 time_per_output_token_p99 tokens_per_second num_draft_passes "
+            "draft_pass_seconds seconds_per_draft_pass building_share total_seconds seconds overhead"
+        ).split()
+        return {name: _finite(getattr(self, name)) for name in names}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def table(self) -> list[tuple[str, str]]:
+        """What people read of it: names and values; "-" for what is not defined yet."""
+        known = [rate for rate in self.conditional_acceptance_rate_per_pos[:10] if rate == rate]
+        per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
+        rounds = self.round_seconds
+        shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
+        by = ", ".join(
+            f"{name} {1 + self.num_accepted_tokens_by[name] / drafts:.2f} over {drafts} drafts"
+            for name, drafts in sorted(self.num_drafts_by.items())
+            if drafts
+        )
+        rows = [
+            ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
+            *(("plain decoding, because", f"{why} ({count})") for why, count in self.plain_reasons.items()),
+            *([("calls that raised", f"{self.num_failed_calls}")] if self.num_failed_calls else []),
+            ("output tokens", f"{self.num_output_tokens}"),
+            ("drafts", f"{self.num_drafts} in {self.num_row_rounds} rounds"),
+            ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
+            ("mean acceptance length", f"{self.mean_acceptance_length:.2f} tokens per draft"),
+            *([("of it, by proposer", by)] if "," in by else []),
+            ("tokens per target pass", f"{self.tokens_per_round:.2f}"),
+            ("conditional rate per position", per_pos),
+            ("time to first token", f"{1e3 * self.time_to_first_token:.1f} ms"),
+            (
+                "time per output token",
+                f"{1e3 * self.time_per_output_token:.1f} ms (p50 {1e3 * self.time_per_output_token_p50:.1f}, "
+                f"p99 {1e3 * self.time_per_output_token_p99:.1f})",
+            ),
+            ("throughput", f"{self.tokens_per_second:.1f} tokens/s"),
+            *(
+                [("draft passes", f"{self.num_draft_passes} of {1e3 * self.seconds_per_draft_pass:.1f} ms")]
+                if self.num_draft_passes
+                else []
+            ),
+            ("where the rounds' time went", shares if rounds else "-"),
+            (
+                "making and accepting drafts",
+                f"{100 * self.building_share:.0f}%, a draft's passes aside" if rounds else "-",
+            ),
+        ]
+        return [(name, "-" if value.startswith("nan") else value) for name, value in rows]
+
+    def __str__(self) -> str:
+        rows = self.table()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+    def __repr__(self) -> str:
+        odd = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
+        of_them = ", ".join(f"{count} {what}" for what, count in odd.items() if count)
+        said = [f"{self.num_calls} calls" + (f" ({of_them})" if of_them else ""), f"{self.num_output_tokens} tokens"]
+        if self.total_seconds:
+            said.append(f"{self.tokens_per_second:.1f} tokens/s")
+        if self.num_drafts:
+            said.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
+        return f"<Report: {', '.join(said)}>"
+
+    def _repr_html_(self) -> str:
+        """The table, as notebooks show it."""
+        rows = "".join(
+            f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
+            for name, value in self.table()
+        )
+        return f"<table>{rows}</table>"
+
+
+def _count(counts: list[int], length: int, by: int = 1) -> None:
+    """Add `by` to the first `length` entries."""
+    counts += [0] * (length - len(counts))
+    for i in range(length):
+        counts[i] += by
+
+
+def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else float("nan")
+
+
+def _quantile(values: Iterable[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value == value else None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return value

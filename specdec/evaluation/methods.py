@@ -1,0 +1,125 @@
+"""`Way`: plain decoding, a proposer as it comes, or its drafts in one fixed shape: what the doctor measures.
+
+Owns which ways there are for a proposer, and each as the code that gives it. Knows nothing of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from specdec.engine.generator import SpeculativeGenerator
+from specdec.models.capability import capability
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_heads.block import BlockProposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.proposers.draft_heads.hydra import HydraProposer
+from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
+from specdec.proposers.draft_models.draft_model import DraftModelProposer
+from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.lookup.ngram import NgramProposer
+from specdec.proposers.lookup.suffix import SuffixProposer
+from specdec.sampling.dynamic_tree import DynamicTree
+
+CHAINS = (2, 4, 8)  # tokens; the last shows the acceptance at so many positions
+TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)
+LOOKUPS: dict[type, str] = {NgramProposer: '"ngram"', SuffixProposer: '"suffix"'}
+MODEL_OF: dict[type, str] = {
+    DraftModelProposer: "DRAFT",
+    Eagle3Proposer: "HEAD",
+    MtpProposer: "",
+    BlockProposer: "HEAD",
+    HydraProposer: "HEAD",
+}  # as the code calls it
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to answer a prompt.
+
+    Attributes:
+        name: in words. code: what gives it. generate: of the target, or of the speculative generator.
+        spec: the generator; None for plain decoding.
+    """
+
+    name: str
+    code: str
+    generate: Callable[..., Any]
+    spec: SpeculativeGenerator | None = None
+
+
+def ways(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) -> list[Way]:
+    """Plain decoding first, then the proposer as it comes, its parts if it is a hybrid, chains, and trees.
+
+    Chains and trees are of what drafts beside the n-grams; trees of models alone, where the target takes them.
+    """
+
+    def way(name: str, drafts: Proposer | PreTrainedModel | str, code: str, length: int | None = None) -> Way:
+        spec = SpeculativeGenerator(target, drafts, draft_length=length, on_unsupported="error")
+        fixed = "" if length is None else f", draft_length={length}"
+        return Way(name, f"SpeculativeGenerator(model, {code}{fixed})", spec.generate, spec)
+
+    whole = way("as it comes", proposer, f'"{proposer}"' if isinstance(proposer, str) else "proposer")
+    assert whole.spec is not None
+    drafts = whole.spec.proposer
+    found = [Way("plain decoding", "model.generate()", target.generate), whole]
+    if isinstance(drafts, HybridProposer):
+        found.append(way(f"{_name(drafts.ngram)} alone", drafts.ngram, _code(drafts.ngram)))
+        drafts = drafts.other
+        found.append(way(f"{_name(drafts)} alone", drafts, _code(drafts)))
+    found += [
+        way(f"chain of {length}", _chain(drafts, length), _chain_code(drafts, length), length) for length in CHAINS
+    ]
+    if isinstance(drafts, AutoregressiveProposer) and capability(target).trees:
+        for size in TREE_SIZES:
+            # As wide as the proposer's own, which knows what is a cheap pass for its model.
+            shape = DynamicTree(TREE_DEPTH, (drafts.tree or DynamicTree()).top_k, size)
+            code = _code(drafts, f"tree={shape}")
+            found.append(way(f"tree of {size} nodes", drafts.shaped(tree=shape), code, TREE_DEPTH))
+    return found
+
+
+def chain(target: PreTrainedModel, proposer: Proposer, length: int = CHAINS[-1]) -> SpeculativeGenerator:
+    """Chains of one length, of what drafts beside the n-grams."""
+    drafts = proposer.other if isinstance(proposer, HybridProposer) else proposer
+    return SpeculativeGenerator(target, _chain(drafts, length), draft_length=length, on_unsupported="error")
+
+
+def _drafts_trees(proposer: Proposer) -> bool:
+    """Does a model draft trees, as it was made?"""
+    return isinstance(proposer, AutoregressiveProposer) and (
+        proposer.tree is not None or proposer.branching is not None
+    )
+
+
+def _chain(proposer: Proposer, length: int) -> Proposer:
+    """Where it drafts trees, the same model drafting chains."""
+    if isinstance(proposer, AutoregressiveProposer) and _drafts_trees(proposer):
+        return proposer.shaped(branching=(1,) * length)
+    return proposer
+
+
+def _chain_code(proposer: Proposer, length: int) -> str:
+    return _code(proposer, f"branching=(1,) * {length}" if _drafts_trees(proposer) else "")
+
+
+def _code(proposer: Proposer, shape: str = "") -> str:
+    if type(proposer) in LOOKUPS:
+        return LOOKUPS[type(proposer)]
+    model = MODEL_OF.get(type(proposer), "...")
+    return f"{type(proposer).__name__}({', '.join(part for part in (model, shape) if part)})"
+
+
+def _name(proposer: Proposer) -> str:
+    names: dict[type, str] = {
+        Eagle3Proposer: "the head",
+        MtpProposer: "the MTP layers",
+        DraftModelProposer: "the draft model",
+    }
+    names |= {HydraProposer: "the heads", BlockProposer: "the drafter"}
+    names |= {NgramProposer: "n-grams", SuffixProposer: "suffixes"}
+    return names.get(type(proposer), type(proposer).__name__)

@@ -1,0 +1,161 @@
+"""Drawings of what speculation did: a round's tree, acceptance per position, where the time went.
+
+Owns matplotlib (`pip install matplotlib`), which is imported when something is drawn. Knows only what is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from specdec.engine.report import PHASES, Report
+from specdec.engine.trace import Round, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ACCEPTED, REJECTED, TARGETS_OWN = "#2e7d32", "#9e9e9e", "#1565c0"
+PART_COLOURS = {"prefill": "#90a4ae", "draft": "#fb8c00", "verify": "#1e88e5", "accept": "#43a047", "other": "#8e24aa"}
+BAR, DOT = "#80cbc4", "#00695c"
+Reports = Report | Mapping[str, Report]
+
+
+def round_tree(round: Round, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
+    """Draw a round: the tree from left to right, green what was accepted, blue what the target wrote itself.
+
+    Under each drafted token stands p, the target's chance of it behind its parent.
+
+    Args:
+        tokenizer: to show tokens as text; without it they are ids.
+        ax: where to draw; None: a new figure, high enough for the tree's leaves.
+    """
+    depths, heights = round.depths, _heights(round.parents)
+    bonus = len(depths)  # the target's own token is drawn as one more node, behind the accepted path
+    if round.next_token is not None:
+        depths.append(len(round.path))
+        heights.append(_free(heights, depths, heights[round.path[-1]]))
+    if ax is None:
+        ax = _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
+
+    def edge(above: int, below: int, colour: str, style: str = "-") -> None:
+        ends = [depths[above], depths[below]], [-heights[above], -heights[below]]
+        ax.plot(*ends, style, color=colour, linewidth=2 if colour == ACCEPTED else 1, zorder=1)
+
+    def node(number: int, token: int, colour: str, chance: float | None) -> None:
+        said = shown(token, tokenizer).replace("$", r"\$") + ("" if chance is None else f"\np={chance:.2f}")
+        box = {"boxstyle": "round", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
+        place = depths[number], -heights[number]
+        ax.text(*place, said, color=colour, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
+
+    for below, above in enumerate(round.parents):
+        colour = ACCEPTED if below in round.path else REJECTED
+        if above >= 0:
+            edge(above, below, colour)
+        node(below, round.tokens[below], colour if below else "black", round.chances[below] if below else None)
+    if round.next_token is not None:
+        edge(round.path[-1], bonus, TARGETS_OWN, "--")
+        node(bonus, round.next_token, TARGETS_OWN, None)
+    ax.set_title(f"{len(round.tokens) - 1} drafted, {len(round.path) - 1} accepted, {len(round.new_tokens)} new tokens")
+    ax.set(xlim=(-0.5, max(depths) + 0.5), ylim=(-max(heights) - 0.6, -min(heights) + 0.6))
+    ax.axis("off")
+    return ax
+
+
+def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
+    """Draw which share of the drafts that got to a position (depth) was accepted there, a line per report.
+
+    Args:
+        reports: one report, or several by the name to give them.
+    """
+    ax = _new_axes(6, 3.5) if ax is None else ax
+    for name, report in _named(reports).items():
+        rates = report.conditional_acceptance_rate_per_pos
+        length = f"{report.mean_acceptance_length:.2f} tokens per draft" if report.num_drafts else "no drafts"
+        label = f"{name} ({length})".strip()
+        ax.plot(range(1, len(rates) + 1), rates, "o-", label=label)
+    ax.set(xlabel="position in the draft", ylabel="accepted, of what got there", ylim=(0, 1.05))
+    ax.locator_params("x", integer=True)
+    ax.legend()
+    return ax
+
+
+def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
+    """Draw where the time went, a bar per report: seconds per new token in each part of decoding, prefill included.
+
+    Args:
+        reports: one report, or several by the name to give them.
+    """
+    named = _named(reports)
+    ax = _new_axes(6, 1.2 + 0.4 * len(named)) if ax is None else ax
+    ends = [0.0] * len(named)
+    for part in PHASES:
+        spent = [1e3 * report.seconds[part] / max(1, report.num_output_tokens) for report in named.values()]
+        ax.barh(range(len(named)), spent, left=ends, color=PART_COLOURS[part], label=part)
+        ends = [end + more for end, more in zip(ends, spent, strict=True)]
+    ax.set_yticks(range(len(named)), list(named))
+    ax.invert_yaxis()  # the first on top
+    ax.set_xlabel("ms per new token")
+    ax.legend(ncols=len(PHASES), loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize="small", frameon=False)
+    return ax
+
+
+def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
+    """Draw how many times as fast as plain decoding proposers were: a dot per prompt, their mean as a bar.
+
+    Args:
+        by_prompt: by proposer, as `Bench.speed_ups` has them.
+    """
+    ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
+    for height, speeds in enumerate(by_prompt.values()):
+        mean = sum(speeds) / len(speeds)
+        bars = ax.barh(height, mean, color=BAR, height=0.7)
+        ax.bar_label(bars, [f"{mean:.2f}x"], label_type="center", fontsize="small")
+        ax.plot(speeds, [height] * len(speeds), "o", color=DOT, markersize=4, alpha=0.7)
+    ax.axvline(1, color="black", linewidth=0.8)
+    ax.set_yticks(range(len(by_prompt)), list(by_prompt))
+    ax.invert_yaxis()  # the first on top
+    ax.set(xlabel="times as fast as plain decoding: a dot per prompt, and the mean", xlim=(0, None))
+    return ax
+
+
+def _named(reports: Reports) -> Mapping[str, Report]:
+    return {"": reports} if isinstance(reports, Report) else reports
+
+
+def _new_axes(width: float, height: float) -> Axes:
+    """Of a pyplot figure, in inches: notebooks show it, scripts call `plt.show()` or `axes.figure.savefig(...)`."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(
+            "specdec.evaluation.plots draws with matplotlib, which is not there: pip install matplotlib"
+        ) from error
+    return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
+
+
+def _heights(parents: list[int]) -> list[float]:
+    """Of each node: leaves lie one below the other, a parent in the middle of its children."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    heights = [0.0] * len(parents)
+    leaves = 0
+
+    def place(node: int) -> float:
+        nonlocal leaves
+        below = [place(child) for child in children.get(node, [])]
+        if below:
+            heights[node] = (below[0] + below[-1]) / 2
+        else:
+            heights[node], leaves = float(leaves), leaves + 1
+        return heights[node]
+
+    place(0)
+    return heights
+
+
+def _free(heights: list[float], depths: list[int], wanted: float) -> float:
+    """The height next to `wanted` where the last depth has no node within one unit."""
+    taken = [height for height, depth in zip(heights, depths, strict=False) if depth == depths[-1]]
+    steps = (wanted + sign * step / 2 for step in range(2 * len(heights) + 3) for sign in (1, -1))
+    return next(height for height in steps if all(abs(height - other) >= 1 for other in taken))

@@ -1,0 +1,110 @@
+"""The fields of a head's config.json: the kind of value that each may hold, whatever the layout.
+
+Owns the check. A field of this table that is there, and is not null, is of its kind when a head is put together; other
+fields are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from reprlib import repr as shortened
+from typing import Any
+
+from transformers.activations import ACT2FN
+
+from specdec.heads.files import read_config
+
+LARGEST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may hold: in words, and whether a value does."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+def _whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
+
+
+def _number(value: Any, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most  # NaN is not
+
+
+def _list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+
+
+COUNT = Kind(f"a whole number from 1 to {LARGEST}", lambda value: _whole(value, 1))
+INDEX = Kind(f"a whole number from 0 to {LARGEST}", lambda value: _whole(value, 0))
+LAYERS = Kind(
+    "a list of whole numbers from -1", lambda value: isinstance(value, list) and all(_whole(i, -1) for i in value)
+)
+SHARE = Kind("a number from 0 to 1", lambda value: _number(value, 1))
+BASE = Kind("a number from 1 to 1e18", lambda value: _number(value, 1e18) and value >= 1)
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+NAME = Kind("a string", lambda value: isinstance(value, str))
+NAMES = Kind("a list of strings", lambda value: _list_of(str, value))
+ACTIVATION = Kind(f"one of {', '.join(sorted(ACT2FN))}", lambda value: isinstance(value, str) and value in ACT2FN)
+OBJECT = Kind("an object", lambda value: isinstance(value, dict))
+OBJECTS = Kind("a list of objects", lambda value: _list_of(dict, value))
+
+FIELDS = {
+    **dict.fromkeys(("num_attention_heads", "head_dim", "num_hidden_layers", "max_position_embeddings"), COUNT),
+    **dict.fromkeys(("block_size", "speculative_tokens", "num_target_layers", "draft_vocab_size"), COUNT),
+    **dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "medusa_num_heads", "num_heads"), COUNT),
+    **dict.fromkeys(("vocab_size", "mask_token_id", "sliding_window", "max_window_layers"), INDEX),
+    "hidden_state_offset": INDEX,
+    "rms_norm_eps": SHARE,
+    "partial_rotary_factor": SHARE,
+    "rope_theta": BASE,
+    **dict.fromkeys(("use_sliding_window", "sliding_window_non_causal", "causal", "grounded_heads"), FLAG),
+    **dict.fromkeys(("norm_before_residual", "norm_output", "sample_from_anchor", "shift_label"), FLAG),
+    **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"), LAYERS),
+    **dict.fromkeys(("tap_convention", "tap_convention_assumed", "speculators_model_type", "hydra_head_arch"), NAME),
+    **dict.fromkeys(("rope_type", "type"), NAME),
+    **dict.fromkeys(("architectures", "layer_types"), NAMES),
+    "hidden_act": ACTIVATION,
+    **dict.fromkeys(("transformer_layer_config", "eagle_config", "dflash_config", "dspark_config"), OBJECT),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "speculators_config"), OBJECT),
+    "proposal_methods": OBJECTS,
+}
+
+
+def read_head_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a head.
+
+    Raises:
+        ValueError: it is missing or no JSON object, or one of its fields is not of its kind.
+    """
+    config = read_config(folder)
+    within: list[tuple[str, Mapping[str, Any]]] = [("", config)]
+    for path, fields in within:  # grows as it is read
+        for name in fields.keys() & FIELDS.keys():
+            value, kind = fields[name], FIELDS[name]
+            if value is None:
+                continue
+            if not kind.fits(value):
+                raise ValueError(
+                    f"{folder}/config.json: {path}{name} must be {kind.words}, it is {shortened(value)}: correct the "
+                    "file, or take it anew from where it came from"
+                )
+            if kind is OBJECT:
+                within.append((f"{path}{name}.", value))
+            elif kind is OBJECTS:
+                within += [(f"{path}{name}[{i}].", item) for i, item in enumerate(value)]
+    return config
+
+
+@dataclass(frozen=True)
+class Field:
+    """One fact about a head: its value, and whether the config said so, the weights did, or it was assumed."""
+
+    name: str
+    value: Any
+    source: str  # "config", "weights" or "assumed"
+    note: str = ""

@@ -1,0 +1,85 @@
+"""`DFlashHead`: drafts a block of tokens in one pass that sees the target's states of the text before it.
+
+    context = hidden_norm(fc([tap, tap, ...]))        # a row per token of the text but the last, the anchor
+    x = [embed(anchor), embed(mask), embed(mask), ...]
+    x = layer(x), whose keys and values are those of the context, then those of x: all see all
+    logits = lm_head(norm(x))                          # of the tokens behind the anchor
+
+The context's keys and values do not depend on x: they are computed once per token, and kept. DFlash, 2602.06036.
+
+Knows nothing of caches' rows, of trees, or of the target: embeddings and visibility are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.heads.base import StateHead
+from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.layers import DecoderLayer
+from specdec.heads.markov import ConfidenceHead, MarkovHead
+
+
+class DFlashHead(StateHead):
+    """Parameters carry the names of z-lab's checkpoints; the heads behind the block, those of DeepSpec's.
+
+    Buffers:
+        d2t: (K,) int64, target id minus draft id of each draft token; None where the LM head is the target's.
+    """
+
+    d2t: Tensor | None
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        self.config = config
+        H, V, K = config.hidden_size, config.vocab_size, config.draft_vocab_size
+        self.embed_tokens = nn.Embedding(V, H) if config.own_embedding else None
+        self.fc = nn.Linear(config.target_hidden_size * len(config.tap_ids), H, bias=False)
+        self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.norm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.lm_head = nn.Linear(H, K, bias=False) if config.own_head else None
+        self.markov_head = None
+        if config.markov is not None:
+            self.markov_head = MarkovHead(config.markov, config.markov_rank, V, K, H)
+        self.confidence_head = None
+        if config.confidence:
+            self.confidence_head = ConfidenceHead(H + config.markov_rank * config.confidence_with_markov)
+        self.register_buffer("d2t", torch.zeros(K, dtype=torch.long) if config.own_head else None)
+
+    @property
+    def draft_to_target(self) -> Tensor | None:
+        """(K,) int64, the target's id of each draft token; None: the same."""
+        return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
+
+    def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Put the keys and values of known tokens into the cache.
+
+        Args:
+            states: (B, n, taps * target H), the target's. positions: (B, n) int64.
+        """
+        context = self.hidden_norm(self.fc(states))
+        rotation = self.rotation(context, positions)
+        for layer in self.layers:
+            layer.self_attn.remember(context, rotation, cache)
+
+    def forward(self, embeds: Tensor, positions: Tensor, visible: Sequence[Tensor], cache: Cache) -> Tensor:
+        """The block's pass.
+
+        Args:
+            embeds: (B, n, H) of the anchor and the masks. positions: (B, n) int64.
+            visible: for each layer, (B, n, slots) bool.
+
+        Returns:
+            (B, n, H), normed: what the LM head reads.
+        """
+        rotation = self.rotation(embeds, positions)
+        h = embeds
+        for layer, seen in zip(self.layers, visible, strict=True):
+            h = layer(h, rotation, seen, cache)
+        return self.norm(h)

@@ -1,0 +1,130 @@
+"""`HeadRunner`: runs an EAGLE-3 head beside a target, over the rows of a batch.
+
+Owns the head's cache. Row i of it pairs the target's state at token i with token i+1, at position i. What was computed
+from drafted features is dropped after every round; the accepted tokens come again with the target's own states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.heads.base import AT_ONCE, PROMPT
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.embeddings import Lent, beside
+from specdec.models.cache.buffers import Span
+from specdec.models.cache.ragged_rows import CachedRows, Sight, pads_of_part
+from specdec.models.linear import quick
+
+
+class HeadRunner(CachedRows):
+    """Runs one head.
+
+    Args:
+        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+        sized: its passes are of few sizes, so that they can be recorded.
+    """
+
+    def __init__(self, head: Eagle3Head, lent: Lent, fast: Eagle3Head | None = None, sized: bool = False):
+        self.sized = sized
+        super().__init__([Span(head.config.sliding_window)])
+        self.head = head
+        self._fast = quick(head if fast is None else fast)
+        head.bring_frequencies()
+        self.lent, self.lm_head = lent, lent.lm_head
+        self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
+        self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
+
+    def start(self, batch_size: int, keeps_all: bool = False) -> None:
+        super().start(batch_size, keeps_all)
+        self._pending_features = self._last = None
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
+        """Append known tokens with the target's states, and drop what is pending.
+
+        Args:
+            tokens: (B, W) int64, i+1. states: (B, W, taps * target H) at tokens i. pads: padding on the left.
+
+        Returns:
+            Logits (B, 1, K) after each row's last token.
+        """
+        self.pending, self._pending_features = 0, None
+        W = tokens.shape[1]
+        prompt = W - 1 if W >= PROMPT else 0
+        for start in [*range(0, prompt, AT_ONCE), prompt]:
+            end = min(start + AT_ONCE, prompt) if start < prompt else W
+            part_pads = pads_of_part(pads, start, end - start)
+            self._read(tokens[:, start:end], states[:, start:end], part_pads, drafts=start == prompt)
+        assert self._last is not None
+        return self._logits(self._last)
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        self.drop_draft()
+        sight = self.place_behind(tokens.shape[1], pads)
+        self._last = self._pass(tokens, self._fused(states), sight, sees_all=False)[:, -1:]
+        return self._logits(self._last)
+
+    @torch.no_grad()
+    def grow(self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor, chain: bool) -> Tensor:
+        """Run the head over n drafted nodes behind the rows and the nodes already pending.
+
+        Args:
+            tokens: (B, n) int64. parents: (B, n) indices into the pending nodes, whose output is these nodes'
+                feature; None: the last of them, or else the last known token's. depth: (B, M + n).
+            ancestors: (B, n, M + n) bool.
+
+        Returns:
+            Logits (B, n, K).
+        """
+        assert self._last is not None
+        n = tokens.shape[1]
+        device = self.head.device
+        if parents is None or self._pending_features is None:
+            before = self._last if self._pending_features is None else self._pending_features[:, -1:]
+            features = before.expand(-1, n, -1)
+        else:
+            index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
+            features = self._pending_features.gather(1, index)
+        sees_all = not self.sized and self.sees_all(n, chain)
+        sight = self.place_draft(depth.to(device), ancestors.to(device))
+        h = self._pass(tokens, features, sight, sees_all)
+        self.pending += n
+        pending = self._pending_features
+        self._pending_features = h if pending is None else torch.cat([pending, h], 1)
+        return self._logits(h)
+
+    def drop_draft(self) -> None:
+        """Forget the pending nodes."""
+        self.pending, self._pending_features = 0, None
+
+    def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
+        """`extend` by tokens; drafts: something is going to be drafted behind the last of them."""
+        sees_all = not any(pads) and self.sees_all(tokens.shape[1], chain=True)
+        sight, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
+        if drafts or not self.head.can_remember:
+            self._last = self._pass(tokens, features, sight, sees_all)[:, -1:]
+        else:
+            self._fast.remember(self.lent.embedded(tokens, self.head), features, sight.positions, self.cache)
+        self.commit([tokens.shape[1] - pad for pad in pads])
+
+    def _fused(self, states: Tensor) -> Tensor:
+        return self._fast.fuse(states.to(self.head.device, self.head.dtype))
+
+    def _pass(self, tokens: Tensor, features: Tensor, sight: Sight, sees_all: bool) -> Tensor:
+        (span,) = self.spans
+        causal = sight.alone and (span.window is None or tokens.shape[1] <= span.window)
+        unmasked = causal or (sees_all and self.head.device.type != "cpu")
+        visible = None if unmasked else sight.visible(span).expand(len(tokens), -1, -1)
+        embeds = self.lent.embedded(tokens, self.head)
+        return self._fast(embeds, features, sight.positions, visible, self.cache)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        if self.lm_head is None:
+            return self._fast.logits(h)
+        weight = next(self.lm_head.parameters())
+        return self.lm_head(beside(weight, h.to(weight.dtype))).to(h.device)

@@ -1,0 +1,95 @@
+"""Writing a head's folder in the layouts that other engines read: what all kinds of heads share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from specdec.heads.config import LayerConfig
+from specdec.heads.files import read_config
+
+
+def among_all(ids: Tensor, vocab_size: int) -> Tensor:
+    """(V,) bool, which of the target's tokens can be drafted: speculators' `t2d`. ids: (K,) int64."""
+    return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+
+
+def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    """Both files are replaced when both are whole. The weights last: a folder without them is not taken for a finished
+    one.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    described, partial = folder / "config.json.part", folder / "model.safetensors.part"
+    described.write_text(json.dumps(config, indent=2) + "\n")
+    save_file(weights, partial, metadata={"format": "pt"})
+    partial.chmod(described.stat().st_mode)  # safetensors makes it the owner's alone
+    described.replace(folder / "config.json")
+    partial.replace(folder / "model.safetensors")
+
+
+def refuse_others(folder: Path) -> None:
+    """Heads are written over heads, not over a target."""
+    try:
+        config = read_config(folder)
+    except ValueError:  # none, or none of a model's
+        config = {}
+    others = (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
+    if "draft_vocab_size" not in config and others:
+        raise ValueError(f"{folder} holds another model, which would be lost: choose another folder")
+
+
+def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]:
+    """What vLLM's layout says of any head. tokens: to draft in a round. target: its name or path."""
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target, "architectures": []},
+        },
+    }
+
+
+def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any]:
+    """What a layout says of the head's layers. windows: tokens each looks back, all that have one the same."""
+    described: dict[str, Any] = {
+        "model_type": "qwen3" if c.qk_norm else "llama",
+        "hidden_size": c.hidden_size,
+        "intermediate_size": c.intermediate_size,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_attention_heads,
+        "num_key_value_heads": c.num_key_value_heads,
+        "head_dim": c.head_dim,
+        "rms_norm_eps": c.rms_norm_eps,
+        "hidden_act": c.hidden_act,
+        "attention_bias": c.attention_bias,
+        "mlp_bias": c.mlp_bias,
+        "rope_parameters": dict(c.rope),
+        "rope_theta": c.rope["rope_theta"],  # engines older than rope_parameters read these two
+        "max_position_embeddings": c.max_position_embeddings,
+        "vocab_size": c.vocab_size,
+        "tie_word_embeddings": False,
+    }
+    scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}
+    if scaling != {"rope_type": "default"}:
+        described["rope_scaling"] = scaling
+    if any(windows):
+        described |= {
+            "sliding_window": next(filter(None, windows)),
+            "use_sliding_window": True,
+            "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        }
+    return described

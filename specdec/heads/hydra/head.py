@@ -1,0 +1,107 @@
+"""`HydraHeads`: head i drafts from the target's last state and the tokens before its own. Hydra, 2402.05109.
+
+    x = [state, embed(root), embed(drafted token), ...]    # i drafted ones for head i
+    x = res_connection(x) + silu(linear(x))                # then residual blocks of width H
+    logits = lm_head(x)
+
+Hydra++ puts a decoder layer over the states of the whole text before that, whose keys and values are kept.
+
+Owns the modules. Knows nothing of checkpoints or rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from specdec.heads.base import StateHead
+from specdec.heads.config import LayerConfig
+from specdec.heads.layers import DecoderLayer, Visible
+from specdec.heads.per_token import HeadPerToken, PerTokenConfig
+from specdec.models.hidden_states import FINAL
+
+
+@dataclass(frozen=True)
+class HydraConfig(PerTokenConfig):
+    """What the heads read.
+
+    Attributes:
+        prefix: of the layer over the states; None: the heads read the last state as it is.
+        state_offset: layers before the end that the states come from; 0: the target's final, normed state.
+    """
+
+    prefix: LayerConfig | None = None
+    state_offset: int = 0
+
+    @property
+    def own_embedding(self) -> bool:
+        return False
+
+    def taps(self, num_target_layers: int) -> tuple[int, ...]:
+        return (num_target_layers - self.state_offset if self.state_offset else FINAL,)
+
+
+class HydraHeads(HeadPerToken):
+    """A head for each token of a draft; embeddings are the target's."""
+
+    def __init__(self, config: HydraConfig):
+        super().__init__()
+        self.config = config
+        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix)
+        self.heads = nn.ModuleList(HydraHead(config, i) for i in range(config.drafted))
+
+
+class HydraHead(nn.Module):
+    """Residual blocks, the first over the state and the embeddings of i + 1 tokens, and an LM head."""
+
+    def __init__(self, config: HydraConfig, i: int):
+        super().__init__()
+        H = config.hidden_size
+        wide = [(i + 2) * H] + [H] * (config.num_layers - 1)
+        self.blocks = nn.ModuleList(ResidualBlock(inputs, H) for inputs in wide)
+        self.lm_head = nn.Linear(H, config.vocab_size)
+
+    def forward(self, path: Tensor) -> Tensor:
+        """Logits (..., V) from the state and the embeddings side by side, (..., (i + 2) * H)."""
+        for block in self.blocks:
+            path = block(path)
+        return self.lm_head(path)
+
+
+class ResidualBlock(nn.Module):
+    """Where its output is narrower than its input, a linear layer stands for what is added to."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.res_connection = nn.Linear(inputs, outputs) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        residual = x if self.res_connection is None else self.res_connection(x)
+        return residual + nn.functional.silu(self.linear(x))
+
+
+class PrefixLayer(StateHead):
+    """A decoder layer over the target's states, and a norm."""
+
+    def __init__(self, config: LayerConfig):
+        super().__init__(config)
+        self.layer = DecoderLayer(config, 0)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Of `forward` what later states need: keys and values into the cache."""
+        assert self.layer.input_layernorm is not None
+        self.layer.self_attn.remember(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
+
+    def forward(self, states: Tensor, positions: Tensor, visible: Visible, cache: Cache) -> Tensor:
+        """(B, n, H), normed, from states (B, n, H) at positions (B, n) int64; visible: (B, n, slots) bool."""
+        return self.norm(self.layer(states, self.rotation(states, positions), visible, cache))

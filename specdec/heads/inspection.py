@@ -1,0 +1,24 @@
+"""`describe`: a checkpoint in words, as `specdec inspect` prints it."""
+
+from __future__ import annotations
+
+from specdec.heads.checkpoint import Understood
+
+SURE = {"config": "its config says so", "weights": "its weights show it", "assumed": "ASSUMED"}
+
+
+def describe(checkpoint: Understood) -> str:
+    """Every key used, missing and unused, every field and how sure it is."""
+    lines = [f"{checkpoint.path}: {checkpoint.format}", "", "fields"]
+    width = max(len(field.name) for field in checkpoint.fields)
+    for field in checkpoint.fields:
+        note = f"; {field.note}" if field.note else ""
+        lines.append(f"  {field.name:{width}}  {field.value}  ({SURE[field.source]}{note})")
+    lines += ["", "tensors in use"]
+    width = max(map(len, checkpoint.used))
+    lines += [f"  {name:{width}}  {list(shape)}" for name, shape in sorted(checkpoint.used.items())]
+    lines += ["", "tensors left out"] + [f"  {name}: {why}" for name, why in sorted(checkpoint.ignored.items())]
+    if not checkpoint.ignored:
+        lines.append("  none")
+    missing = [f"{name} (the target's is used)" for name in checkpoint.borrowed]
+    return "\n".join([*lines, "", "not in the files", *(f"  {name}" for name in missing or ["nothing"])])

@@ -1,0 +1,100 @@
+"""Decoder layers of draft heads: attention over visible slots, gated MLP, rotary embedding."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from transformers import Cache
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
+
+from specdec.heads.config import LayerConfig
+
+Visible = Tensor | BlockMask | None
+
+
+class DecoderLayer(nn.Module):
+    """An ordinary layer of width H."""
+
+    def __init__(self, config: LayerConfig, index: int, input_norm: bool = True):
+        super().__init__()
+        H = config.hidden_size
+        self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps) if input_norm else None
+        self.self_attn = Attention(config, index, H)
+        self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
+        self.mlp = GatedMLP(config)
+
+    def forward(self, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
+        x = h if self.input_layernorm is None else self.input_layernorm(h)
+        h = h + self.self_attn(x, rotation, visible, cache)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: LayerConfig):
+        super().__init__()
+        H, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(H, wide, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(H, wide, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(wide, H, bias=config.mlp_bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: LayerConfig, index: int, input_size: int):
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        q, kv, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        self.q_proj = nn.Linear(input_size, q * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(q * self.head_dim, config.hidden_size, bias=config.output_bias)
+        self.q_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = LlamaRMSNorm(self.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
+        q = self._per_head(self.q_proj(x), self.q_norm)
+        k, v = self.remember(x, rotation, cache)
+        k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
+        q = _rotate(q, rotation)
+        if isinstance(visible, BlockMask):
+            out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
+        else:
+            mask = None if visible is None else visible[:, None]
+            out = nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None and x.shape[1] > 1
+            )
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def remember(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
+        """Put the keys and values of x behind those in the cache. Returns all, (B, heads, slots, dim) each."""
+        k = _rotate(self._per_head(self.k_proj(x), self.k_norm), rotation)
+        v = self._per_head(self.v_proj(x))
+        return (k, v) if cache is None else cache.update(k, v, self.index)
+
+    def _per_head(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
+        """(B, n, heads * dim) as (B, heads, n, dim)."""
+        x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return x if norm is None else norm(x)
+
+
+@cache
+def _flex_attention(compiled: bool) -> Any:
+    """Only compiled does it skip what is masked; uncompiled it is its own reference."""
+    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE on the leading dimensions that it covers. x: (B, heads, n, dim)."""
+    cos, sin = (t[:, None] for t in rotation)
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned

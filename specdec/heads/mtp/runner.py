@@ -1,0 +1,146 @@
+"""`MtpRunner`: runs a target's MTP layers beside it, over the rows of a batch.
+
+Owns their caches, one a layer. Entry i of layer k pairs a state at token i (the target's, or what layer k-1 put out)
+with token i+1+k. What was computed from drafted tokens is dropped after every round; the accepted ones come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specdec.heads.mtp.head import MtpHead
+from specdec.models.cache.ragged_rows import CachedRows
+from specdec.models.linear import quick
+from specdec.models.runner import ModelRunner
+from specdec.models.views import in_eval_mode
+from specdec.utils.device_copies import uploaded
+
+
+class MtpRunner:
+    """Layer k drafts the k-th token from the root on; the last layer all that come behind, from what it put out itself.
+
+    Args:
+        head: the layers, or a view of them. sized: passes over drafts are of few sizes, so that they can be recorded.
+    """
+
+    def __init__(self, head: MtpHead, sized: bool = False):
+        self.head = quick(head)
+        self.layers = [
+            ModelRunner(in_eval_mode(layer.block), taps=layer.taps, sized=sized) for layer in self.head.layers
+        ]
+        self._last: list[Tensor] = []  # by layer, (B, 1, H) put out at each row's last known entry
+        self._drafted: list[Tensor] = []  # by layer, (B, M, H) put out at the draft's nodes, as far as it was run
+        self._start_draft()
+
+    def start(self, batch_size: int) -> None:
+        for runner in self.layers:
+            runner.start(batch_size)
+        weight = self.head.layers[0].fuse.weight
+        self._last = [weight.new_zeros(batch_size, 1, len(weight)) for _ in self.layers]
+        self._start_draft()
+
+    def _start_draft(self) -> None:
+        self._drafted = [last[:, :0] for last in self._last]
+        self._parents: Tensor | None = None  # (B, M) int64, 0 the root, else 1 + the node that a node is the child of
+        self._seen: Tensor | None = None  # (B, M, M) bool, which nodes each of them sees
+
+    def drop_draft(self) -> None:
+        """Forget the draft's nodes."""
+        for runner in self.layers:
+            if runner.pending:
+                runner.commit([0] * len(runner.lengths))
+        self._start_draft()
+
+    @torch.no_grad()
+    def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
+        """Append known tokens with the target's states.
+
+        Args:
+            tokens: (B, W) int64, i+1. states: (B, W, H) at tokens i. pads: padding on the left.
+
+        Returns:
+            Logits (B, 1, V) after each row's last token.
+        """
+        self.drop_draft()
+        embeds, W, pads = self._embedded(tokens), tokens.shape[1], list(pads)
+        states = states.to(embeds)
+        for k, runner in enumerate(self.layers):
+            first, before = [length == 0 for length in runner.lengths], self._last[k]
+            if min(pads) == W:  # texts too short for this layer
+                break
+            out = runner.extend(self.head.layers[k].fused(embeds, states), pads, embedded=True).features
+            assert out is not None
+            gained = [count < W for count in pads]
+            self._last[k] = out[:, -1:]
+            if not all(gained):
+                self._last[k] = torch.where(uploaded(gained, out.device).bool()[:, None, None], out[:, -1:], before)
+            # The next layer pairs what this one put out before with the same tokens.
+            states = out.roll(1, 1)
+            for b, count in enumerate(pads):
+                if count < W:
+                    states[b, count] = before[b, 0]
+            pads = [min(W, count + new) for count, new in zip(pads, first, strict=True)]
+        self._start_draft()
+        return self._logits(self._last[0])
+
+    @property
+    def rows(self) -> CachedRows:
+        """Of the only layer."""
+        (runner,) = self.layers
+        return runner
+
+    @torch.no_grad()
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` the only layer by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        (layer,), (runner,), embeds = self.head.layers, self.layers, self._embedded(tokens)
+        out = runner.extend_behind(layer.fused(embeds, states.to(embeds)), pads, embedded=True).features
+        assert out is not None
+        self._last = [out[:, -1:]]
+        self._start_draft()
+        return self._logits(self._last[0])
+
+    @torch.no_grad()
+    def grow(
+        self, tokens: Tensor, n: int, parents: Tensor | None, depth: Tensor, seen: Tensor, level: int, chain: bool
+    ) -> Tensor:
+        """Run a layer over the newest n of a draft's nodes; if it is its first time in this draft, over all of them.
+
+        Args:
+            tokens, depth: (B, M) int64, of all nodes, the root left out. parents: (B, n) indices of the newest ones'
+                parents; None: the node before, or the root. seen: (B, n, M) bool, what the newest see. level: theirs, 1
+                for the root's children.
+
+        Returns:
+            Logits (B, n, V).
+        """
+        M = tokens.shape[1]
+        device = self.head.device
+        above = torch.full_like(tokens[:, :n], M - n) if parents is None else parents + 1
+        self._parents = above.to(device) if self._parents is None else torch.cat([self._parents, above.to(device)], 1)
+        seen = seen.to(device)
+        self._seen = seen if self._seen is None else torch.cat([pad(self._seen, (0, n)), seen], 1)
+        k = min(level, len(self.layers) - 1)
+        fresh = level == k  # this layer has seen none of the draft yet
+        source, run = (k - 1, M) if fresh else (k, n)
+        put_out = torch.cat([self._last[source], self._drafted[source]], 1)  # at the root and the nodes
+        index = self._parents[:, M - run :, None].expand(-1, -1, put_out.shape[-1])
+        embeds = self._embedded(tokens[:, M - run :])
+        x = self.head.layers[k].fused(embeds, put_out.gather(1, index))
+        out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
+        assert out is not None
+        self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)
+        return self._logits(out[:, -n:])
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        weight = next(self.head.embedding.parameters())
+        tokens = tokens if weight.device.type == "meta" else tokens.to(weight.device)
+        return self.head.embedding(tokens).to(self.head.device, self.head.dtype)
+
+    def _logits(self, out: Tensor) -> Tensor:
+        weight = next(self.head.lm_head.parameters())
+        out = out.to(weight.dtype) if weight.device.type == "meta" else out.to(weight.device, weight.dtype)
+        return self.head.lm_head(out)

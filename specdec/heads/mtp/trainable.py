@@ -1,0 +1,69 @@
+"""`MtpTrainee`: a target's MTP layers while they are trained, without its embedding and LM head: these stay.
+
+Knows nothing of objectives or files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.heads.mtp.head import MtpHead, MtpLayer
+from specdec.models.hidden_states import FINAL
+
+
+class FinalState:
+    """What MTP layers read of their target."""
+
+    @staticmethod
+    def taps(target_layers: int) -> tuple[int, ...]:
+        return (FINAL,)
+
+
+class MtpTrainee(nn.Module):
+    """Of each MTP layer what is its own.
+
+    Args:
+        layers: in the order in which they draft; see `MtpHead`.
+        draft_to_target: (K,) int64, the tokens whose drafts are learnt from; they draft all that the target knows.
+    """
+
+    config = FinalState()
+    embed_tokens = lm_head = None  # the target's
+
+    def __init__(self, layers: Sequence[MtpLayer], draft_to_target: Tensor):
+        super().__init__()
+        self._layers = nn.ModuleList(layers)
+        for layer in layers:
+            layer.block.set_input_embeddings(nn.Identity())  # it reads what was fused
+        self.register_buffer("draft_to_target", draft_to_target, persistent=False)
+
+    draft_to_target: Tensor
+
+    @property
+    def layers(self) -> list[MtpLayer]:
+        return list(self._layers)  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> torch.device:
+        return self.layers[0].fuse.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layers[0].fuse.weight.dtype
+
+    def copied(self, dtype: torch.dtype) -> MtpTrainee:
+        """The same layers in another precision."""
+        layers = []
+        for layer in self.layers:
+            norms = copy.deepcopy(layer.embed_norm), copy.deepcopy(layer.state_norm)
+            layers.append(MtpLayer(*norms, copy.deepcopy(layer.fuse), copy.deepcopy(layer.block), layer.states_first))
+        return MtpTrainee(layers, self.draft_to_target).to(dtype).eval()
+
+    def beside(self, target: PreTrainedModel) -> MtpHead:
+        """The layers with what they draft through."""
+        return MtpHead(self.layers, target.get_input_embeddings(), target.get_output_embeddings())

@@ -1,0 +1,260 @@
+"""`Slots`: the buffers of a kind of layers, which slot a token lies in, and what each slot holds.
+
+Owns windows that slide, and growing. Knows nothing of what rows may do: that is the cache's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec.utils.device_copies import uploaded
+
+SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
+FEWEST = 512  # slots of a buffer that comes in few sizes
+NEVER = 2**62  # position of what lies in a slot that holds nothing
+
+
+@dataclass(frozen=True)
+class Span:
+    """How far back a kind of layers looks.
+
+    Attributes:
+        window: tokens seen, the token itself included; None: all before it. chunked: not the last `window` ones but
+            those in the same stretch of `window` positions.
+    """
+
+    window: int | None = None
+    chunked: bool = False
+
+
+def slots_of_size(count: int) -> int:
+    """Slots of a buffer that holds so many and comes in few sizes: a text seldom outgrows one."""
+    return max(FEWEST, 1 << (count - 1).bit_length())
+
+
+class Slots:
+    """The buffers of all layers of one kind, and where the tokens of the present pass go in them.
+
+    Position p lies in slot p modulo `count`. Where a window slides, `count` is the window and room for what may be
+    rolled back: what a draft overwrites is out of sight for whatever comes after the row.
+
+    Args:
+        window: how many tokens back anything is seen, the token itself included; None: all. sized: see the cache's.
+    """
+
+    def __init__(self, window: int | None, sized: bool = False):
+        self.window, self.sized = window, sized
+        self.count = 0
+        self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
+        self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
+        self.indexed: dict[int, list[Tensor]] = {}  # what indexers keep, by layer, one (B, 1, count, D) each
+        self._spare = SPARE if window is None else min(SPARE, max(8, window // 16))
+
+    def place(
+        self,
+        lengths: Sequence[int],
+        base: Tensor,
+        ahead: int,
+        pending: int,
+        order: Tensor | None,
+        pads: Sequence[int],
+        count: int,
+        draft: bool,
+    ) -> None:
+        """See `SpeculativeCache.place`. ahead: tokens by which a row may be rolled back."""
+        self._lengths, self._pending, self._order, self._pads, self._n = lengths, pending, order, pads, count
+        self._base, self._slots = base, {}
+        end = max(lengths) + pending + count
+        # Many known tokens need not all be kept: they see one another beside the buffer, which takes the last ones.
+        self._passing = not draft and self.window is not None and count > self._spare
+        needed = end
+        if self.window is not None:
+            loose = self._spare if self._passing else max(self._spare, ahead + pending + count)
+            needed = min(end, self.window - 1 + loose)
+        if needed > self.count:
+            self._resize(self._roomy(needed))
+        self._end = self.count if self.sized and draft else min(end, self.count)
+
+    def reserve(self, lengths: Sequence[int], more: int) -> None:
+        self._lengths, self._pending = lengths, 0
+        needed = max(lengths) + more
+        if self.window is not None:
+            needed = min(needed, self.window - 1 + max(self._spare, more))
+        if needed > self.count:
+            self._resize(self._roomy(needed))
+
+    def _roomy(self, needed: int) -> int:
+        """How many slots to take where so many are needed."""
+        if self.sized:
+            return slots_of_size(needed)
+        roomy = needed + max(SPARE, needed // 16)
+        return roomy if self.window is None else min(roomy, max(needed, self.window - 1 + self._spare))
+
+    def pair(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's whole buffers of keys and values."""
+        keys, values = self.buffers[layer]
+        return keys, values
+
+    def slots(self, device: torch.device) -> Tensor:
+        """(B, n) int64, where this pass's tokens are written."""
+        assert self._order is not None
+        return self._placed(self._order, device)[2]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if layer not in self.buffers:
+            # Zeros, not garbage: a masked slot still enters attention as 0 * value, and 0 * NaN is NaN.
+            self.buffers[layer] = [s.new_zeros(*s.shape[:2], self.count, s.shape[3]) for s in (keys, values)]
+        put = self._pass_by if self._passing else self._store
+        kept_keys, kept_values = self.buffers[layer]
+        return put(kept_keys, keys), put(kept_values, values)
+
+    def write_indexed(self, layer: int, states: Tensor) -> Tensor:
+        if layer not in self.indexed:
+            self.indexed[layer] = [states.new_zeros(*states.shape[:2], self.count, states.shape[3])]
+        return (self._pass_by if self._passing else self._store)(self.indexed[layer][0], states)
+
+    @property
+    def all_buffers(self) -> list[list[Tensor]]:
+        """Of all layers, in lists in which they can be replaced."""
+        return [*self.buffers.values(), *self.indexed.values()]
+
+    def _store(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """What attention sees: the buffer, with `states` in their slots."""
+        first = (self._lengths[0] + self._pending) % self.count
+        if self._order is not None:
+            buffer[self._placed(self._order, states.device)] = states.transpose(1, 2)
+        elif first + self._n <= self.count:
+            buffer[:, :, first : first + self._n] = states
+        else:
+            buffer[:, :, torch.arange(first, first + self._n, device=states.device) % self.count] = states
+        return buffer[:, :, : self._end]
+
+    def _placed(self, order: Tensor, device: torch.device) -> tuple[Tensor, slice, Tensor]:
+        """Where this pass's tokens lie in the buffers of a device."""
+        if device not in self._slots:
+            rows = torch.arange(len(order), device=device)[:, None]
+            self._slots[device] = rows, slice(None), order.to(device) % self.count
+        return self._slots[device]
+
+    def _pass_by(self, buffer: Tensor, states: Tensor) -> Tensor:
+        """What attention sees: the buffer as it was, and `states` behind it, the last of which then go into it."""
+        before = min(max(self._lengths), self.count)
+        seen = torch.cat([buffer[:, :, :before], states], 2) if before else states
+        base, pads = as_column(self._lengths, states.device), as_column(self._pads, states.device)
+        position = self._positions(base + self._n - pads)  # (B, count)
+        column = (position - base + pads).clamp(min=0)
+        fresh = (position >= base)[:, None, :, None]
+        buffer.copy_(torch.where(fresh, _gathered(states, column), buffer))
+        return seen
+
+    def held(self, device: torch.device) -> Tensor:
+        if self.window is None:  # a slot's number; behind a row's end that is a position nobody looks at
+            return torch.arange(self._end, device=device)[None]
+        base = self._base.to(device)
+        if not self._passing:
+            return _valid(self._positions(base + self._pending + self._n)[:, : self._end])
+        before = _valid(self._positions(base)[:, : min(max(self._lengths), self.count)])
+        new = base + torch.arange(self._n, device=device) if self._order is None else self._order
+        return torch.cat([before, new], 1)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy what lies at the positions `source` to `target`, both (B, D)."""
+        source, target = source % self.count, target % self.count
+        for buffers in self.all_buffers:
+            for buffer in buffers:
+                buffer.scatter_(2, _index(target, buffer), _gathered(buffer, source))
+
+    def put(
+        self,
+        layer: int,
+        keys: Tensor,
+        values: Tensor,
+        columns: Tensor,
+        lengths: Sequence[int],
+        indexed: Tensor | None = None,
+    ) -> None:
+        self._lengths, self._pending = lengths, 0
+        if not self.buffers:
+            most = max(lengths) + SPARE
+            self.count = most if self.window is None else min(most, self.window - 1 + self._spare)
+            self.count = slots_of_size(self.count) if self.sized else self.count
+        position = self._positions(as_column(lengths, columns.device))
+        column = columns.gather(1, position.clamp(0, columns.shape[1] - 1)).clamp(min=0)
+        self.buffers[layer] = [_gathered(keys, column), _gathered(values, column)]
+        if indexed is not None:
+            self.indexed[layer] = [_gathered(indexed[:, None], column)]
+
+    def take_indexed(self, layer: int, positions: Tensor) -> Tensor | None:
+        if layer not in self.indexed:
+            return None
+        return _gathered(self.indexed.pop(layer)[0], positions.clamp(min=0) % self.count)[:, 0]
+
+    def take(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.buffers.pop(layer)
+        slots = positions.clamp(min=0) % self.count
+        taken = _gathered(keys, slots)
+        del keys
+        return taken, _gathered(values, slots)
+
+    def adopt(self, row: int, other: Slots, lengths: Sequence[int], theirs: Sequence[int]) -> None:
+        """See `SpeculativeCache.adopt`. lengths, theirs: of the rows here and of the one there."""
+        self._lengths, self._pending = lengths, 0
+        if other.count > self.count:
+            self._resize(other.count)
+        positions = other._positions(as_column(theirs, torch.device("cpu")))[0]
+        held = (positions >= 0).nonzero()[:, 0]
+        slots = positions[held] % self.count
+        for ours, others in ((self.buffers, other.buffers), (self.indexed, other.indexed)):
+            for layer, buffers in others.items():
+                if layer not in ours:
+                    shape = (len(lengths), buffers[0].shape[1], self.count)
+                    ours[layer] = [states.new_zeros(*shape, states.shape[3]) for states in buffers]
+                for buffer, states in zip(ours[layer], buffers, strict=True):
+                    buffer[row, :, slots] = states[0, :, held]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        for buffers in self.all_buffers:
+            buffers[:] = [buffer[list(rows)] for buffer in buffers]
+
+    def _resize(self, count: int) -> None:
+        """Go on with `count` slots, more than before; one buffer at a time is held twice."""
+        old, self.count = self.count, count
+        wraps = max(self._lengths) + self._pending > old
+        for buffers in self.all_buffers:
+            for i in range(len(buffers)):
+                buffers[i] = self._resized(buffers[i], old, wraps)
+
+    def _resized(self, buffer: Tensor, old: int, wraps: bool) -> Tensor:
+        if wraps:
+            written = as_column(self._lengths, buffer.device) + self._pending
+            return _gathered(buffer, self._positions(written).clamp(min=0) % old)
+        grown = buffer.new_zeros(*buffer.shape[:2], self.count, buffer.shape[3])
+        grown[:, :, :old] = buffer
+        return grown
+
+    def _positions(self, written: Tensor) -> Tensor:
+        """(B, count): what each slot holds once `written` (B, 1) positions are, negative for nothing."""
+        last = written - 1
+        return last - (last - torch.arange(self.count, device=written.device)) % self.count
+
+
+def _valid(positions: Tensor) -> Tensor:
+    return positions.masked_fill(positions < 0, NEVER)
+
+
+def as_column(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return uploaded(list(numbers), device)[:, None]
+
+
+def _index(slots: Tensor, buffer: Tensor) -> Tensor:
+    """(B, T) slots as an index into a buffer (B, heads, S, dim), without memory of its own."""
+    return slots.to(buffer.device)[:, None, :, None].expand(len(buffer), buffer.shape[1], -1, buffer.shape[3])
+
+
+def _gathered(buffer: Tensor, slots: Tensor) -> Tensor:
+    """(B, heads, T, dim) of slots (B, T)."""
+    return buffer.gather(2, _index(slots, buffer))

@@ -1,0 +1,157 @@
+"""`Source`: what an encoder made of a call's input, for a decoder to read beside its own text.
+
+Owns the names under which encoder-decoder models take the parts of a decoder's pass. With them a decoder runs as any
+causal LM: `generate()`'s arguments become those of a text alone, and a runner's passes the model's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from specdec.models.compat import cache_name
+from specdec.models.introspection import PREFIX, decoders_name, forward_parameters
+
+EXTRAS = ("output_router_logits", "output_hidden_states", "output_attentions")  # a pass's outputs beside its logits
+
+
+@dataclass(frozen=True)
+class Source:
+    """Of B rows.
+
+    Attributes:
+        states: the encoder's output, states (B, S, H) first. mask: (B, S) of them, where there is padding.
+        given: what the encoder was given; None where a call brought its states instead.
+        keys: of cross-attention, by layer: the first pass fills them in.
+    """
+
+    states: Any
+    mask: Tensor | None = None
+    given: Tensor | None = None
+    keys: DynamicCache = field(default_factory=DynamicCache)
+
+    def text(self, row: int) -> list[int]:
+        """The tokens that its encoder read for a row of the batch; none where that was sound or a picture."""
+        if self.given is None or self.given.dim() != 2 or self.given.is_floating_point():
+            return []
+        tokens = self._of_rows(self.given)[row]
+        return (tokens if self.mask is None else tokens[self.mask[row].bool()]).tolist()
+
+    def _of_rows(self, given: Tensor) -> Tensor:
+        """A call's own rows, each as often as it has sequences (`num_return_sequences`)."""
+        return given.repeat_interleave(len(self.states[0]) // len(given), 0)
+
+    def read_by(self, model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a pass of `model` over its own tokens, with all of this beside them."""
+        named = {decoders_name(model, name): value for name, value in inputs.items()} | {"encoder_outputs": self.states}
+        if model.config.is_encoder_decoder:
+            named["attention_mask"] = self.mask
+        name = cache_name(named)
+        if name is not None and not isinstance(named[name], EncoderDecoderCache):
+            named[name] = self.together_with(named[name])
+        return named
+
+    def beside(self, model: PreTrainedModel) -> Source | None:
+        """For another model that drafts, by the same input; None if it reads none.
+
+        A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
+        """
+        if not model.config.is_encoder_decoder:
+            return Source(self.states) if "encoder_outputs" in forward_parameters(model) else None
+        if self.given is None:
+            raise ValueError(
+                f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
+                "as well, or draft with n-grams"
+            )
+        with torch.no_grad():
+            given = self._of_rows(self.given).to(model.device)
+            size = model.config.get_text_config(decoder=True).vocab_size
+            given = given.to(model.dtype) if given.is_floating_point() else given.clamp(max=size - 1)
+            states = model.get_encoder()(given, **_known(model, {"attention_mask": self.mask}), return_dict=True)
+        return Source(states, self.mask, self.given)
+
+    def together_with(self, cache: Any) -> Any:
+        """A decoder's cache as its model has it."""
+        return None if cache is None else EncoderDecoderCache(cache, self.keys)
+
+
+def declined(model: PreTrainedModel) -> dict[str, bool]:
+    """Arguments by which a pass goes without what the model's config asks of every pass, where it asks: of experts'
+    routers, for instance, whose loss takes no mask of ours."""
+    asked = [name for name in EXTRAS if any(getattr(config, name, None) for config in _configs(model))]
+    if not asked:
+        return {}
+    parameters = inspect.signature(model.forward).parameters
+    passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: False for name in asked if passed_on or name in parameters}
+
+
+def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
+    """Why a draft model cannot read what a target does, or None."""
+    if not model.config.is_encoder_decoder:
+        borrows = target.config.is_encoder_decoder and "encoder_outputs" in forward_parameters(model)
+        ours, theirs = (m.config.get_text_config(decoder=True).hidden_size for m in (model, target))
+        return (
+            f"the draft model reads states of {ours} numbers, the target's have {theirs}"
+            if borrows and ours != theirs
+            else None
+        )
+    if not target.config.is_encoder_decoder:
+        return "the draft model has an encoder, and the target none"
+    inputs = [(m.main_input_name, getattr(m.config, "num_mel_bins", None)) for m in (model, target)]
+    if inputs[0] == inputs[1]:
+        return None
+    return f"the draft model's encoder reads {inputs[0]} (input, mel bins), the target's {inputs[1]}"
+
+
+def source_of(
+    model: PreTrainedModel, input_ids: Tensor, given: Tensor | None, model_kwargs: dict[str, Any]
+) -> tuple[Source | None, dict[str, Any]]:
+    """A call's source, None for a decoder alone, and the call's other arguments by the names of a causal LM's."""
+    if not model.config.is_encoder_decoder:
+        return None, model_kwargs
+    own = {name: value for name, value in model_kwargs.items() if name not in ("attention_mask", "inputs_embeds")}
+    kwargs = {name.removeprefix(PREFIX): value for name, value in own.items()}
+    name, keys = cache_name(kwargs), DynamicCache()
+    cache = None if name is None else kwargs[name]
+    if name is not None and isinstance(cache, EncoderDecoderCache) and not cache.get_seq_length():
+        kwargs[name], keys = cache.self_attention_cache, cache.cross_attention_cache
+        kwargs[name]._is_user_defined = getattr(cache, "_is_user_defined", False)  # as generate() marks it
+    if given is not None and not given.is_floating_point() and bool((given < 0).any()):
+        given = None  # transformers fills in for inputs that a call has not
+    kwargs.setdefault("attention_mask", torch.ones_like(input_ids))  # an encoder's mask has another width
+    return Source(kwargs.pop("encoder_outputs"), model_kwargs.get("attention_mask"), given, keys), kwargs
+
+
+def stand_in(model: PreTrainedModel, rows: int) -> Source | None:
+    """For a model that reads one, to try it out with: states (rows, 3, H), always the same."""
+    if not model.config.is_encoder_decoder:
+        return None
+    width = getattr(model.get_encoder(), "config", model.config).hidden_size
+    states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
+    states = states.to(model.device, model.dtype).expand(rows, -1, -1)
+    return Source(_Output(last_hidden_state=states))
+
+
+@dataclass
+class _Output(BaseModelOutput):
+    """With what some encoders give besides (NLLB's and Switch's experts, Moonshine)."""
+
+    attention_mask: Tensor | None = None
+    router_logits: Any = None
+    router_probs: Any = None
+
+
+def _configs(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.config, model.config.get_text_config(decoder=True)
+
+
+def _known(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(model.get_encoder().forward).parameters
+    return {name: value for name, value in arguments.items() if name in parameters and value is not None}

@@ -1,0 +1,122 @@
+"""Cheaper views of a draft model: fewer tokens in its LM head, 8-bit weights for passes over few tokens.
+
+A draft need not be exact, it is verified; a view shares the model's weights and leaves the model itself as it was.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.models.linear import QuickLinear, Way, is_plain, product_in_blocks
+from specdec.models.views import twin, view
+
+M = TypeVar("M", bound=nn.Module)
+FEW_TOKENS = 4  # up to here the 8-bit product is the fastest (2 CPU cores, AVX-512 as AVX2)
+INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (2.9 to 2.15)
+VECTOR = 32  # numbers: of rows that are no whole vectors, torch's 8-bit product reads beyond the end (2.13, bfloat16)
+
+
+class Int8Linear(QuickLinear):
+    """A linear layer whose weights may be read as int8, one scale per output, where that is the fastest way.
+
+    Decoding is bound by reading weights: half the bytes of bfloat16 take 0.4 of the time for one token (896 x 4864, 2
+    CPU cores, AVX-512), a quarter of float32's 0.3 (8960 x 1536, 2 CPU cores, AVX2). Passes over more tokens go through
+    the original weights, which are shared, not copied.
+    """
+
+    quantized: Tensor  # (out, in) int8
+    scale: Tensor  # (out,) bfloat16
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Linear:
+        layer, weight = twin(linear, cls), linear.weight.detach()
+        layer.scale = (weight.float().abs().amax(1).clamp(min=1e-12) / 127).bfloat16()
+        layer.quantized = (weight.float() / layer.scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return layer
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (by_int8, *super().ways) if INT8_PRODUCT else super().ways
+
+
+class Int8Alone(Int8Linear):
+    """An `Int8Linear` whose original weights are not kept: passes over many tokens, too, read the integers."""
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> Int8Alone:
+        layer = super().of(linear)
+        assert isinstance(layer, cls)
+        nothing = nn.Parameter(linear.weight.detach().to("meta"), requires_grad=False)  # a shape and a type
+        layer._parameters = {**linear._parameters, "weight": nothing}
+        return layer
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        return (by_int8, by_int8_blocks, by_unpacked) if INT8_PRODUCT else (by_int8_blocks, by_unpacked)
+
+
+def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:
+    """rows (n, in) times the weights as integers, in bfloat16: the float32 kernel is several times slower (AVX2)."""
+    result = torch._weight_int8pack_mm(rows.bfloat16(), layer.quantized, layer.scale).to(rows.dtype)
+    return result if layer.bias is None else result + layer.bias
+
+
+def by_int8_blocks(rows: Tensor, layer: Int8Linear) -> Tensor:
+    """The same in float32."""
+    result = (product_in_blocks(layer.quantized, rows) * layer.scale.float()[:, None]).T
+    return (result if layer.bias is None else result + layer.bias).to(rows.dtype).contiguous()
+
+
+def by_unpacked(rows: Tensor, layer: Int8Linear) -> Tensor:
+    """The same by weights made of the integers for this product."""
+    return nn.functional.linear(rows, layer.quantized.to(rows.dtype) * layer.scale[:, None], layer.bias)
+
+
+def with_int8_linears(model: M, alone: bool = False) -> M:
+    """A view of `model` with `Int8Linear` in place of its linear layers: a byte for each of their weights on top.
+
+    alone: the view does without those weights, where no other layer has them; they are gone when `model` is.
+    """
+    shared = {
+        id(weight)
+        for module in model.modules()
+        if type(module) is not nn.Linear
+        for weight in module.parameters(recurse=False)
+    }
+
+    def swap(layer: nn.Module) -> nn.Module:
+        if not is_plain(layer) or layer.in_features % VECTOR:
+            return layer
+        return (Int8Alone if alone and id(layer.weight) not in shared else Int8Linear).of(layer)
+
+    return view(model, swap)
+
+
+def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
+    """A view of `model` whose LM head knows only the tokens `vocab` (K,) int64, in that order."""
+    head = model.get_output_embeddings()
+    if not is_plain(head):
+        raise ValueError(
+            f"cannot trim the vocabulary of {type(model).__name__}: its LM head is a {type(head).__name__}, not a "
+            "linear layer, or its weights are quantised. Use vocab=None."
+        )
+    trimmed = nn.Linear(head.in_features, len(vocab), bias=head.bias is not None, device="meta")
+    index = vocab.to(head.weight.device)
+    trimmed.weight = nn.Parameter(head.weight.detach()[index].clone(), requires_grad=False)
+    if head.bias is not None:
+        trimmed.bias = nn.Parameter(head.bias.detach()[index].clone(), requires_grad=False)
+    return view(model, lambda layer: trimmed if layer is head else layer)
+
+
+def int8_pays(model: nn.Module) -> bool:
+    """Whether 8-bit decoding is to be had and worth its memory: on a CPU, with 10M parameters or more."""
+    weights = list(model.parameters())
+    return (
+        hasattr(torch, "_weight_int8pack_mm")
+        and all(weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32) for weight in weights)
+        and sum(weight.numel() for weight in weights) >= 10_000_000
+    )

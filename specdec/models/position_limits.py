@@ -1,0 +1,86 @@
+"""`positions_of`: how many positions a model has, found by asking it for one that lies far behind any table.
+
+Learned and sinusoidal embeddings, and buffers of the same length, are tables in which a pass looks positions up. A
+lookup beyond a table's end raises an error on CPUs and ruins the process on CUDA, so that no draft may cause one.
+RoPE computes its angles and has no end.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from specdec.models.encoder import declined, stand_in
+from specdec.models.introspection import spread, takes_positions
+from specdec.models.positions import counted_positions
+
+FAR = 2**20  # a position that no table reaches
+ATEN = torch.ops.aten
+
+
+@torch.no_grad()
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Positions from 0 on at which a model's pass can place a token; None: any.
+
+    Args:
+        model: nobody else's, as a pass may leave state behind in it.
+    """
+    if not takes_positions(model):
+        # MPT's biases are made anew in each pass, as many as its config says.
+        config = model.config.get_text_config(decoder=True)
+        return counted_positions(model) or getattr(config, "max_seq_len", None)
+    if spread(model) and any(hasattr(module, "max_seq_len_cached") for module in model.modules()):
+        return None  # RoPE; others decode with this very model, and its frequencies may depend on the farthest position
+    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    inputs = {
+        "input_ids": token,
+        "position_ids": token * FAR,
+        "use_cache": False,
+        "return_dict": True,
+        **declined(model),
+    }
+    source = stand_in(model, 1)
+    with _Lookups() as lookups, suppress(Exception):  # a model may refuse the position: what was found then counts
+        model(**(inputs if source is None else source.read_by(model, inputs)))
+    return lookups.positions
+
+
+class _Lookups(TorchDispatchMode):
+    """Lets a pass of one token at position `FAR` look up the last entry of any table that ends before.
+
+    Attributes:
+        positions: that the shortest of these tables has; None: none was met.
+    """
+
+    positions: int | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is ATEN.embedding.default:
+            table, index, *rest = args
+            args = (table, self._within(table.shape[0], index), *rest)
+        elif func is ATEN.index.Tensor:
+            table, indices = args
+            args = (table, [self._within(*each) for each in zip(table.shape, indices, strict=False)])
+        elif func is ATEN.gather.default:
+            table, dim, index, *rest = args
+            args = (table, dim, self._within(table.shape[dim], index), *rest)
+        elif func is ATEN.index_select.default:  # by this, models read tables that grow when a text outgrows them
+            table, dim, index = args
+            args = (table, dim, index.clamp(max=table.shape[dim] - 1))
+        return func(*args, **(kwargs or {}))
+
+    def _within(self, size: int, index: Tensor | None) -> Tensor | None:
+        if index is None or index.dtype == torch.bool or not index.numel():
+            return index
+        farthest = int(index.max())
+        if farthest < size:
+            return index
+        if size > 1:  # else it was made for a text of this length
+            found = size - (farthest - FAR)  # some tables begin a few entries before position 0
+            self.positions = found if self.positions is None else min(self.positions, found)
+        return index.clamp(max=size - 1)

@@ -1,0 +1,185 @@
+"""`with_positions`: a view of a model whose tokens stand where a pass places them, not where its cache ends.
+
+Models without an argument for positions (BART, Marian, T5) count on from the cache's length. That is right for one
+row's chain and wrong for trees and ragged rows. What knows positions there, their embeddings and T5's biases, is asked
+what it says of a plain text; of that a pass takes what belongs to its tokens. So is a causal mask that a layer keeps
+(GPT-Neo's): its columns are not positions in trees and ragged rows, and they end.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.models.cache.buffers import Span
+from specdec.models.cache.ragged_rows import Sight
+from specdec.models.compat import CACHE_LENGTHS
+from specdec.models.introspection import takes_positions
+from specdec.models.views import twin, view
+
+M = TypeVar("M", bound=PreTrainedModel)
+HOW_MANY = ("input_ids", "input_ids_shape", "input")
+OF_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
+
+
+class Places:
+    """Of the pass that is run.
+
+    Attributes:
+        sight: where its tokens stand, and those that they see. None: as the model itself counts.
+        pads: of each row, which such a model counts as well; (B, 1) int64 on the host.
+    """
+
+    sight: Sight | None = None
+    pads: Tensor | None = None
+
+
+def counts_positions(model: PreTrainedModel) -> bool:
+    """It is told no positions, and something in it counts tokens in a way that is known here."""
+    return not takes_positions(model) and any(map(_placed, model.modules()))
+
+
+def counted_positions(model: PreTrainedModel) -> int | None:
+    """Number of positions of the decoder of such a model, from 0 on; None: any."""
+    encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
+    sizes = [_size(module) for module in model.modules() if module not in encoder and _placed(module)]
+    return min((size for size in sizes if size is not None), default=None)
+
+
+def padding_counted_by(model: PreTrainedModel) -> set[int]:
+    """Padding tokens by which such a model numbers a prompt that it reads at once: it leaves them out (M2M100)."""
+    if not counts_positions(model):
+        return set()
+    numbering = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    return {module.padding_idx for module in numbering if getattr(module, "padding_idx", None) is not None}
+
+
+def has_causal_masks(model: PreTrainedModel) -> bool:
+    """Its layers keep causal masks of fixed length, which they apply beside the mask of a pass."""
+    return any(map(_is_causal_mask, model.buffers()))
+
+
+def with_positions(model: M, places: Places) -> M:
+    """A view of `model`, by its weights, that looks into `places`; `model` itself where nothing in it counts."""
+    counts = not takes_positions(model)
+    if not counts and not has_causal_masks(model):
+        return model
+
+    def swap(module: nn.Module) -> nn.Module:
+        kind = (_placed(module) if counts else None) or _masking(module)
+        if kind is None:
+            return module
+        placed = twin(module, kind)
+        placed.places = places  # type: ignore[assignment]
+        return placed
+
+    return view(model, swap)
+
+
+def _is_causal_mask(buffer: Tensor | None) -> bool:
+    """A causal mask of all columns, (1, 1, P, P)."""
+    return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4 and len(set(buffer.shape[2:])) == 1
+
+
+def _placed(module: nn.Module) -> type[nn.Module] | None:
+    return _placed_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+
+
+@cache
+def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
+    if issubclass(kind, (_Embedding, _Bias)):  # of a view, of which another one is made
+        return kind
+    parameters = list(inspect.signature(kind.forward).parameters)
+    # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
+    if not set(CACHE_LENGTHS).isdisjoint(parameters) and parameters[1] in HOW_MANY:
+        return type(kind.__name__, (_Embedding, kind), {"told": parameters[1]})
+    bias = getattr(kind, "compute_bias", None)
+    if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:
+        return type(kind.__name__, (_Bias, kind), {})
+    return None
+
+
+def _masking(module: nn.Module) -> type[nn.Module] | None:
+    names = tuple(name for name, buffer in module._buffers.items() if _is_causal_mask(buffer))
+    return _masking_class(type(module), names) if names else None  # type: ignore[arg-type]  # see `_placed`
+
+
+@cache
+def _masking_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    def placed(name: str) -> property:
+        return property(lambda module: _CausalMask(module._buffers[name], module.places))
+
+    return type(kind.__name__, (kind,), {name: placed(name) for name in names})
+
+
+def _size(module: Any) -> int | None:
+    """Number of positions that such a module knows; None: any, as it makes more where a text outgrows its table."""
+    return module.num_embeddings - getattr(module, "offset", 0) if isinstance(module, nn.Embedding) else None
+
+
+class _Embedding(nn.Module):
+    places: Places
+    told: str  # the first argument: the tokens, or their shape
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        sight, pads = self.places.sight, self.places.pads
+        if sight is None:
+            return super().forward(*args, **kwargs)
+        positions, count = sight.positions, sight.cache.end
+        if pads is not None:
+            positions, count = positions + pads.to(positions.device), count + int(pads.max())
+        size = _size(self)
+        if size is not None:  # a tree may have more nodes than positions are left
+            count = min(count, size)
+        padding = getattr(self, "padding_idx", None)
+
+        def of_text(token: int) -> Tensor:
+            """What it says of a text of one token, at the pass's positions."""
+            text = torch.full((1, count), token, device=positions.device)
+            told = text.shape if self.told == "input_ids_shape" else text
+            return super(_Embedding, self).forward(told).reshape(count, -1)[positions]
+
+        real = of_text(1 if padding == 0 else 0)
+        tokens = args[0] if args else kwargs.get(self.told)
+        if padding is None or not isinstance(tokens, Tensor) or tokens.dim() != 2:  # embeddings were given, or a shape
+            return real
+        return torch.where((tokens == padding)[..., None], of_text(padding), real)
+
+
+class _Bias(nn.Module):
+    places: Places
+
+    def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
+        """(B, heads, n, S) of the tokens of a pass and what they see."""
+        sight, native = self.places.sight, super().compute_bias  # type: ignore[misc]
+        if sight is None:
+            return native(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
+        farthest = sight.cache.end - 1
+        by_nearness = native(1, farthest + 1, device=device, past_seen_tokens=farthest)[0, :, 0]  # (heads, ...)
+        distance = sight.positions[:, :, None] - sight.held(Span())[:, None]  # (B, n, S)
+        nearness = farthest - distance.clamp(0, farthest)
+        return by_nearness[:, nearness.to(by_nearness.device)].transpose(0, 1)
+
+
+class _CausalMask:
+    """A layer's own causal mask (1, 1, P, P), by which it also limits how far back it looks.
+
+    It is indexed by columns, queries and then keys; of a pass it gives what is right for the positions of its tokens.
+    """
+
+    def __init__(self, mask: Tensor, places: Places):
+        self.mask, self.places = mask, places
+
+    def __getitem__(self, columns: tuple[slice, ...]) -> Tensor:
+        """(B, 1, n, S) bool."""
+        sight = self.places.sight
+        if sight is None:
+            return self.mask[columns]
+        last = self.mask.shape[-1] - 1  # slots after the rows may have numbers that are no positions: nobody sees them
+        keys = sight.held(Span())[:, None].clamp(max=last)
+        return self.mask[0, 0][sight.positions[..., None], keys][:, None]

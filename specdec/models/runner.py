@@ -1,0 +1,251 @@
+"""`ModelRunner`: runs a Hugging Face causal LM, or a decoder, over chunks and draft trees of a batch of ragged rows.
+
+Owns the cache, the positions and the masks. Knows nothing of sampling or of where a draft came from. The target and a
+draft model both run through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.models.attention_masks import default_masks, known_at_once, masks_as_taken, spans
+from specdec.models.cache.buffers import Span
+from specdec.models.cache.ragged_rows import CachedRows, Sight, pads_of_part
+from specdec.models.encoder import Source, declined
+from specdec.models.hidden_states import Taps
+from specdec.models.introspection import (
+    INDEXED,
+    RECURRENT,
+    cache_argument,
+    decoders_name,
+    device_of,
+    forward_parameters,
+    layer_kinds,
+    spread,
+    takes_positions,
+)
+from specdec.models.linear import quick
+from specdec.models.lockstep import Step
+from specdec.models.output import Output, joined
+from specdec.models.positions import Places, with_positions
+from specdec.models.recurrent_layers import with_states
+from specdec.models.static_forward import Graphs, filled_up
+
+
+class ModelRunner(CachedRows):
+    """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
+
+    Args:
+        model: a decoder-only causal LM from transformers, in eval mode; a `quick` view of it is run, unless other
+            processes have parts of its layers: rounding must not hang on this one's clock.
+        masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
+            only build its own, which restricts it to chains of rows of one length.
+        taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
+        graphs: of the model, with the same taps: passes over drafts are theirs.
+        source: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        masks: str | None = None,
+        taps: Taps | None = None,
+        step: Step | None = None,
+        graphs: Graphs | None = None,
+        source: Source | None = None,
+        sized: bool = False,
+    ):
+        self.masks, self.places, self._takes_positions = masks or default_masks(model), Places(), takes_positions(model)
+        whole = with_states(model)
+        whole = whole if self.masks == "own" else with_positions(whole, self.places)
+        self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
+        self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
+        self.graphs, self.sized = graphs, sized or graphs is not None
+        self.source = source
+        self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
+        super().__init__(spans(model, self.masks))
+        self.cache_argument = cache_argument(model)
+        self._declined = declined(model)
+        self._takes_logits_to_keep = "logits_to_keep" in forward_parameters(model)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        given: Tensor,
+        pads: Sequence[int],
+        *,
+        embedded: bool = False,
+        hidden_states: bool = False,
+    ) -> Output:
+        """Append known tokens to the rows and commit them, in as many passes as keep masks small.
+
+        Args:
+            given: (B, W) int64, row b left-padded by `pads[b]`; (B, W, H) where they are `embedded` already.
+
+        Returns:
+            Logits (B, 1, V) after each row's last token; hidden states and features over all W.
+        """
+        given = given.to(self.device)
+        width = self._most_at_once(given.shape[1], pads)
+        outputs = []
+        for start in range(0, given.shape[1], width):
+            part = given[:, start : start + width]
+            part_pads = pads_of_part(pads, start, part.shape[1])
+            outputs.append(self._extend(part, part_pads, embedded, hidden_states))
+        return joined(outputs)
+
+    def _most_at_once(self, width: int, pads: Sequence[int]) -> int:
+        """How many known tokens per row to run over in one pass."""
+        unmasked = self.aligned and not any(pads) and self.lengths[0] == 0
+        if self.masks == "own" or unmasked:
+            return width
+        return known_at_once(len(pads), max(self.lengths) + width)
+
+    def _extend(self, given: Tensor, pads: Sequence[int], embedded: bool, hidden_states: bool) -> Output:
+        self._require_masks(unless=not any(pads) and self.aligned)
+        unmasked = not any(pads) and self._unmasked(given.shape[1], chain=True)
+        sight = self.place_known(given.shape[1], pads, given.device)
+        mask = None if sight.alone else self._mask_argument(sight, unmasked)
+        output = self._forward(given, sight, mask, embedded=embedded, keep=1, hidden=hidden_states)
+        self.commit([given.shape[1] - pad for pad in pads])
+        return output
+
+    @torch.no_grad()
+    def extend_behind(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        sight = self.place_behind(given.shape[1], pads)
+        mask = self._mask_argument(sight, unmasked=False)
+        return self._forward(given, sight, mask, keep=1, hidden=False, embedded=embedded)
+
+    @torch.no_grad()
+    def look(self, inputs: Mapping[str, Any]) -> Output:
+        """A pass as `generate()` prepares it, over whole prompts and what else belongs to them, into a cache that is
+        among the inputs: logits (B, 1, V), hidden states if asked for and features over all columns."""
+        logits, states, features = self._listen({**self._declined, **inputs})
+        return Output(logits[:, -1:], states, features)
+
+    @torch.no_grad()
+    def grow(
+        self,
+        tokens: Tensor,
+        depth: Tensor,
+        ancestors: Tensor,
+        *,
+        chain: bool = False,
+        embedded: bool = False,
+        hidden_states: bool = False,
+    ) -> Output:
+        """Write n draft nodes behind the rows (and behind nodes already pending) and run the model over them.
+
+        Args:
+            tokens: (B, n) int64; (B, n, H) where they are `embedded` already.
+            depth: (B, M + n) int64, of the M pending nodes and these: position = length + depth.
+            ancestors: (B, n, M + n) bool, which of all these nodes each of the n sees.
+            chain: the nodes form one path in order, in every row.
+
+        Returns:
+            Logits (B, n, V).
+        """
+        self._require_masks(unless=chain and self.aligned)
+        tokens, depth, ancestors = (t.to(self.device) for t in (tokens, depth, ancestors))
+        n = tokens.shape[1]
+        if self.sized:
+            tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
+        unmasked = self._unmasked(n, chain)
+        sight = self.place_draft(depth, ancestors, chain)
+        mask = self._mask_argument(sight, unmasked)
+        size = tokens.shape[1]
+        output = self._forward(tokens, sight, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True)
+        self.pending += n
+        return output.first(n) if self.sized else output
+
+    def idle(self) -> None:
+        """A pass for nothing: over a token behind each row, which is forgotten."""
+        B, device = len(self.lengths), device_of(self.model)
+        nothing = torch.zeros(B, 1, dtype=torch.long, device=device)
+        last = nothing - 1  # where the row's last token stands: there may be no position behind it
+        self.grow(nothing, last, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
+        self.commit([0] * B)
+
+    # Masks
+
+    def _require_masks(self, unless: bool = False) -> None:
+        if self.masks == "own" and not unless:
+            raise ValueError(
+                f"{type(self.model).__name__} builds its own attention masks: it can run chains of rows of one length "
+                "only, not trees or ragged batches"
+            )
+
+    def _unmasked(self, width: int, chain: bool) -> bool:
+        """The next pass needs no mask, and is better off without: a mask rules out flash attention.
+
+        On CPUs a mask also for a single token: without one sdpa takes its slow GQA path there (1290 against 102 us a
+        layer for one token, 12 heads over 2, 1000 slots).
+        """
+        return self.device.type != "cpu" and not self.sized and self.sees_all(width, chain)
+
+    def _mask_argument(self, sight: Sight, unmasked: bool) -> Any:
+        """The model's `attention_mask`: a 4D mask, or one per layer type; None where it makes its own or needs none."""
+        kinds = set(layer_kinds(self.config))
+        own = self.masks == "own" or (kinds and kinds <= set(RECURRENT))
+        if own or (unmasked and self.masks == "tensor"):
+            return None
+        if unmasked and INDEXED not in kinds:
+            return dict.fromkeys([*kinds, *RECURRENT])
+
+        def seen(span: Span) -> Tensor:
+            return sight.visible(span).expand(len(sight.positions), -1, -1)
+
+        return masks_as_taken(self.model, self.masks, seen)
+
+    def _forward(
+        self,
+        given: Tensor,
+        sight: Sight,
+        mask: Any,
+        *,
+        keep: int,
+        hidden: bool,
+        embedded: bool = False,
+        draft: bool = False,
+    ) -> Output:
+        inputs: dict[str, Any] = {"use_cache": True, "return_dict": True, **self._declined}
+        inputs["inputs_embeds" if embedded else "input_ids"] = given
+        if mask is not None:
+            inputs["attention_mask"] = mask
+        if self._takes_positions:
+            inputs["position_ids"] = sight.positions if self.planes is None else sight.positions + self.planes
+        self.places.sight = sight
+        if self._takes_logits_to_keep:
+            inputs["logits_to_keep"] = keep
+        if self.graphs is not None and draft and not hidden:
+            written = self.cache.written(self.device)
+            logits, features = self.graphs(written, inputs, lambda: self._pass(inputs)[::2])
+            return Output(logits, None, features)
+        if hidden:
+            inputs["output_hidden_states"] = True
+        logits, states, features = self._pass(inputs)
+        return Output(logits[:, -keep:], states, features)
+
+    def _pass(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+        """As `_listen`, into our cache."""
+        with self.cache.states.passing():
+            return self._listen({**inputs, self.cache_argument: self.cache})
+
+    def _listen(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+        """Logits, hidden states if they were asked for, features."""
+        if self.step is not None:
+            self.step.before_pass()
+        if self.source is not None:
+            inputs = self.source.read_by(self.model, dict(inputs))
+        with nullcontext() if self.taps is None else self.taps.listening() as taken:
+            output = self.model(**inputs)
+        features = None if self.taps is None or taken is None else self.taps.features(taken)
+        hidden = decoders_name(self.model, "hidden_states")
+        return output.logits, output[hidden] if inputs.get("output_hidden_states") else None, features

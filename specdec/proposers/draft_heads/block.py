@@ -1,0 +1,102 @@
+"""`BlockProposer`: a block-parallel drafter (DFlash, DSpark, P-EAGLE, Medusa) drafts all its tokens in one pass.
+
+Owns what is drafted of a block: its places' distributions, read out along a chain or a tree.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.dflash.runner import DFlashRunner
+from specdec.heads.eagle3.head import Eagle3Head
+from specdec.heads.eagle3.parallel_runner import ParallelRunner
+from specdec.heads.embeddings import Lent
+from specdec.heads.hydra.head import HydraHeads
+from specdec.heads.loading import load
+from specdec.heads.medusa import MedusaHeads, MedusaRunner
+from specdec.proposers.base import Context
+from specdec.proposers.draft_heads.head_proposer import HeadProposer
+from specdec.proposers.draft_models.acceptance_estimates import bin_of
+from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.dynamic_tree import DynamicTree
+
+
+class BlockProposer(HeadProposer):
+    """Drafts trees by default, of the most probable combinations of what a block's places say; chains where the target
+    can verify nothing else.
+
+    With a Markov head each token's distribution hangs on the token before; a confidence head says how far a chain is
+    worth drafting. Arguments as `HeadProposer`'s.
+    """
+
+    runner: DFlashRunner | ParallelRunner | MedusaRunner
+
+    @property
+    def drafted(self) -> int:
+        """Tokens that a pass drafts."""
+        return self.head.config.drafted
+
+    def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads:
+        return load(path)
+
+    def _check_kind(self) -> None:
+        if isinstance(self.head, Eagle3Head) and self.head.config.mask_token_id is None:
+            raise ValueError(
+                'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
+            )
+        if isinstance(self.head, HydraHeads):
+            raise ValueError('these are Hydra\'s heads, which read drafted tokens: pass "hydra:PATH", or HydraProposer')
+
+    def _tree(self, top_k: int) -> DynamicTree:
+        return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
+
+    def _runner(self, lent: Lent, sized: bool) -> DFlashRunner | ParallelRunner | MedusaRunner:
+        if isinstance(self.head, DFlashHead):
+            return DFlashRunner(self.head, lent, self._fast, sized)
+        if isinstance(self.head, MedusaHeads):
+            return MedusaRunner(self.head, self._fast)
+        assert isinstance(self.head, Eagle3Head)
+        return ParallelRunner(self.head, lent, self._fast, sized)
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        if not context.pacer.learnt.draft.reads_out:
+            context.pacer.observe_read_out(0.0)  # until it is measured
+
+    def _backlog(self, context: Context) -> int:
+        return 0 if isinstance(self.head, MedusaHeads) else super()._backlog(context)
+
+    def _deepest(self, pacer: Pacer) -> int:
+        return min(super()._deepest(pacer), self.drafted)
+
+    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+        logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
+        return logits.to(stepped.tokens.device)
+
+    @property
+    def _widest_pass(self) -> int:
+        return self.head.config.block_size
+
+    def _book_recorded(self, context: Context, depth: int) -> None:
+        super()._book_recorded(context, 1)
+        for _ in range(depth - 1):
+            context.pacer.observe_read_out(0.0)
+
+    def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
+        """No pass: the block's was the only one."""
+        context.pacer.observe_read_out(seconds + building if context.looks_are_free else 0.0)
+
+    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+        """Without a Markov head the nodes of a depth have the same children."""
+        if n == 1 or self.runner.block.markov is not None or not context.processors.read_scores_alone:
+            return super()._children(context, logits, stepped, n, k)
+        tokens, log_probs = super()._children(context, logits[:, :1], stepped, 1, k)
+        return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)
+
+    def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
+        sure = self.runner.block.sure
+        return super()._confidence(scores, q) if sure is None else bin_of(sure[:, -1]).to(scores.device)

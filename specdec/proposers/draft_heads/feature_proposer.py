@@ -1,0 +1,136 @@
+"""`FollowingProposer`: drafts are made from the target's own hidden states, one pass per depth.
+
+Owns keeping what drafts up with the text: which states and tokens it has not seen yet.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec.models.cache.ragged_rows import CachedRows
+from specdec.proposers.base import Context
+from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
+from specdec.proposers.pacing.pacer import FEW_TOKENS
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.results import Gained, Verdict
+from specdec.utils.timing import clock
+
+
+class Follower(Protocol):
+    """Runs what drafts, with a cache of its own: `HeadRunner`, `MtpRunner`."""
+
+    def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
+        """Append known tokens (B, W) with the target's states (B, W, C) at the tokens before them, row b left-padded by
+        pads[b], and drop the draft; logits (B, 1, K) after each row's last token."""
+
+    def drop_draft(self) -> None:
+        """Forget the draft's nodes."""
+
+
+class RecordableFollower(Follower, Protocol):
+    """One whose drafts can be recorded."""
+
+    @property
+    def rows(self) -> CachedRows:
+        """Where its keys and values are."""
+
+    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+
+
+class FollowingProposer(RecordedDrafts):
+    """What drafted features led to is dropped after a round; the accepted tokens come again with the target's states.
+
+    A subclass makes its runner at the beginning of a call.
+    """
+
+    @property
+    @abstractmethod
+    def follower(self) -> Follower:
+        """Its runner."""
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        # per row, the target's states that were not read yet, (n, C) each
+        self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
+
+    def propose(self, context: Context) -> DraftTree:
+        self.follow(context)
+        if not any(self._waiting):  # rows that waited for others have gained nothing to draft after
+            return DraftTree.root_only(context.root)
+        return super().propose(context)
+
+    def follow(self, context: Context) -> None:
+        assert context.features is not None
+        for b, count in enumerate(context.fresh):
+            if count and context.active[b] and context.pacer.limit:
+                self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        super().observe(draft, verdict, accepted)
+        self.follower.drop_draft()
+
+    def _backlog(self, context: Context) -> int:
+        width = max(sum(map(len, parts)) for parts in self._waiting)
+        return width * context.batch_size if width > FEW_TOKENS else 0
+
+    # Recorded drafts
+
+    @property
+    def recordable(self) -> RecordableFollower | None:
+        """The runner, if its drafts can be recorded."""
+        return None
+
+    @property
+    def rows(self) -> CachedRows:
+        assert self.recordable is not None
+        return self.recordable.rows
+
+    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        """What the last round brought, if that is all there is to read."""
+        missing = [sum(map(len, parts)) for parts in self._waiting]
+        last = all(
+            len(parts) < 2 and count in (0, fresh)
+            for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
+        )
+        # Of a prompt given as embeddings only the last token is known.
+        known = all(count <= length for count, length in zip(missing, context.lengths, strict=True))
+        if self.recordable is None or not last or not known or not 0 < max(missing) <= most:
+            return None
+        self._waiting = [[] for _ in missing]
+        return missing, context.features
+
+    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        assert self.recordable is not None
+        assert states is not None
+        return self.recordable.extend_behind(tokens, states, pads).to(tokens.device)
+
+    def draft_ahead(self, context: Context, gained: Gained) -> None:
+        if self.recordable is not None and not any(self._waiting):
+            self._draft_ahead(context, gained)
+
+    # Kernel by kernel
+
+    def _catch_up(self, context: Context) -> Tensor:
+        start, B = clock(), context.batch_size
+        assert context.features is not None
+        states = []
+        for b, (parts, known) in enumerate(zip(self._waiting, context.lengths, strict=True)):
+            waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
+            states.append(waiting[max(0, len(waiting) - known) :])
+        missing = [len(part) for part in states]
+        width = max(missing)
+        if all(len(parts) < 2 for parts in self._waiting) and missing == list(context.fresh):
+            padded = context.features  # as it lies, without a copy: long prompts have large states
+        else:
+            padded = pad_sequence(states, batch_first=True, padding_side="left")
+        self._waiting = [[] for _ in range(B)]
+        logits = self.follower.extend(context.last_tokens(width), padded, [width - m for m in missing])
+        self._book_pass(context, logits, clock() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
+        return logits.to(context.tokens.device)

@@ -1,0 +1,136 @@
+"""`TranslatedDraftProposer`: a draft model with another tokenizer than the target's.
+
+Owns what the draft model has read of a text in its own tokens. It drafts tokens that both have, by their bytes
+(token-level intersection, arXiv 2502.05202): each is one of the target's, so trees, sampling and all rules stay as they
+are. What the target writes besides is spelled for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+from specdec.models.int8_linear import with_int8_linears, with_trimmed_head
+from specdec.proposers.base import Context
+from specdec.proposers.draft_models.draft_model import DraftModelProposer, decide_int8
+from specdec.proposers.draft_models.token_translation import Translation
+from specdec.proposers.pacing.pacer import FEW_TOKENS
+from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.dynamic_tree import DynamicTree
+from specdec.sampling.results import Verdict
+from specdec.utils.device_copies import uploaded
+from specdec.utils.timing import clock
+
+
+class TranslatedDraftProposer(DraftModelProposer):
+    """A smaller model with another tokenizer drafts chains, or trees.
+
+    Args:
+        model: the draft model, or a path or hub id to load one from.
+        tokenizer, target_tokenizer: its tokenizer, and the target's; None: what lies beside the models' weights.
+        like, branching, tree, draw, int8: see `DraftModelProposer`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        *,
+        tokenizer: Any = None,
+        target_tokenizer: Any = None,
+        branching: Sequence[int] | None = None,
+        tree: DynamicTree | None = None,
+        draw: bool = True,
+        int8: bool | None = None,
+        like: PreTrainedModel | None = None,
+    ):
+        self._shared: Tensor | None = None  # (K,) int64, the target's ids that the draft can propose
+        super().__init__(model, branching=branching, tree=tree, draw=draw, int8=int8, like=like)
+        self._tokenizers = tokenizer, target_tokenizer
+
+    def _check_vocabulary(self, target: PreTrainedModel) -> None:
+        ours, theirs = (
+            _tokenizer_of(model) if given is None else given
+            for given, model in zip(self._tokenizers, (self.model, target), strict=True)
+        )
+        sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, self.model)]
+        translation = Translation.between(theirs, ours, *sizes)
+        if not translation.shared.numel():
+            raise ValueError("the draft model's tokenizer and the target's have no token in common")
+        self._shared, self.vocab = translation.shared
+        self._spelled = translation.spelled
+        self._begin_with = list(ours("").input_ids)  # a mark that texts of the draft model begin with, if it has one
+        self._in_draft = torch.zeros(sizes[0], dtype=torch.long).index_copy_(0, *translation.shared)
+        self._settle()
+
+    def _settle(self) -> None:
+        """The view drafts what a target shares: another target's is made of the same model."""
+        self._view = self.model
+        if self.vocab is not None:
+            trimmed = with_trimmed_head(self.model, self.vocab)
+            self._view = with_int8_linears(trimmed) if decide_int8(self._int8, self.model) else trimmed
+
+    def known_tokens(self) -> Tensor | None:
+        return self._shared
+
+    def begin(self, context: Context) -> None:
+        super().begin(context)
+        # Per row: tokens of the text that were spelled, and of those what the draft model has still to read.
+        self._told = [0] * context.batch_size
+        self._unread = [list(self._begin_with) for _ in range(context.batch_size)]
+
+    def propose(self, context: Context) -> DraftTree:
+        for b, (end, pad, active) in enumerate(zip(context.ends, context.pads, context.active, strict=True)):
+            if active and end - pad > self._told[b]:
+                new = context.recent(b, end - pad - self._told[b])
+                self._unread[b] += [token for word in new for token in self._spelled[word]]
+                self._told[b] = end - pad
+        return super().propose(context)
+
+    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+        before = list(self.runner.lengths)
+        super().observe(draft, verdict, accepted)
+        self._told = [
+            told + after - had for told, after, had in zip(self._told, self.runner.lengths, before, strict=True)
+        ]
+
+    def _lengths(self, context: Context) -> list[int]:
+        return [had + len(unread) for had, unread in zip(self.runner.lengths, self._unread, strict=True)]
+
+    def _missing(self, context: Context) -> list[int]:
+        return [len(unread) if active else 0 for unread, active in zip(self._unread, context.active, strict=True)]
+
+    def _newest(self, context: Context, most: int) -> None:
+        """What it reads is no part of the text."""
+
+    def _catch_up(self, context: Context) -> Tensor:
+        start, missing = clock(), self._missing(context)
+        width = max(missing)
+        rows = [[0] * (width - count) + unread[:count] for count, unread in zip(missing, self._unread, strict=True)]
+        logits = self.runner.extend(uploaded(rows, self.runner.device), [width - count for count in missing]).logits
+        self._unread = [unread[count:] for count, unread in zip(missing, self._unread, strict=True)]
+        self._book_pass(context, logits, clock() - start, width * len(rows) if width > FEW_TOKENS else 1)
+        return logits.to(context.tokens.device)
+
+    def _readable(self, tokens: Tensor) -> Tensor:
+        if self._in_draft.device != tokens.device:
+            self._in_draft = self._in_draft.to(tokens.device)
+        return self._in_draft[tokens]
+
+    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
+        assert self._shared is not None
+        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        return full.index_copy_(-1, self._shared.to(logits.device), logits)
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"no tokenizer lies beside the weights of {model.name_or_path or type(model).__name__}: give both, "
+            "TranslatedDraftProposer(model, tokenizer=..., target_tokenizer=...)"
+        ) from error

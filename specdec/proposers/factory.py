@@ -1,0 +1,117 @@
+"""Proposers by their short names: `"ngram"`, `"draft:PATH_OR_ID"`, `"auto"` and the others.
+
+Owns what the names of `choices` stand for. Knows nothing of the loop.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from os import PathLike, fspath
+from reprlib import repr as shortened
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.heads import registry
+from specdec.heads.mtp.loading import at_hand
+from specdec.proposers.base import Proposer
+from specdec.proposers.draft_heads.block import BlockProposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.proposers.draft_heads.hydra import HydraProposer
+from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.proposers.draft_models.draft_model import DraftModelProposer, tokenizers_at_hand, what_differs
+from specdec.proposers.draft_models.early_exit import EarlyExitProposer
+from specdec.proposers.draft_models.translated import TranslatedDraftProposer
+from specdec.proposers.hybrid import HybridProposer
+from specdec.proposers.lookup.ngram import NgramProposer
+from specdec.proposers.lookup.suffix import SuffixProposer
+from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
+from specdec.utils.paths import located
+
+PATIENCE = 60.0  # seconds of a download that nobody asked for by name
+
+
+def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Proposer]:
+    """Several by their names; what two of them draft with is loaded once."""
+    made: dict[str, Proposer] = {}
+    for name in names:
+        alone = name.removeprefix(WITH_NGRAMS)
+        if alone not in made:
+            made[alone] = as_proposer(alone, target)
+        made[name] = HybridProposer(made[alone]) if name != alone else made[alone]
+    return {name: made[name] for name in names}
+
+
+def as_proposer(
+    proposer: Proposer | PreTrainedModel | ProposerName | str,
+    target: PreTrainedModel,
+    tokenizers: tuple[Any, Any] = (None, None),
+) -> Proposer:
+    """A `Proposer` from an object, a loaded draft model, or a short string.
+
+    tokenizers: the target's and the draft model's, where they are known.
+
+    A draft model that is loaded here has the target's number format, and is on its device.
+    """
+    if isinstance(proposer, Proposer):
+        return proposer
+    if isinstance(proposer, nn.Module):
+        return _draft_model(proposer, target, tokenizers)
+    if isinstance(proposer, PathLike):
+        proposer = fspath(proposer)
+    if not isinstance(proposer, str):
+        raise ValueError(
+            f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got "
+            f"{shortened(proposer)}"
+        )
+    check_name(proposer)
+    kind, _, source = proposer.partition(":")
+    source = located(source)
+    if kind == "suffix":
+        return SuffixProposer()
+    if kind.startswith(WITH_NGRAMS):
+        return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
+    if kind == "draft":
+        return _draft_model(source, target)
+    if kind == "exit":
+        return EarlyExitProposer(int(source))
+    if kind in ("dflash", "medusa"):
+        return BlockProposer(source or registry.find(target, "dflash"))
+    if kind == "hydra":
+        return HydraProposer(source)
+    if kind == "mtp":
+        return MtpProposer(source or None)
+    if kind == "eagle3":
+        return Eagle3Proposer(source or registry.find(target, "eagle3"))
+    head = _head_at_hand(target) if kind == "auto" else None
+    return NgramProposer() if head is None else HybridProposer(head)
+
+
+def _draft_model(
+    model: PreTrainedModel | str, target: PreTrainedModel, tokenizers: tuple[Any, Any] = (None, None)
+) -> Proposer:
+    """With its tokens as they are, or translated."""
+    proposer = DraftModelProposer(model, like=target)
+    if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
+        return TranslatedDraftProposer(model, like=target, target_tokenizer=tokenizers[0], tokenizer=tokenizers[1])
+    if what_differs(proposer.model, target) is not None and tokenizers_at_hand(proposer.model, target):
+        return TranslatedDraftProposer(model, like=target)
+    return proposer
+
+
+def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
+    """The registry's head, or else the target's own MTP layers, if they are there and fit; "auto" is content with
+    n-grams."""
+    known = registry.known(target)
+    if known is None and not at_hand(target):
+        return None
+    try:
+        name = "mtp" if known is None else f"{known.kind}:{registry.find(target, known.kind, PATIENCE)}"
+        proposer = as_proposer(name, target)
+        proposer.check(target)
+    except (ValueError, OSError) as error:
+        warnings.warn(f'"auto" drafts with n-grams: {error}')
+        return None
+    return proposer

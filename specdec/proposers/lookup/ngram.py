@@ -1,0 +1,164 @@
+"""`NgramProposer`: looks the last tokens up in the prompt and the output, and drafts what followed them there.
+
+Prompt lookup decoding, over an index that grows with the text instead of a scan per round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec.proposers.base import Context
+from specdec.proposers.lookup.base import (
+    LENGTHS,
+    LIKELY,
+    Lookup,
+    agreeing,
+    gained,
+    kind_of,
+    laid_out,
+    longest,
+    writable,
+)
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.sampling.draft_tree import DraftTree
+
+PLACES = 16  # where an n-gram stood last are looked at for the longest match
+
+
+class NgramProposer(Lookup):
+    """The longest match first, of equal ones the most recent.
+
+    Args:
+        max_ngram: longest n-gram looked up, in tokens.
+        min_ngram: shortest one.
+        continuations: how many different continuations to draft per row; above one they form a tree.
+
+    Attributes:
+        guesses: in a call, by row what was found best in the last round, drafted or not; None: nothing.
+    """
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1, continuations: int = 1):
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, max_ngram={max_ngram}")
+        if continuations < 1:
+            raise ValueError(f"continuations must be at least 1, got {continuations}")
+        self.max_ngram, self.min_ngram, self.continuations = max_ngram, min_ngram, continuations
+
+    def begin(self, context: Context) -> None:
+        rows = range(context.batch_size)
+        self._texts: list[list[int]] = [[] for _ in rows]
+        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
+        self._found: list[list[Guess]] = []  # this round's
+        self.guesses: list[Guess | None] = [None for _ in rows]
+        self._vocab_size = context.vocab_size
+        self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
+        if context.pacer.limit:  # the prompts, before any round
+            for b in context.rows:
+                source = context.source_text(b)
+                self._sources[b] = len(source)
+                self._read(b, source + context.row(b).tolist(), context.pacer)
+
+    def expect(self, context: Context) -> list[float]:
+        """Of the rows' first guesses, per depth."""
+        pacer = context.pacer
+        self._found = [[] for _ in range(context.batch_size)]
+        if pacer.limit == 0:
+            return []
+        for b, tokens in gained(context, self._known).items():
+            self._read(b, tokens, pacer)
+            self._found[b] = self._lookup(b, longest(context, b))
+            self.guesses[b] = self._found[b][0] if self._found[b] else None
+        return self._gains(context, pacer)
+
+    @property
+    def _known(self) -> list[int]:
+        """Tokens of each row's own text."""
+        return [len(text) - source for text, source in zip(self._texts, self._sources, strict=True)]
+
+    def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
+        length = context.pacer.best_length(gains, context.batch_size)
+        if length == 0:
+            return DraftTree.root_only(context.root)
+        if self.continuations > 1 and not context.chains_only:
+            cut = [min(length, room) for room in context.room]
+            return laid_out(
+                context, [_side_by_side([g.tokens[: cut[b]] for g in row]) for b, row in enumerate(self._found)]
+            )
+        return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
+
+    def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
+        """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
+        accepted where the text went the same way."""
+        guess = self.guesses[b]
+        if guess is not None:
+            pacer.observe_keys(guess.keys[: len(tokens)], agreeing(guess.tokens, tokens))
+        text, index = self._texts[b], self._index[b]
+        for token in tokens:
+            text.append(token)
+            for n in range(self.min_ngram, self.max_ngram + 1):
+                if n <= len(text):
+                    index.setdefault(tuple(text[-n:]), []).append(len(text))
+
+    def _lookup(self, b: int, length: int) -> list[Guess]:
+        """Up to `continuations` different ones, `length` tokens long."""
+        text, places = self._texts[b], max(PLACES, 4 * self.continuations)
+        out: list[Guess] = []
+        for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
+            ends = self._index[b].get(tuple(text[-n:]), [])[-1 - places :]
+            matches = [(_matched(text, end, n), end) for end in ends if end < len(text)]
+            for matched, end in sorted(matches, reverse=True):
+                if any(text[end] == other.tokens[0] for other in out):
+                    continue
+                period = len(text) - end  # past the end of the text, the draft repeats itself
+                following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
+                if following:
+                    out.append(Guess(matched, following))
+                    if len(out) == self.continuations:
+                        return out
+        return out
+
+    def _gains(self, context: Context, pacer: Pacer) -> list[float]:
+        """See `expect`; a row counts as far as it has room."""
+        found = [context.room[b] for b in context.rows if self.guesses[b] is not None]
+        gains = [0.0] * min(max(found, default=0), pacer.limit)  # room may be for millions
+        for b in context.rows:
+            guess, chance, rate = self.guesses[b], 1.0, None
+            if guess is not None:
+                for depth, key in enumerate(guess.keys[: min(context.room[b], pacer.limit)]):
+                    # What is seldom seen is like the token before it; of the first, like other texts' was.
+                    rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
+                    chance *= rate
+                    gains[depth] += chance
+        return gains
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A continuation, and how many tokens before it are those before the text's end."""
+
+    length: int
+    tokens: list[int]
+
+    @property
+    def keys(self) -> list[tuple[str, int]]:
+        """What tells its tokens' chances apart: a token that came true made the match longer."""
+        return [("ngram", kind_of(self.length + depth)) for depth in range(len(self.tokens))]
+
+
+def _matched(text: Sequence[int], end: int, n: int) -> int:
+    """How many tokens before `end` are the text's last ones, n at least; no more are counted than make a difference."""
+    while n <= LENGTHS[-1] and n < end and text[end - 1 - n] == text[-1 - n]:
+        n += 1
+    return n
+
+
+def _side_by_side(guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Continuations with different first tokens, behind one root: tokens and parents."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for guess in guesses:
+        for i, token in enumerate(guess):
+            parents.append(len(tokens) - 1 if i else -1)
+            tokens.append(token)
+    return tokens, parents

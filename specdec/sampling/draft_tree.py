@@ -1,0 +1,149 @@
+"""`DraftTree`: what a proposer drafted for every row, as one tree of tokens per row.
+
+Owns the tree's shape: parents, depth, ancestors. Knows nothing of models, caches or probabilities' meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of B rows as trees of N nodes each (padded to the widest row).
+
+    Node 0 is the *root*: the row's last token, chosen but not yet in the target's cache. A node's parent always
+    comes before it. A row with nothing to draft is a root alone; its other nodes are padding.
+
+    Args:
+        tokens: (B, N) int64, the token at each node.
+        parents: (B, N) int64, the index of each node's parent; -1 for the root and for padding.
+        probs: (B, N, V) float32 or None. Row n is q(. | path to n), the draft's distribution from which the
+            children of node n were *drawn* (in index order, without replacement); all zeros where nothing was drawn.
+            None says that every node was chosen deterministically: its proposal is a point mass.
+        chain: every node has at most one child and node n's parent is n - 1.
+        keys: optional (B, N) int64 labels of how sure the proposer was of each node, for `pacing.Acceptance`.
+        levels: how deep the deepest node may lie, if whoever made the tree knows: else it has to be looked up.
+        notes: (B, n) int64 or float32 tensors that the proposer wants to read when the round is over: they come to the
+            host with the verdict (`outcome.Outcome.notes`), in the round's one copy.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    probs: Tensor | None = None
+    chain: bool = False
+    keys: Tensor | None = None
+    levels: int | None = None
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
+            raise ValueError(
+                f"DraftTree needs tokens and parents of one shape (B, N), got {tuple(self.tokens.shape)} and "
+                f"{tuple(self.parents.shape)}"
+            )
+
+    @classmethod
+    def root_only(cls, root: Tensor) -> DraftTree:
+        """The empty draft: `root` (B,) int64 and nothing behind it. Verifying it is plain decoding."""
+        return cls(root[:, None], root.new_full((len(root), 1), -1), chain=True)
+
+    @classmethod
+    def from_chain(
+        cls,
+        root: Tensor,
+        drafts: Tensor,
+        lengths: Tensor | None = None,
+        probs: Tensor | None = None,
+        keys: Tensor | None = None,
+    ) -> DraftTree:
+        """One continuation per row.
+
+        Args:
+            root: (B,) int64, on any device.
+            drafts: (B, K) int64, row b's first `lengths[b]` entries count.
+            lengths: (B,) int64, or None when every row has K.
+            probs: (B, K, V) float32, probs[:, i] is the q that drafts[:, i] was drawn from; None: deterministic.
+            keys: (B, K) int64 confidence labels of the drafts.
+        """
+        B, K = drafts.shape
+        tokens = torch.cat([root[:, None].to(drafts.device), drafts], dim=1)  # (B, K + 1)
+        parents = torch.arange(-1, K, device=drafts.device).expand(B, K + 1)
+        if lengths is not None:
+            index = torch.arange(K + 1, device=drafts.device)
+            parents = parents.masked_fill(index > lengths[:, None], -1)
+        if probs is not None:
+            probs = torch.cat([probs, torch.zeros_like(probs[:, :1])], dim=1)  # nothing drawn at the last node
+            if lengths is not None:  # nor at any row's own last node
+                probs = probs.masked_fill((index >= lengths[:, None])[..., None], 0.0)
+        if keys is not None:
+            keys = torch.cat([torch.zeros_like(keys[:, :1]), keys], dim=1)
+        return cls(tokens, parents.contiguous(), probs, chain=True, keys=keys)
+
+    def first(self, size: int) -> DraftTree:
+        """The first `size` nodes, the root included: parents come before their children."""
+        probs = None if self.probs is None else self.probs[:, :size]
+        keys = None if self.keys is None else self.keys[:, :size]
+        return replace(self, tokens=self.tokens[:, :size], parents=self.parents[:, :size], probs=probs, keys=keys)
+
+    @property
+    def size(self) -> int:
+        """N, the root included."""
+        return self.tokens.shape[1]
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """(B, N) bool, False for padding."""
+        index = torch.arange(self.size, device=self.parents.device)
+        return (self.parents >= 0) | (index == 0)
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """(B, N, N) bool, [b, i, j]: node j is node i or one of its ancestors."""
+        N = self.size
+        index = torch.arange(N, device=self.tokens.device)
+        if self.chain:
+            at_or_before = index <= index[:, None]
+            return (at_or_before & self.valid[..., None]) | (index == index[:, None])
+        itself_or_parent = (index == index[:, None]) | (index == self.parents[..., None])  # padding's parent is -1
+        reach = itself_or_parent.float()
+        # Squaring the reachability matrix doubles the distance it covers: log2 of the depth products, not as many.
+        farthest = N - 1 if self.levels is None else self.levels
+        for _ in range((farthest - 1).bit_length() if farthest > 1 else 0):
+            reach = (reach @ reach).clamp(max=1)
+        return reach > 0
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """(B, N) int64, distance from the root; 0 for padding."""
+        if self.chain:
+            return torch.arange(self.size, device=self.tokens.device) * self.valid
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def height(self) -> int:
+        """Depth of the deepest node, or what it may be at most."""
+        if self.chain:
+            return self.size - 1
+        return int(self.depth.max()) if self.levels is None else min(self.levels, self.size - 1)
+
+    def child(self, node: Tensor, token: Tensor) -> Tensor:
+        """(B,) int64, the child of each row's node (B,) that carries its token (B,); -1 where there is none."""
+        hit = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (B, N)
+        return torch.where(hit.any(-1), hit.long().argmax(-1), -1)
+
+    def children(self) -> Tensor:
+        """(B, N, C) int64, each node's children in index order, -1 where there are fewer than C."""
+        B, N = self.tokens.shape
+        is_child = self.parents[:, None, :] == torch.arange(N, device=self.tokens.device)[:, None]  # (B, N, N)
+        rank = is_child.cumsum(-1) - 1  # a child's place among its siblings
+        width = max(1, int(is_child.sum(-1).max()))
+        out = self.parents.new_full((B, N, width + 1), -1)  # last column takes what is no child
+        index = torch.arange(N, device=self.tokens.device).expand(B, N, N)
+        out.scatter_(2, torch.where(is_child, rank, width), index)
+        return out[..., :width]

@@ -1,0 +1,199 @@
+"""How good a head is: measured by the real decoder, and simulated from the same texts, which must agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specdec.data.conversations import context_of
+from specdec.engine.generator import SpeculativeGenerator
+from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.embeddings import Lent
+from specdec.heads.kinds import Head
+from specdec.heads.mtp.trainable import MtpTrainee
+from specdec.models.hidden_states import Taps
+from specdec.models.introspection import device_of
+from specdec.proposers.draft_heads.block import BlockProposer
+from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+from specdec.proposers.draft_heads.feature_proposer import FollowingProposer
+from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.sampling.dynamic_tree import DynamicTree
+from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
+from specdec.training.objectives.mtp import unroll_mtp
+from specdec.training.objectives.unroll import unroll
+from specdec.training.teacher.base import taps_of
+from specdec.training.teacher.target_logits import TargetLogits
+
+TREE = DynamicTree(depth=6, top_k=8, size=24)
+# The target's pure distribution, whatever its generation config says: that is what a head is trained on.
+GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
+SAMPLED: dict[str, Any] = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of greedy chains of a fixed length on some prompts.
+
+    Attributes:
+        mean_acceptance_length: the decoder's. simulated_length: what teacher forcing over the decoder's own texts says.
+        acceptance_rate_per_pos: conditional, the decoder's.
+        tree_length: mean acceptance length with trees of 24 nodes. tree_length_sampled: the same at T = 1.
+    """
+
+    mean_acceptance_length: float
+    simulated_length: float
+    acceptance_rate_per_pos: tuple[float, ...]
+    tree_length: float
+    tree_length_sampled: float
+
+    @property
+    def agrees(self) -> bool:
+        """In float32 the two are the same; near ties of half precision move a few drafts."""
+        return abs(self.mean_acceptance_length - self.simulated_length) <= 0.05 * self.simulated_length
+
+    @property
+    def warning(self) -> str:
+        """What to look at if training and decoding disagree; empty if they don't."""
+        if self.agrees:
+            return ""
+        return (
+            f"the decoder accepts {self.mean_acceptance_length:.2f} tokens per draft where teacher forcing over the "
+            f"same texts says {self.simulated_length:.2f}: training and decoding disagree about the head (taps, shift, "
+            "mask, norms or positions)"
+        )
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Of a head that was not measured by the decoder: by teacher forcing on held-out texts.
+
+    Attributes:
+        loss: per token, weighted over steps. simulated_length: mean acceptance length, if steps were independent.
+    """
+
+    loss: float
+    simulated_length: float
+
+
+Measured = Evaluation | HeldOut
+
+
+def evaluate(
+    head: Head,
+    target: PreTrainedModel,
+    prompts: Sequence[Tensor],
+    *,
+    draft_length: int = 5,
+    max_new_tokens: int = 64,
+) -> Evaluation:
+    """Decode each prompt (T,) int64 greedily with chains, and with `TREE` at T = 0 and T = 1.
+
+    Of a prompt that leaves no room for `max_new_tokens` in what the target reads, the end is taken.
+    """
+    context = context_of(target.config)
+    max_new_tokens = min(max_new_tokens, context // 2)
+    prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]
+    chain = _proposer(head, target, branching=(1,) * draft_length)
+    decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
+    rounds = accepted = 0
+    for prompt in prompts:
+        text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
+        lengths = accepted_lengths(head, target, text, draft_length, first=len(prompt) - 1)
+        root = len(prompt)  # the first new token comes from the prefill
+        behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
+        while root < len(text) - 1:
+            room = len(text) - 1 - behind - root
+            taken = min(lengths[root - 1], room)
+            if room > 0:
+                rounds, accepted = rounds + 1, accepted + taken
+            root += 1 + taken
+    lengths_of_trees = []
+    for sampling in (GREEDY, SAMPLED):
+        tree = _proposer(head, target, tree=TREE)
+        spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
+        for prompt in prompts:
+            spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
+        lengths_of_trees.append(spec.report.mean_acceptance_length)
+    report = decoder.report
+    return Evaluation(
+        mean_acceptance_length=report.mean_acceptance_length,
+        simulated_length=1 + accepted / max(1, rounds),
+        acceptance_rate_per_pos=tuple(report.conditional_acceptance_rate_per_pos),
+        tree_length=lengths_of_trees[0],
+        tree_length_sampled=lengths_of_trees[1],
+    )
+
+
+def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FollowingProposer:
+    if isinstance(head, MtpTrainee):
+        return MtpProposer(head.beside(target), **shape)
+    return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
+
+
+def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
+    """With a mask: `generate()` would take pad tokens of the prompt's own for padding."""
+    ids = prompt[None].to(device_of(target))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@torch.no_grad()
+def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0) -> list[int]:
+    """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right.
+
+    Args:
+        first: the first position that is asked for; before it they may be 0.
+    """
+    listener = Taps(target, taps_of(head, target), head.device)
+    with listener.listening() as taken:
+        target.get_decoder()(input_ids=text[None], use_cache=False)
+    ids = text.to(head.device)
+    right = torch.zeros(len(text), steps, dtype=torch.long, device=head.device)
+    for step, logits in enumerate(drafted_logits(head, target, text, listener.features(taken), steps, first)):
+        assert head.draft_to_target is not None
+        right[: len(logits), step] = (head.draft_to_target[logits.argmax(-1)] == ids[2 + step :]).long()
+    lengths = right.cumprod(-1).sum(-1)
+    lengths[:first] = 0
+    return lengths.tolist()
+
+
+@torch.no_grad()
+def drafted_logits(
+    head: Head, target: PreTrainedModel, text: Tensor, states: Tensor, steps: int, first: int = 0
+) -> Iterator[Tensor]:
+    """Of each step, (n, K): what a head with K tokens to draft says of token i + 2 + step of a text (T,), for each
+    position i that has one. The tokens between are the text's: teacher forcing.
+
+    Args:
+        states: (1, T, n * H), what the head reads of the target. first: the first position that is asked for; rows
+            before it may be of anything.
+    """
+    ids, wanted = text[None].to(head.device), (torch.arange(len(text), device=head.device) >= first)[None]
+    steps = min(steps, len(text) - 2)
+    for step, logits in enumerate(_logits(head, target, ids, states.to(head.dtype), steps, wanted)):
+        yield logits[0, : len(text) - 2 - step]
+
+
+def _logits(
+    head: Head, target: PreTrainedModel, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
+) -> Iterator[Tensor]:
+    """(B, n, K) of each step of `unroll`."""
+    if isinstance(head, MtpTrainee):
+        weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
+        embeds = target.get_input_embeddings()(ids).to(head.device, head.dtype)
+        for out in unroll_mtp(head, embeds, states, steps):
+            yield nn.functional.linear(out, weight)
+        return
+    lent = Lent.by(target, head)
+    if isinstance(head, DFlashHead):
+        embed = partial(lent.embedded, head=head, normed=False)
+        weight = reading_weight(head)
+        for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
+            yield nn.functional.linear(place.read, weight)
+    else:
+        yield from map(head.logits, unroll(head, lent.embedded(ids, head), states, steps, wanted=wanted))

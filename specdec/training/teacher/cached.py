@@ -1,0 +1,86 @@
+"""`CachedTeacher`: a target whose states over all texts lie on the disk: it is not loaded to train a head.
+
+Owns the file with what training needs of it beside them. The target is loaded where a head is to decode, for so long.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.training.teacher.base import Teacher, fingerprint
+from specdec.training.teacher.target_logits import TargetLogits
+from specdec.utils.parsing import read_by_library
+
+
+class CachedTeacher(Teacher):
+    """Of a file that `keep_teacher` wrote.
+
+    Args:
+        load: loads the target. together: see `Teacher`.
+    """
+
+    def __init__(self, file: Path, load: Callable[[], PreTrainedModel], together: bool = False):
+        self._file, self._load, self.together = file, load, together
+        with read_by_library(file), safe_open(file, "pt") as stored:
+            described: dict[str, Any] = json.loads(stored.metadata()["teacher"])
+        self.name, self.fingerprint = described["name"], described["fingerprint"]
+        self.taps, self._scale, self._cap = tuple(described["taps"]), described["scale"], described["cap"]
+
+    @property
+    def embedding(self) -> Tensor:  # type: ignore[override]
+        embedding = self._stored("embedding")
+        return self.logits.weight if embedding is None else embedding
+
+    @property
+    def logits(self) -> TargetLogits:  # type: ignore[override]
+        weight = self._stored("lm_head.weight")
+        assert weight is not None
+        return TargetLogits(weight, self._stored("lm_head.bias"), self._scale, self._cap)
+
+    def _stored(self, name: str) -> Tensor | None:
+        with safe_open(self._file, "pt") as stored:
+            return stored.get_tensor(name) if name in stored.keys() else None  # noqa: SIM118 (no dict)
+
+    def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        raise ValueError(f"states are missing beside {self._file}: remove that folder, and they are computed anew")
+
+    def model(self) -> PreTrainedModel:
+        """Loaded for the caller, who lets go of it."""
+        target = self._load()
+        if fingerprint(target) != self.fingerprint:
+            raise ValueError(
+                f"the weights of {self.name} are others than those whose states lie beside {self._file}: bring them "
+                "back, or choose another folder"
+            )
+        return target
+
+
+def keep_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
+    """Write what training needs of a target beside its states; an embedding that is the LM head's matrix once.
+
+    Args:
+        writes: of several processes one does; of a target that lies in all of them, all must ask.
+    """
+    logits, embedding = teacher.logits, teacher.embedding
+    tensors = {"lm_head.weight": logits.weight, "lm_head.bias": logits.bias, "embedding": embedding}
+    if embedding.dtype == logits.weight.dtype and torch.equal(embedding, logits.weight.to(embedding.device)):
+        del tensors["embedding"]
+    described: dict[str, Any] = {"name": teacher.name, "fingerprint": teacher.fingerprint, "taps": teacher.taps}
+    described |= {"scale": logits.scale, "cap": logits.cap}
+    if not writes:
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
+    here = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+    save_file(here, partial, {"teacher": json.dumps(described)})
+    partial.rename(file)

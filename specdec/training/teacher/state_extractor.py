@@ -1,0 +1,69 @@
+"""`Reader`: a target reads texts, and gives its states at some of its layers.
+
+Owns the passes, and which texts share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.models.hidden_states import Taps
+from specdec.models.introspection import device_of
+
+
+def batch_tokens_of(device: torch.device) -> int:
+    """Padded tokens of a target pass; CPUs' caches like fewer."""
+    return 1024 if device.type == "cpu" else 16384
+
+
+def nothing() -> None:
+    """In place of what is to be done."""
+
+
+class Reader:
+    """Of one target.
+
+    Args:
+        at: see `Taps`. batch_tokens: padded, per pass; None: see `batch_tokens_of`.
+
+    Attributes:
+        before_pass: called before each pass.
+    """
+
+    def __init__(self, target: PreTrainedModel, at: Sequence[int], batch_tokens: int | None = None):
+        self.target, self.device = target, device_of(target)
+        self._taps = Taps(target, at)
+        self.before_pass: Callable[[], Any] = nothing
+        self._batch_tokens = batch_tokens or batch_tokens_of(self.device)
+
+    @torch.no_grad()
+    def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Which text, and its states (T, C) as the target made them; texts (T,) of like length share a pass."""
+        batch_tokens = self._batch_tokens
+        ordered = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        while ordered:
+            longest = len(texts[ordered[-1]])
+            count = max(1, batch_tokens // longest)
+            batch = [i for i in ordered[-count:] if 2 * len(texts[i]) >= longest]  # or most of it were padding
+            try:
+                found = self._pass([texts[i] for i in batch])
+            except torch.OutOfMemoryError:
+                if len(batch) == 1:
+                    raise
+                batch_tokens //= 2
+                continue
+            yield from zip(batch, found, strict=True)
+            ordered = ordered[: -len(batch)]
+
+    def _pass(self, texts: Sequence[Tensor]) -> list[Tensor]:
+        """States (T, C) of texts (T,) in one pass, padded on the right, which causal attention ignores."""
+        self.before_pass()
+        ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
+        with self._taps.listening() as taken:
+            self.target.get_decoder()(input_ids=ids.to(self.device), use_cache=False)
+        return [row[: len(text)] for row, text in zip(self._taps.features(taken), texts, strict=True)]
