@@ -122,7 +122,7 @@ def arrows(imports: dict[str, set[str]]) -> Counter[tuple[str, str]]:
 
 
 def picture(counts: Counter[tuple[str, str]]) -> str:
-    """An SVG: the packages in their order, an arc for each arrow, as wide as it has imports."""
+    """An SVG: the packages in their order, an arc for each arrow."""
     names = [name for line in reversed(ORDER) for name in line]
     step, left, width = 46, 16, 470
     heights = {name: 24 + step * place for place, name in enumerate(names)}
@@ -131,13 +131,13 @@ def picture(counts: Counter[tuple[str, str]]) -> str:
         'font-family="sans-serif" font-size="13">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
-    for (importer, imported), count in sorted(counts.items(), key=lambda item: item[1]):
+    for importer, imported in sorted(counts):
         top, bottom = heights[importer] + 14, heights[imported] + 14
         reach = left + width + 24 + (bottom - top) * 0.75
         parts.append(
             f'<path d="M{left + width} {top} C{reach:.0f} {top} {reach:.0f} {bottom} {left + width} {bottom}" '
-            f'fill="none" stroke="#4477aa" stroke-opacity="0.55" stroke-width="{1 + count**0.5 / 2:.1f}">'
-            f"<title>{importer} imports {imported}: {count}</title></path>"
+            'fill="none" stroke="#4477aa" stroke-opacity="0.6" stroke-width="1.5">'
+            f"<title>{importer} imports {imported}</title></path>"
         )
     for name, top in heights.items():
         parts.append(

@@ -6,10 +6,12 @@ Names are imported when they are first asked for: the command line checks what i
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from specdec.utils.moved import find_old_modules
 from specdec.utils.namesake import refuse_namesake
 from specdec.utils.releases import note_release
 
 refuse_namesake()  # before anything of it is imported
+find_old_modules()
 
 if TYPE_CHECKING:
     from specdec.engine.generator import SpeculativeGenerator

@@ -31,15 +31,16 @@ def test_the_packages_are_those_of_the_rule():
 
 def test_packages_hold_no_code_of_their_own():
     """Importing a package imports none of its modules: the command line must not import torch."""
+    with_old_names = {PACKAGE / "training", PACKAGE / "proposers"}  # for one release: `specdec.utils.moved`
     for path in PACKAGE.rglob("__init__.py"):
-        assert path.parent == PACKAGE or path.read_text() == "", path
+        assert path.parent in {PACKAGE, *with_old_names} or path.read_text() == "", path
 
 
 def test_the_picture_shows_every_arrow():
     counts = arrows(imports_of(PACKAGE))
     assert len(counts) <= 40
     drawn = picture(counts)
-    assert all(f"<title>{importer} imports {imported}: " in drawn for importer, imported in counts)
+    assert all(f"<title>{importer} imports {imported}<" in drawn for importer, imported in counts)
     assert (PACKAGE.parent / "docs" / "images" / "structure.svg").read_text() == drawn, "run `make structure`"
 
 

@@ -323,8 +323,8 @@ def test_windows_keep_their_window(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
 def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
-    monkeypatch.setattr("specdec.models.runner.MASKED", 2**9)
-    monkeypatch.setattr("specdec.models.runner.FEWEST", 4)
+    monkeypatch.setattr("specdec.models.attention_masks.MASKED", 2**9)
+    monkeypatch.setattr("specdec.models.attention_masks.FEWEST", 4)
     target, inputs = named(name), tiny.prompts(60, 3, 31)
     arguments = {
         "max_new_tokens": 10,
@@ -333,9 +333,11 @@ def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
         "output_hidden_states": True,
     }
     plain = target.generate(**inputs, **arguments)
+    spec = SpeculativeGenerator(target, "ngram", draft_length=4)
+    spec.generate(**tiny.prompts(2), max_new_tokens=2)  # a first call runs the model to find its capability
     passes = []
     handle = target.get_input_embeddings().register_forward_hook(lambda module, args, out: passes.append(args[0].shape))
-    ours = SpeculativeGenerator(target, "ngram", draft_length=4).generate(**inputs, **arguments)
+    ours = spec.generate(**inputs, **arguments)
     handle.remove()
     assert all(B * n <= 16 for B, n in passes)
     assert ours.sequences.tolist() == plain.sequences.tolist()

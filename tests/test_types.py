@@ -13,8 +13,8 @@ from torch import Tensor
 from typing import Any
 import specdec
 from specdec import Context, DraftTree, DynamicTree, NgramProposer, Proposer, Report, Round, SpeculativeGenerator
-from specdec.heads.eagle3 import save
-from specdec.training import initialize
+from specdec.heads.eagle3.export import save
+from specdec.training.initialization.eagle3 import initialize
 
 def use(model: Any, inputs: dict[str, Any], head: Any) -> None:
     spec = SpeculativeGenerator(model)

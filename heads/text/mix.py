@@ -17,10 +17,10 @@ from collections import defaultdict
 from pathlib import Path
 
 from shards import Entry, texts
+from specdec.demo.loading import locate
 from transformers import AutoTokenizer
 
 from specdec.data.conversations import Encoder
-from specdec.demo.loading import locate
 
 
 def main() -> None:
