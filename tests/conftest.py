@@ -1,5 +1,6 @@
 """Fixtures around the tiny models and prompts of `tests.tiny`, and the words of `tests.training`."""
 
+import gc
 import os
 
 import pytest
@@ -44,6 +45,14 @@ def pytest_collection_modifyitems(config, items):
 def models():
     """`models(name, seed=0, **config)`: a tiny random model, made once."""
     return tiny.model
+
+
+@pytest.fixture
+def only_new_objects():
+    """For tests that look through all objects: those of earlier tests, which are many, are left out."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

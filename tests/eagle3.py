@@ -64,6 +64,9 @@ def states_of(target, ids: torch.Tensor, taps) -> torch.Tensor:
     return listener.features(taken)
 
 
+BRIEFLY = {"steps": 3, "updates": 100}  # enough for drafts of which some are right
+
+
 @functools.cache
 def trained(steps: int = 5, updates: int = 400):
     """A head overfitted to a tiny target's own greedy texts; the target, and the prompts it was trained on."""

@@ -20,7 +20,7 @@ class Shop:
     @contextmanager
     def open(self):
         server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        Thread(target=server.serve_forever, daemon=True).start()
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

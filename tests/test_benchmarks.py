@@ -588,6 +588,7 @@ class TestLookups:
         assert proposers_of("all", result.output) == ["ngram", "suffix"]
 
 
+@pytest.mark.slow
 def test_long_prompts_measure_in_a_process_of_their_own(files):
     command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
     result = CliRunner().invoke(long_prompts.app, command.split())

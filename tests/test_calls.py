@@ -75,7 +75,8 @@ def test_two_generators_with_heads_beside_plain_decoding_of_another_thread():
 
 def test_drafts_do_not_depend_on_other_threads():
     """As many tokens accepted as alone: a state taken from another pass would cost drafts, not texts."""
-    head, model, asked = *eagle3.trained()[:2], eagle3.trained()[2][:8]
+    head, model, prompts = eagle3.trained(**eagle3.BRIEFLY)
+    asked = prompts[:8]
 
     def accepted(workers: int) -> int:
         spec = SpeculativeGenerator(model, Eagle3Proposer(head), draft_length=3, on_unsupported="error")
@@ -133,6 +134,7 @@ def tensors_alive():
     return [thing for thing in gc.get_objects() if isinstance(thing, (torch.Tensor, SpeculativeCache))]
 
 
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("sample", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
 @pytest.mark.parametrize("name", PROPOSERS)

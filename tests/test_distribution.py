@@ -162,7 +162,7 @@ def trained_eagle_head():
     model = target()
     head = eagle_head().train().to(model.device)
     torch.manual_seed(3)
-    prompt = torch.tensor([PROMPT] * 256, device=model.device)
+    prompt = torch.tensor([PROMPT] * 64, device=model.device)
     ids = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, top_k=0, max_new_tokens=NEW)
     states = eagle3.states_of(model, ids, (*head.config.taps(1), FINAL))
     logits = TargetLogits.of(model)
@@ -172,7 +172,7 @@ def trained_eagle_head():
     documents = torch.zeros_like(ids)
     over_all = logits.over_all(states, learn)
     optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(80):
         optimizer.zero_grad()
         objective(ids, learn, documents, states, over_all)["loss"].backward()
         optimizer.step()
@@ -371,16 +371,22 @@ REPRESENTATIVE = [
     pytest.param("chain", "token", "warped", 3, id="chain, token, warped, length 3"),
     pytest.param("tree, drawn", "block", "plain", 2, id="drawn tree"),
     pytest.param("tree, top", "block", "warped", None, id="top tree, warped, automatic length"),
-    pytest.param("n-gram tree", "block", "plain", 3, id="n-gram tree"),
+    pytest.param("n-gram tree", "block", "plain", 3, id="n-gram tree", marks=pytest.mark.slow),
     pytest.param("eagle3", "block", "plain", 3, id="eagle3, dynamic tree"),
     pytest.param("eagle3, trained", "block", "plain", 3, id="trained eagle3, dynamic tree"),
     pytest.param("turns, drawn chain", "block", "plain", 3, id="n-grams and drawn chain take turns"),
-    pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped"),
-    pytest.param("translated", "block", "warped", 3, id="drawn chain in another tokenizer's tokens"),
-    pytest.param("block, Markov, drawn chain", "block", "plain", 3, id="drawn chain of a block"),
+    pytest.param("eagle3, drawn tree", "block", "warped", 3, id="eagle3, drawn tree, warped", marks=pytest.mark.slow),
+    pytest.param(
+        "translated", "block", "warped", 3, id="drawn chain in another tokenizer's tokens", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "block, Markov, drawn chain", "block", "plain", 3, id="drawn chain of a block", marks=pytest.mark.slow
+    ),
     pytest.param("block, Markov", "coupled", "warped", 3, id="tree of a block, coupled, warped"),
-    pytest.param("hydra, drawn tree", "block", "plain", 3, id="drawn tree of heads that read it"),
-    pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped"),
+    pytest.param(
+        "hydra, drawn tree", "block", "plain", 3, id="drawn tree of heads that read it", marks=pytest.mark.slow
+    ),
+    pytest.param("garbage, drawn", "block", "warped", None, id="drawn garbage, warped", marks=pytest.mark.slow),
     pytest.param("chain", "coupled", "plain", None, id="chain, coupled, automatic length"),
     pytest.param("dynamic tree", "coupled", "warped", 3, id="dynamic tree, coupled, warped"),
     pytest.param("garbage, drawn", "coupled", "plain", None, id="drawn garbage, coupled"),
@@ -492,7 +498,7 @@ def test_ending_drafts_by_their_distribution_changes_nothing():
     assert measured(Cutting(drafter(), peeking=False, below=0.35), CALLS, SAMPLING["plain"], draft_length=3) < EXACT
 
 
-@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("rule", ["block", pytest.param("token", marks=pytest.mark.slow)])
 def test_ending_drafts_by_what_was_drawn_is_caught(rule):
     """The same proposer, looking at the token just drawn: its texts are visibly not the target's."""
     peeking = Cutting(drafter(), peeking=True, below=0.2)

@@ -242,6 +242,7 @@ print(shipped.bring("tiny-head", files))
 """
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_downloads(shop, tmp_path):
     shop.pause = 0.0005
     files = [f"{name}:{content.sha256}:{content.size}" for name, content in registry.HEADS[0].files.items()]

@@ -19,10 +19,10 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.evaluate import accepted_lengths, evaluate
 from specdec.training.objectives.unroll import unroll
 from tests import eagle3, tiny
+from tests.diagonal import diagonal
 from tests.naive_eagle3 import NaiveHead
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
-LENGTHS = {"single": (9,), "ragged": (9, 3, 12, 6)}
 
 
 # The head against the naive one
@@ -38,18 +38,24 @@ def first_eagle(seed=0):
     return eagle3.head("plain", seed, version=1, draft_vocab_size=tiny.VOCAB, fc_bias=True, tap_ids=None, num_layers=1)
 
 
-@pytest.fixture(params=[*eagle3.VARIANTS, "EAGLE-1"])
+@pytest.fixture
 def head(request):
     return first_eagle() if request.param == "EAGLE-1" else eagle3.head(request.param)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(
-    ("prompt", "at_once"), [(2, 1024), (2, 3), (1000, 1024)], ids=["remembered", "in parts", "passed"]
+    ("head", "prompts", "lengths"),
+    diagonal(
+        [*eagle3.VARIANTS, "EAGLE-1"],
+        {"remembered": (2, 1024), "in parts": (2, 3), "passed": (1000, 1024)},
+        {"single": (9,), "ragged": (9, 3, 12, 6)},
+    ),
+    indirect=["head"],
 )
-def test_it_computes_what_the_naive_head_does(head, lengths, prompt, at_once, monkeypatch):
+def test_it_computes_what_the_naive_head_does(head, prompts, lengths, monkeypatch):
     """A prompt in two parts, a tree of two depths with siblings, dropped; then more text, and a chain."""
+    prompt, at_once = prompts
     monkeypatch.setattr("specdec.heads.eagle3.runner.PROMPT", prompt)
     monkeypatch.setattr("specdec.heads.eagle3.runner.AT_ONCE", at_once)
     target = tiny.model("llama")
@@ -209,19 +215,20 @@ def test_a_tap_that_is_not_there():
 # Through the decoder, T = 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize(
-    "shape",
-    [
-        {},
-        {"tree": DynamicTree(depth=3, top_k=3, size=8)},
-        {"branching": (3, 2, 1)},
-        {"branching": (1, 1, 1, 1)},
-    ],
-    ids=["default", "dynamic", "fixed", "chain"],
+    ("lengths", "shape", "name"),
+    diagonal(
+        {"single": (9,), "ragged": (20, 3, 14)},
+        {
+            "default": {},
+            "dynamic": {"tree": DynamicTree(depth=3, top_k=3, size=8)},
+            "fixed": {"branching": (3, 2, 1)},
+            "chain": {"branching": (1, 1, 1, 1)},
+        },
+        ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe"],
+    ),
 )
-@pytest.mark.parametrize("lengths", [(9,), (20, 3, 14)], ids=["single", "ragged"])
-def test_the_text_is_plain_decodings(name, shape, lengths):
+def test_the_text_is_plain_decodings(lengths, shape, name):
     target = tiny.model(name)
     inputs = tiny.prompts(*lengths)
     plain = target.generate(**inputs, do_sample=False, max_new_tokens=20)

@@ -18,6 +18,11 @@ from tests.since import since
 
 LENGTH = {"max_new_tokens": 40}
 GREEDY, SAMPLED = LENGTH | {"do_sample": False}, LENGTH | {"do_sample": True, "top_k": 0}
+SOME = [
+    pytest.param(name, rows, marks=[] if (name, rows) in (("t5", 3), ("whisper", 1)) else pytest.mark.slow)
+    for name in ("t5", "bart", "m2m_100", "whisper")
+    for rows in (1, 3)
+]
 
 
 def same(model, inputs, proposer, sampled=False, **arguments):
@@ -32,7 +37,7 @@ def same(model, inputs, proposer, sampled=False, **arguments):
     return texts[0], spec
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     "name", [*sorted(encoded.FAMILIES.keys() - {"umt5"}), pytest.param("umt5", marks=since("5.18"))]
 )
@@ -65,8 +70,7 @@ def test_a_wrong_position_is_caught(name, fault, monkeypatch):
     assert trees == (fault == "seen" and name != "t5")  # T5 alone looks at where the seen tokens stand
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["t5", "bart", "m2m_100", "whisper"])
+@pytest.mark.parametrize(("name", "rows"), SOME)
 def test_draft_models_read_the_input_too(name, rows):
     model, inputs = encoded.model(name), encoded.inputs(name, rows)
     alike = encoded.model(name)  # which agrees with the target about everything
@@ -97,8 +101,7 @@ def test_a_draft_model_in_train_mode_reads_the_input_without_dropout(name):
     assert draft.training
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["t5", "bart", "m2m_100", "whisper"])
+@pytest.mark.parametrize(("name", "rows"), SOME)
 def test_the_decoder_s_first_layers_draft(name, rows):
     model, inputs = encoded.model(name), encoded.inputs(name, rows)
     for shape in ({}, {"branching": (2, 2)}):
@@ -175,7 +178,10 @@ def test_what_comes_back_beside_the_text(name):
             torch.testing.assert_close(mine.keys, theirs.keys, atol=1e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "m2m_100", "speech_to_text"])
+@pytest.mark.parametrize(
+    "name",
+    ["t5", "whisper", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bart", "m2m_100", "speech_to_text"))],
+)
 def test_texts_that_go_on_behind_padding(name):
     """Who counts positions counts padding, too."""
     model, inputs = encoded.model(name), encoded.inputs(name, 2)
@@ -280,7 +286,7 @@ def long_sound(rows: int) -> dict[str, torch.Tensor]:
     return {"input_features": features, "attention_mask": torch.ones(rows, features.shape[2], dtype=torch.long)}
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_long_sound_with_timestamps(rows):
     model = encoded.model("whisper")
     arguments = {"max_new_tokens": 30, "return_timestamps": True}

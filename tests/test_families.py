@@ -22,7 +22,13 @@ def test_family_writes_what_plain_decoding_writes(name):
         assert row.result == families.SAME
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "roberta", "bloom", "mamba", "deepseek_v3", *families.VARIANTS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma3", "roberta", "bloom", "mamba", "deepseek_v3"),
+        *(pytest.param(name, marks=[] if "across" in name else pytest.mark.slow) for name in families.VARIANTS),
+    ],
+)
 def test_some_families(name):
     """A family of each kind, quickly."""
     test_family_writes_what_plain_decoding_writes(name)

@@ -16,7 +16,7 @@ def check(first: int) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("first", range(0, 60, BLOCK))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in (BLOCK, 2 * BLOCK))])
 def test_some_cases(first):
     check(first)
 

@@ -44,7 +44,13 @@ def target():
     return tiny.model("llama", vocab_size=len(TEXT))
 
 
-@pytest.fixture(scope="module", params=[by_xgrammar, by_outlines], ids=["xgrammar", "outlines"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(by_xgrammar, id="xgrammar"),
+        pytest.param(by_outlines, id="outlines", marks=pytest.mark.slow),  # whose first call compiles for long
+    ],
+)
 def new_processor(request, target):
     """Makes a processor for one call: it keeps the place in the grammar that the text has reached."""
     made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TEXT)}, unk_token="<end>"))

@@ -93,7 +93,7 @@ def test_generated_code_writes_plain_decodings_text(monkeypatch):
         pytest.param("draft", (9,), False, marks=slow),
         ("draft", (9, 1, 5), True),
         pytest.param("head", (9,), True, marks=slow),
-        ("head", (9, 1, 5), False),
+        pytest.param("head", (9, 1, 5), False, marks=slow),
     ],
 )
 def test_proposers_beside_captured_passes(name, lengths, sampling):
@@ -125,7 +125,9 @@ def passes_over_drafts(target, graphs):
 
 
 @pytest.mark.usefixtures("static_shapes")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "gemma3", "gpt2") else pytest.param(name, marks=slow) for name in FAMILIES]
+)
 def test_padded_nodes_change_nothing(name, monkeypatch):
     """A pass over 8 gives what one over 5 does, to the last digits of float64; whatever is in the other 3, to the
     very last."""
@@ -157,9 +159,9 @@ def test_filled_up_nodes_see_and_are_seen_by_nobody():
 
 @pytest.mark.usefixtures("static_shapes")
 def test_texts_that_outgrow_their_size():
-    target, prompts = tiny.model("llama"), tiny.prompts(9, 4)
+    target, prompts = tiny.model("llama"), tiny.prompts(460, 4)
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
-    kwargs = {"max_new_tokens": 540}
+    kwargs = {"max_new_tokens": 90}
     assert text(spec.generate, prompts, **kwargs) == text(target.generate, prompts, **kwargs)
     slots = {key[0][2] for key in spec._draftings.own.graphs._graphs}
     assert slots == {512, 1024}
@@ -297,7 +299,7 @@ def test_parity(name, proposer):
 
 @pytest.mark.usefixtures("static_shapes")
 def test_fuzz():
-    assert not any(fuzz.run(seed)[0] for seed in range(8))
+    assert not any(fuzz.run(seed)[0] for seed in range(2))
 
 
 @slow
@@ -307,6 +309,7 @@ def test_more_fuzz(first):
     fuzzing.check(first)
 
 
+@slow
 @pytest.mark.usefixtures("static_shapes")
 def test_distribution():
     assert law_of.measured(law_of.PROPOSERS["tree, drawn"](), 4, law_of.SAMPLING["plain"], "block", 3) < law_of.EXACT

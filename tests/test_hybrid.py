@@ -29,7 +29,7 @@ class Remembering(Eagle3Proposer):
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_head_keeps_up_while_n_grams_draft(rows):
-    head, target, prompts = eagle3.trained()
+    head, target, prompts = eagle3.trained(**eagle3.BRIEFLY)
     inputs = {"input_ids": prompts[:rows], "attention_mask": torch.ones_like(prompts[:rows])}
     alone, beside = (Remembering(head, branching=(1,)) for _ in range(2))
     outputs = [
@@ -45,7 +45,7 @@ def test_the_head_keeps_up_while_n_grams_draft(rows):
 
 
 def test_the_report_says_who_drafted():
-    head, target, prompts = eagle3.trained()
+    head, target, prompts = eagle3.trained(**eagle3.BRIEFLY)
     both = tiny.TakingTurns(Eagle3Proposer(head), NgramProposer(max_ngram=1))
     spec = SpeculativeGenerator(target, both, draft_length=2)  # not what this machine's costs decide
     for _ in range(2):

@@ -146,6 +146,7 @@ def test_the_packages_names_are_all_there():
         specdec.Nothing  # noqa: B018
 
 
+@pytest.mark.slow
 def test_beside_a_loaded_model_it_imports_of_transformers_what_it_uses():
     """A process that loads and runs a model has imported the rest of what is found here already."""
     theirs = "from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM\n"

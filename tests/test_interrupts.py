@@ -100,7 +100,14 @@ def answers(count):
     return lambda command: command.said["stderr"].count("answered") >= count
 
 
-@pytest.mark.parametrize("options", [[], ["--json"], ["--compare"]], ids=["", "json", "in plain decoding"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id=""),
+        pytest.param(["--json"], id="json", marks=pytest.mark.slow),
+        pytest.param(["--compare"], id="in plain decoding", marks=pytest.mark.slow),
+    ],
+)
 def test_generate(run, files, options):
     command = run("generate", files / "model", "a b", "--max-new-tokens", FOREVER, "--dtype", "float32", *options)
     if "--compare" in options:  # plain decoding comes first, and prints nothing
@@ -133,7 +140,7 @@ def test_chat_goes_on_from_an_answer_and_ends_at_a_question(run, chat_model):
     assert REPORT in text
 
 
-@pytest.mark.parametrize(("name", "ways"), [("bench", 2), ("doctor", 5)])
+@pytest.mark.parametrize(("name", "ways"), [("bench", 2), pytest.param("doctor", 5, marks=pytest.mark.slow)])
 def test_what_was_measured_is_said(run, files, tmp_path, name, ways):
     (tmp_path / "mine.txt").write_text("a b a b\n" * 50)
     options = ["--prompts", tmp_path / "mine.txt", "--limit", "50", "--max-new-tokens", "400", "--dtype", "float32"]
@@ -147,6 +154,7 @@ def test_what_was_measured_is_said(run, files, tmp_path, name, ways):
     assert "\nplain" in text
 
 
+@pytest.mark.slow
 def test_bench_before_anything_was_measured(run, files):
     command = run("bench", files / "model", "ngram", "--max-new-tokens", FOREVER, "--dtype", "float32")
     command.wait_for(answers(1))
@@ -155,6 +163,7 @@ def test_bench_before_anything_was_measured(run, files):
     assert (code, text) == (130, "")
 
 
+@pytest.mark.slow
 def test_regenerate(run, files, tmp_path):
     (tmp_path / "mine.txt").write_text("a b\n" * 5000)
     out = tmp_path / "out.jsonl"
@@ -178,6 +187,7 @@ def test_train(run, files, tmp_path):
     assert "the same command goes on from the last checkpoint" in said
 
 
+@pytest.mark.slow
 def test_serve(run, chat_model):
     pytest.importorskip("fastapi")
     openai = pytest.importorskip("openai")

@@ -22,6 +22,7 @@ from specdec.models.capability import capability
 from specdec.models.position_limits import positions_of
 from specdec.models.runner import ModelRunner
 from tests import encoded, families, static, tiny
+from tests.diagonal import diagonal
 
 POSITIONS, PROMPT = 40, 20
 LAST = POSITIONS - PROMPT + 1  # tokens that plain decoding writes before a pass at a position that is not there
@@ -143,17 +144,15 @@ def test_the_smallest_input():
     assert ours == plain
 
 
-@pytest.mark.parametrize("name", RUN)
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_an_end_token_before_the_last_position(name, proposer):
+@pytest.mark.parametrize(("proposer", "name"), diagonal(PROPOSERS.keys(), RUN))
+def test_an_end_token_before_the_last_position(proposer, name):
     for end in (LAST - 1, LAST - 3):
         plain, ours, _ = texts(short(name), proposer, (PROMPT,), end=end)
         assert ours == plain
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bart"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_rows_that_stand_at_different_positions(name, proposer):
+@pytest.mark.parametrize(("proposer", "name"), diagonal(PROPOSERS.keys(), ["gpt2", "gpt_neo", "bart"]))
+def test_rows_that_stand_at_different_positions(proposer, name):
     """The second row is far from its last position when the first one comes to it, in our passes long before."""
     for kwargs in ({"max_new_tokens": LAST}, {"end": LAST - 1}, {"end": LAST - 2}):
         plain, ours, _ = texts(short(name), proposer, (PROMPT, 7), **kwargs)
@@ -249,9 +248,11 @@ def test_a_row_that_a_draft_model_has_read_up_to_the_last_position(name, lengths
     assert ours == plain
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neo", "bart", "marian"])
-@pytest.mark.parametrize("lengths", [(PROMPT,), (PROMPT, 7)], ids=["single", "ragged"])
-def test_an_early_exit_drafts_within_the_target_s_positions(name, lengths):
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    diagonal({"single": (PROMPT,), "ragged": (PROMPT, 7)}, ["gpt2", "gpt_neo", "bart", "marian"]),
+)
+def test_an_early_exit_drafts_within_the_target_s_positions(lengths, name):
     target = short(name)
     for shape in ({}, {"branching": (2, 2, 1)}):
         plain, ours, spec = texts(target, EarlyExitProposer(1, **shape), lengths, max_new_tokens=LAST)
@@ -259,9 +260,17 @@ def test_an_early_exit_drafts_within_the_target_s_positions(name, lengths):
         assert spec.report.num_draft_tokens
 
 
-@pytest.mark.parametrize("name", ["gpt2", "opt"])
-@pytest.mark.parametrize("proposer", ["row after row", "dynamic tree"])
-def test_padded_passes_stay_within_the_positions(name, proposer, monkeypatch):
+@pytest.mark.parametrize(
+    ("proposer", "name"),
+    [
+        ("row after row", "opt"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("row after row", "gpt2"), ("dynamic tree", "opt"), ("dynamic tree", "gpt2"))
+        ),
+    ],
+)
+def test_padded_passes_stay_within_the_positions(proposer, name, monkeypatch):
     """Of graphs: nodes that fill a pass up stand somewhere, too."""
     static.switch_on(monkeypatch)
     for kwargs in ({"max_new_tokens": LAST}, {"end": LAST - 1}):
@@ -288,10 +297,11 @@ def test_more_positions_than_the_config_says_are_no_limit():
     assert spec.report.mean_acceptance_length > 2
 
 
-@pytest.mark.parametrize("window", [6, 24])
-@pytest.mark.parametrize("lengths", [(40,), (40, 7, 31)], ids=["single", "ragged"])
-@pytest.mark.parametrize("proposer", ["right", "garbage", "dynamic tree"])
-def test_a_layer_s_own_causal_mask_is_looked_up_by_position(window, lengths, proposer):
+@pytest.mark.parametrize(
+    ("proposer", "lengths", "window"),
+    diagonal(["dynamic tree", "garbage", "right"], {"ragged": (40, 7, 31), "single": (40,)}, [6, 24]),
+)
+def test_a_layer_s_own_causal_mask_is_looked_up_by_position(proposer, lengths, window):
     """GPT-Neo's also limits how far local layers look back: in trees and ragged rows columns are not positions."""
     config = copy.deepcopy(short("gpt_neo").config)
     config.max_position_embeddings, config.window_size = 128, window

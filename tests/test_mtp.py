@@ -39,9 +39,14 @@ def target(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "layers", "lengths", "shape"),
     [
-        *((family, 1, (11, 4, 1), shape) for family in FAMILIES for shape in SHAPES),
-        *((family, 1, (9,), "chain") for family in FAMILIES),
-        *(("qwen3_5_text", 3, (11, 4, 1), shape) for shape in SHAPES),
+        *(
+            pytest.param(family, 1, (11, 4, 1), shape, marks=[] if i == j else pytest.mark.slow)
+            for i, family in enumerate(FAMILIES)
+            for j, shape in enumerate(SHAPES)
+        ),
+        *(pytest.param(family, 1, (9,), "chain", marks=pytest.mark.slow) for family in FAMILIES),
+        *(pytest.param("qwen3_5_text", 3, (11, 4, 1), shape, marks=pytest.mark.slow) for shape in ("chain", "fixed")),
+        ("qwen3_5_text", 3, (11, 4, 1), "dynamic"),
         ("deepseek_v3", 2, (9,), "dynamic"),
     ],
 )

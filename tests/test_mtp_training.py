@@ -22,8 +22,17 @@ from tests.naive_mtp import NaiveMtp
 from tests.training import batch_of, losses, quiet_arguments, run, some_texts
 
 EVERY = torch.arange(mtp.VOCAB)
-CASES = [("deepseek_v3", 1), ("qwen3_5_text", 1), ("qwen3_5_text", 3), ("glm4_moe", 2), ("nemotron_h", 1)]
-SLOW = [("qwen3_next", 1), ("mimo_v2_flash", 2), ("exaone_moe", 1), ("mellum", 1), ("hy_v3", 1)]
+CASES = [("deepseek_v3", 1), ("qwen3_5_text", 3)]
+SLOW = [
+    ("qwen3_5_text", 1),
+    ("glm4_moe", 2),
+    ("nemotron_h", 1),
+    ("qwen3_next", 1),
+    ("mimo_v2_flash", 2),
+    ("exaone_moe", 1),
+    ("mellum", 1),
+    ("hy_v3", 1),
+]
 
 
 @pytest.fixture(scope="session")
@@ -128,7 +137,7 @@ def test_layers_are_not_written_over_a_model(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", *(family for family, _ in CASES[:2])])
+@pytest.mark.parametrize("family", ["llama", "gemma3", *(family for family, _ in CASES)])
 def test_any_target_gets_fresh_layers(family, tmp_path_factory):
     """Made of its own last layer with full attention; written, they are read again."""
     if family in mtp.CONFIGS:
@@ -175,6 +184,7 @@ def test_training_teaches_them(tmp_path):
     assert found.agrees
 
 
+@pytest.mark.slow
 def test_a_run_and_one_that_goes_on_from_it(files, tmp_path):
     result = run(files, tmp_path / "out", "--kind", "mtp", "--cache-states")
     assert result.exit_code == 0, result.output

@@ -8,6 +8,7 @@ from specdec import DraftModelProposer, Eagle3Proposer, NgramProposer, Speculati
 from specdec.models.compat import CACHE, cache_in
 from specdec.models.introspection import forward_parameters
 from tests import eagle3, families, pictured, tiny
+from tests.diagonal import diagonal
 
 TEXTS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava", "mistral3", "qwen3_5"]
 ARGUMENTS = {"do_sample": False, "max_new_tokens": 16}
@@ -30,8 +31,7 @@ def test_texts_alone(name):
         assert not messages
 
 
-@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("name", pictured.FAMILIES)
+@pytest.mark.parametrize(("name", "lengths"), diagonal(pictured.FAMILIES, PROMPTS))
 def test_pictures(name, lengths):
     model = pictured.model(name)
     for count in (1, 2):
@@ -44,8 +44,7 @@ def test_pictures(name, lengths):
         assert spec.report.num_accepted_tokens > 3
 
 
-@pytest.mark.parametrize("lengths", PROMPTS.values(), ids=PROMPTS)
-@pytest.mark.parametrize("name", [*pictured.FILMS, *pictured.SOUNDS])
+@pytest.mark.parametrize(("name", "lengths"), diagonal([*pictured.FILMS, *pictured.SOUNDS], PROMPTS))
 def test_films_and_sounds(name, lengths):
     shows = pictured.films if name in pictured.FILMS else pictured.sounds
     model, inputs = pictured.model(name), shows(name, *lengths)

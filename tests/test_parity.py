@@ -14,6 +14,7 @@ from specdec import (
     SuffixProposer,
 )
 from tests import blocks, tiny
+from tests.diagonal import diagonal
 
 MODELS = list(tiny.CONFIGS)
 BATCHES = {"single": (9,), "ragged": (9, 1, 5), "one token": (1,), "past the window": (20, 3, 14)}
@@ -88,10 +89,11 @@ def test_every_model_with_every_proposer(target, plain, proposer, batch):
 
 
 @pytest.mark.parametrize("target", ["gemma3"], indirect=True)
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("draft_length", LENGTHS)
-@pytest.mark.parametrize("batch", ["one token", "past the window"])
-def test_lengths_and_batches(target, plain, proposer, draft_length, batch):
+@pytest.mark.parametrize(
+    ("batch", "draft_length", "proposer"),
+    diagonal(["past the window", "one token"], LENGTHS, PROPOSERS.keys(), times=2),
+)
+def test_lengths_and_batches(target, plain, batch, draft_length, proposer):
     report = check(target, plain, proposer, BATCHES[batch], draft_length)
     if draft_length == 0:
         assert report.num_draft_tokens == 0
@@ -120,9 +122,10 @@ def test_batches_and_lengths_for_every_pair(target, plain, proposer, batch, draf
     check(target, plain, proposer, BATCHES[batch], draft_length)
 
 
-@pytest.mark.parametrize("target", ["qwen3", "mistral"], indirect=True)
-@pytest.mark.parametrize("proposer", ["ngram", "target tree"])
-def test_outputs_that_outgrow_the_first_cache_block(target, plain, proposer):
+@pytest.mark.parametrize(
+    ("proposer", "target"), diagonal(["target tree", "ngram"], ["mistral", "qwen3"]), indirect=["target"]
+)
+def test_outputs_that_outgrow_the_first_cache_block(proposer, target, plain):
     check(target, plain, proposer, BATCHES["ragged"], draft_length=4, max_new_tokens=320)
 
 

@@ -12,6 +12,7 @@ from specdec.models.cache.buffers import Slots
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.models.compat import CACHE, cache_in
 from tests import eagle3, tiny
+from tests.diagonal import diagonal
 
 MODELS = ["llama", "qwen3", "gemma3", "mistral", "gpt2"]
 PROPOSERS = {
@@ -69,10 +70,8 @@ def talk(generate, inputs, turns, ends, arguments, cache=None):
     return outputs, texts, cache
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("proposer", PROPOSERS)
-def test_turn_after_turn(name, batch, proposer):
+@pytest.mark.parametrize(("proposer", "batch", "name"), diagonal(PROPOSERS.keys(), ["ragged", "single"], MODELS))
+def test_turn_after_turn(proposer, batch, name):
     target = named(name)
     arguments = {"max_new_tokens": 14, "do_sample": False}
     inputs = tiny.prompts(*BATCHES[batch])
@@ -257,11 +256,17 @@ def test_caches_that_cannot_be_continued_say_what_to_do():
 # Windows
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral"])
-@pytest.mark.parametrize("window", [2, 3, 6, 20])
-@pytest.mark.parametrize("prompt", [(1,), (5, 2), (60, 3, 31), (75,)])
-@pytest.mark.parametrize("proposer", ["tree", "garbage"])
-def test_texts_past_the_window_several_times(name, window, prompt, proposer):
+@pytest.mark.parametrize(
+    ("proposer", "prompt", "window", "name"),
+    diagonal(
+        ["tree", "garbage"],
+        {f"prompt{i}": prompt for i, prompt in enumerate([(1,), (5, 2), (60, 3, 31), (75,)])},
+        [2, 3, 6, 20],
+        ["gemma3", "mistral"],
+        times=2,
+    ),
+)
+def test_texts_past_the_window_several_times(proposer, prompt, window, name):
     """Prompts shorter and longer than the window, windows smaller than the draft."""
     target = tiny.model(name, sliding_window=window)
     target.name = name
@@ -346,6 +351,7 @@ def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
         torch.testing.assert_close(a * real, b * real, atol=2e-4, rtol=1e-3)
 
 
+@pytest.mark.usefixtures("only_new_objects")
 def test_keys_and_values_take_no_more_than_plain_decodings():
     """A quarter on top for what a draft needs behind a window: all slots everywhere would be five times as much."""
     target = tiny.model("gemma3", sliding_window=16)

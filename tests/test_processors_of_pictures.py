@@ -6,6 +6,7 @@ from transformers.models.smolvlm import processing_smolvlm
 
 from specdec import NgramProposer, SpeculativeGenerator
 from tests import pictured, processed, tiny
+from tests.diagonal import diagonal
 
 SAID = ("what is in this picture?", "is it the same?")
 SHAPES = ((70, 40), (50, 90))
@@ -19,9 +20,7 @@ def smolvlm_without_films(monkeypatch):
         monkeypatch.setattr(processing_smolvlm, "num2words", str)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", processed.FAMILIES)
+@pytest.mark.parametrize(("name", "rows", "way"), diagonal(processed.FAMILIES, [2, 1], WAYS.keys()))
 def test_a_chat_with_pictures(name, rows, way):
     model = pictured.model(name)
     processor = processed.processor(name, model.config)
@@ -43,8 +42,7 @@ def test_the_tiny_models_look_at_them(name):
     assert one.tolist() != other.tolist()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", processed.FAMILIES)
+@pytest.mark.parametrize(("name", "way"), diagonal(processed.FAMILIES, ["T = 1", "T = 0"]))
 def test_a_processor_that_is_called(name, way):
     """Two pictures in the first row, one in the second."""
     model = pictured.model(name)

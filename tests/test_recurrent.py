@@ -8,6 +8,7 @@ from specdec.models.cache import linear_recurrence, recurrent_states
 from specdec.models.capability import probe
 from specdec.models.compat import CACHE, cache_in
 from tests import families, fuzz, tiny
+from tests.diagonal import diagonal
 from tests.since import since
 
 HYBRIDS = ("qwen3_5", "lfm2", "mamba2", "falcon_h1")
@@ -31,9 +32,15 @@ def test_all_kinds_of_layers_are_there_and_run_over_trees(name):
     assert probe(model).trees
 
 
-@pytest.mark.parametrize("how", ["ngram", "garbage", "answer", "itself", "itself tree", "draft"])
-@pytest.mark.parametrize("lengths", [(9,), (58, 3, 21)], ids=["one row", "ragged"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "lengths", "how"),
+    diagonal(
+        HYBRIDS,
+        {"ragged": (58, 3, 21), "one row": (9,)},
+        ["ngram", "garbage", "answer", "itself", "itself tree", "draft"],
+        times=2,
+    ),
+)
 def test_the_text_is_plain_decodings(name, lengths, how):
     """Texts that cross the 64 tokens of a chunk, rows shorter than a convolution, drafts that branch."""
     model, inputs = tiny.model(name), tiny.prompts(*lengths)

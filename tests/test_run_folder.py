@@ -135,6 +135,7 @@ def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error
     assert "the same command goes on" in result.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_chat_template_may_show_the_time(files, tokenizer, tmp_path):
     """Tokens of another day would not fit the states of the first."""
     shutil.copytree(files / "model", tmp_path / "model")

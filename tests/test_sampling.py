@@ -1,5 +1,7 @@
 """The same seed gives plain `generate()`'s text, whatever is drafted, and leaves the generator where that does."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import StoppingCriteriaList
@@ -21,6 +23,7 @@ from specdec.engine.transcript import Transcript
 from specdec.sampling.noise import Noise, noise_of_call
 from specdec.utils.choices import COUPLED
 from tests import blocks, eagle3, encoded, tiny
+from tests.diagonal import diagonal
 
 NEW = 12
 FAMILIES = ["llama", "qwen3", "gemma3", "gpt2", "mixtral"]
@@ -72,8 +75,17 @@ def differences(spec, seeds, inputs, **kwargs) -> list[int]:
     return out
 
 
-@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9, 5)], ids=["one row", "ragged"])
-@pytest.mark.parametrize("proposer", PROPOSERS)
+QUICK = ("draft", "draft tree", "fixed tree", "ngram+head", "medusa", "hydra", "garbage")
+
+
+@pytest.mark.parametrize(
+    ("proposer", "lengths"),
+    [
+        pytest.param(name, lengths, id=f"{name}-{kind}", marks=[] if quick else pytest.mark.slow)
+        for name in PROPOSERS
+        for kind, lengths, quick in (("one row", (7,), name == "block"), ("ragged", (7, 4, 9, 5), name in QUICK))
+    ],
+)
 def test_same_seed_same_text(proposer, lengths):
     model = tiny.model("llama")
     for draft_length in (3, None):
@@ -189,10 +201,16 @@ def broken_off(generate, seed, error, breaks, width, **kwargs):
     return spoils.puts, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("error", [RuntimeError("enough"), KeyboardInterrupt("enough")], ids=lambda e: type(e).__name__)
-@pytest.mark.parametrize("rule", [COUPLED, Lenient(0.0)], ids=["coupled", "lenient"])
-@pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
-@pytest.mark.parametrize("proposer", ["itself", "fixed tree", "garbage"])
+@pytest.mark.parametrize(
+    ("proposer", "lengths", "rule", "error"),
+    diagonal(
+        ["itself", "fixed tree", "garbage"],
+        {"ragged": (7, 4, 9), "one row": (7,)},
+        {"coupled": COUPLED, "lenient": Lenient(0.0)},
+        {type(error).__name__: error for error in (RuntimeError("enough"), KeyboardInterrupt("enough"))},
+        times=2,
+    ),
+)
 def test_a_call_that_is_broken_off_leaves_the_generator_where_plain_decoding_does(proposer, lengths, rule, error):
     model, inputs = tiny.model("llama"), tiny.prompts(*lengths)
     drafts = PROPOSERS[proposer](model, "llama")
@@ -225,8 +243,10 @@ def outcome(generate, seed=1, **kwargs):
     return wrote, streamer.puts, torch.get_rng_state().tolist()
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("proposer", ["itself", "fixed tree", "draft tree", "medusa", "garbage"])
+@pytest.mark.parametrize(
+    ("proposer", "do_sample"),
+    diagonal(["itself", "fixed tree", "draft tree", "medusa", "garbage"], {"sampled": True, "greedy": False}),
+)
 def test_a_processor_that_raises(proposer, do_sample):
     """In one row, at a length: a round that is there already ends before it, and rows that are ahead wait."""
     model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]
@@ -252,8 +272,15 @@ def test_a_processor_that_raises(proposer, do_sample):
         assert spec.report.num_accepted_tokens > 20
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "typical"])
-@pytest.mark.parametrize("proposer", ["itself", "draft", "fixed tree", "medusa", "garbage"])
+@pytest.mark.parametrize(
+    ("proposer", "rule"),
+    [
+        pytest.param(*case, marks=[] if case in (("itself", "block"), ("fixed tree", "token")) else pytest.mark.slow)
+        for case in itertools.product(
+            ["itself", "draft", "fixed tree", "medusa", "garbage"], ["block", "token", "typical"]
+        )
+    ],
+)
 def test_a_processor_that_raises_under_a_rule_over_all_nodes(proposer, rule):
     """`top_k=1` leaves one text to sample, so it, what was streamed and the error are plain decoding's."""
     model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]

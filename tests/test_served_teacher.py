@@ -38,7 +38,7 @@ def served(target, handler=Handler):
     """The address of a server."""
     server = StatesServer(target, ("127.0.0.1", 0))
     server.RequestHandlerClass = handler
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
@@ -53,7 +53,15 @@ def same_runs(one, two):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
 
 
-@pytest.mark.parametrize("options", [["--kind", "eagle3"], ["--cache-states"], ["--kind", "dspark"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--kind", "eagle3"], marks=pytest.mark.slow),
+        pytest.param(["--cache-states"], marks=pytest.mark.slow),
+        ["--kind", "dspark"],
+    ],
+    ids=" ".join,
+)
 def test_a_served_target_teaches_what_a_loaded_one_does(files, target, tmp_path, monkeypatch, options):
     """To the last digit; and it is not loaded."""
     options = [*NOT_DECODED, *options]
@@ -68,6 +76,7 @@ def test_a_served_target_teaches_what_a_loaded_one_does(files, target, tmp_path,
     assert all(weight.is_meta for weight in here.parameters())
 
 
+@pytest.mark.slow
 def test_a_run_that_a_loaded_target_began_goes_on_with_a_served_one(files, target, tmp_path):
     """Where the target lies is no part of the recipe."""
     out = tmp_path / "out"
@@ -78,6 +87,7 @@ def test_a_run_that_a_loaded_target_began_goes_on_with_a_served_one(files, targe
     same_runs(tmp_path / "local", out)
 
 
+@pytest.mark.slow
 def test_by_two_processes(files, tmp_path):
     """As they are called."""
     server = process(["-m", "specdec", "serve-states", str(files / "model"), "--port", "0", "--device", "cpu"])

@@ -78,6 +78,7 @@ def test_one_process_uses_all_devices(tmp_path):
         recipe.check_processes(2)
 
 
+@pytest.mark.slow
 def test_a_target_over_the_devices_teaches_the_same(files, tmp_path, monkeypatch):
     placed, load = [], preparation.load_model
     monkeypatch.setattr(preparation, "load_model", lambda name, **kw: placed.append(kw) or load(name, **kw))

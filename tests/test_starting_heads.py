@@ -173,6 +173,7 @@ def test_training_goes_on_from_a_head(files, tmp_path):
     assert set(load(tmp_path / "fewer" / "head").draft_to_target.tolist()) < first
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
     wide = tiny.model("llama", num_hidden_layers=6, hidden_size=48, num_attention_heads=4)
     wide.save_pretrained(tmp_path / "wide")

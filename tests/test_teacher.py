@@ -37,6 +37,7 @@ def interrupted(files, out, *options):
         assert "unexpected error, ZeroDivisionError" in run(files, out, *options).output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_states_on_the_disk_train_the_same_head_without_the_target(files, tmp_path, monkeypatch, kind):
     options, load = ["--cache-states", "--kind", kind], preparation.load_model
@@ -99,6 +100,7 @@ def test_a_target_that_changed_beside_its_states_is_said(files, tmp_path):
     assert "are others than those whose states lie beside" in result.output.replace("\n", " ")
 
 
+@pytest.mark.slow
 def test_a_folder_without_what_is_needed_beside_its_states_gets_it(files, tmp_path):
     """As earlier versions left theirs."""
     assert run(files, tmp_path / "out", "--cache-states").exit_code == 0
@@ -164,7 +166,10 @@ def quantised(kind, place):
     return target
 
 
-@pytest.mark.parametrize("kind", ["torchao, 8 bits", "torchao, 4 bits", "bitsandbytes"])
+@pytest.mark.parametrize(
+    "kind",
+    ["torchao, 8 bits", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("torchao, 4 bits", "bitsandbytes"))],
+)
 def test_a_quantised_target_teaches(kind, tmp_path):
     """What it multiplies by is asked of its layers, whatever they store."""
     target = quantised(kind, tmp_path / "model")

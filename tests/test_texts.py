@@ -84,6 +84,7 @@ print(tokens, own() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_what_lies_in_a_file_is_in_no_process_own_memory(tmp_path):
     count, length = 20_000, 1000

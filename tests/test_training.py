@@ -146,7 +146,7 @@ def test_two_processes_have_the_loss_curve_of_one(files, tmp_path):
         assert max(off) < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dspark", marks=pytest.mark.slow)])
 def test_unequal_passes_of_an_update_have_the_gradient_of_one(kind, tmp_path):
     """Whatever each has to learn from: the loss is per token of the update."""
     target = tiny.model("llama", num_hidden_layers=4)
@@ -251,7 +251,11 @@ def test_a_loss_that_is_not_a_number_ends_training(files, tmp_path, monkeypatch)
     assert "the loss is nan at update 0: try a lower learning rate" in result.output
 
 
-@pytest.mark.parametrize("verbosity", [logging.WARNING, logging.ERROR], ids=["with a bar", "without"])
+@pytest.mark.parametrize(
+    "verbosity",
+    [logging.WARNING, pytest.param(logging.ERROR, marks=pytest.mark.slow)],
+    ids=["with a bar", "without"],
+)
 def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     request.addfinalizer(partial(logging.set_verbosity, logging.get_verbosity()))
     logging.set_verbosity(verbosity)  # above warnings there is no bar
@@ -266,6 +270,7 @@ def test_what_training_says_on_the_way(files, tmp_path, request, verbosity):
     assert any(re.search(r"update 10: accepted per round \d\.\d\d tokens with trees at T=0", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_short_run_is_warmed_up_in_time(files, tmp_path):
     """Its learning rate rises for a share of its updates: ten of them come near to what was asked for."""
     assert run(files, tmp_path).exit_code == 0
@@ -383,6 +388,7 @@ def test_texts_that_hold_nothing_are_named_before_the_target_is_loaded(files, tm
     assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 1  # two are held out
 
 
+@pytest.mark.slow
 def test_the_probe_says_when_hardly_anything_is_accepted(files, tmp_path):
     torch.manual_seed(0)
     target = AutoModelForCausalLM.from_pretrained(files / "model")

@@ -1,4 +1,4 @@
-"""Old places of public names. They work until the next release, with a `DeprecationWarning` that names the new place."""
+"""Old places of public names. They work for one release, with a `DeprecationWarning` that names the new place."""
 
 from __future__ import annotations
 
