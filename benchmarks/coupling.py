@@ -89,17 +89,21 @@ def positions(
     out = {"drawn": torch.minimum(p, q).sum(-1)}
     for width in WIDTHS:
         out[f"top {width}"] = p.gather(-1, log_q.topk(width).indices).sum(-1)
-    raced: dict[str, list[Tensor]] = {}
+    coupled_scores: dict[str, list[Tensor]] = {}
     for _ in range(RACES):
         noise = torch.empty_like(p).exponential_()
-        winner = (p / noise).argmax(-1, keepdim=True)
+        chosen_tokens = (p / noise).argmax(-1, keepdim=True)
         race = log_q - noise.log()
         for width in WIDTHS:
-            raced.setdefault(f"shared {width}", []).append((race.topk(width).indices == winner).any(-1).float())
+            coupled_scores.setdefault(f"shared {width}", []).append(
+                (race.topk(width).indices == chosen_tokens).any(-1).float()
+            )
         for spread in SPREADS:
-            nats = (race / spread).logsumexp(-1) - race.gather(-1, winner)[:, 0] / spread
-            raced.setdefault(f"spread {spread}", []).append(nats.clamp(max=20))  # what a head cannot draft: inf
-    return out | {name: torch.stack(values).mean(0) for name, values in raced.items()}
+            nats = (race / spread).logsumexp(-1) - race.gather(-1, chosen_tokens)[:, 0] / spread
+            coupled_scores.setdefault(f"spread {spread}", []).append(
+                nats.clamp(max=20)
+            )  # what a head cannot draft: inf
+    return out | {name: torch.stack(values).mean(0) for name, values in coupled_scores.items()}
 
 
 def _target_logits(target: PreTrainedModel, head: Eagle3Head | None, ids: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -78,7 +78,7 @@ def switch_on(patch: pytest.MonkeyPatch) -> None:
     """On the CPU what is done on GPUs: recordings, all choices at once; and a note of when a verdict arrives."""
     patch.setattr(generator, "Recorder", Remembering)
     patch.setattr(generator.SpeculativeGenerator, "_launches", True)
-    patch.setattr(rules, "Walk", verifier.AllChoices)
+    patch.setattr(rules, "SequentialVerifier", verifier.BatchedVerifier)
     patch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
     sent = cuda_graph_round.outcome_sent
 

@@ -27,7 +27,7 @@ from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
 from specdec.proposers.base import Context
 from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, agreeing
-from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
@@ -95,8 +95,8 @@ def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) ->
     """Rows of the table."""
     bound = at_most(calls)
     for name, make in METHODS.items():
-        lookup, learnt = make(), Learnt()
-        rounds = [size for prompt, answer in calls for size in decoded(lookup, prompt, answer, seconds, learnt)]
+        lookup, estimates = make(), Estimates()
+        rounds = [size for prompt, answer in calls for size in decoded(lookup, prompt, answer, seconds, estimates)]
         tokens = sum(len(answer) - 1 for _, answer in calls)  # the first comes with the prompt
         speed = tokens / sum(map(seconds, rounds))
         drafted = sum(rounds) / len(rounds) - 1
@@ -109,7 +109,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
     far as those before them were right, and how many were right."""
     checked, right = [0] * len(LIKELY), [0] * len(LIKELY)
     for prompt, answer in calls:
-        proposer, text, pacer = NgramProposer(), prompt + answer, Pacer(None, Learnt())
+        proposer, text, pacer = NgramProposer(), prompt + answer, Pacer(None, Estimates())
         proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
         for end in range(len(prompt) + 1, len(text) - 1):  # the last token would not be drafted
             proposer.expect(context_of(text, len(prompt), end, pacer))
@@ -126,10 +126,10 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
 
 
 def decoded(
-    proposer: Lookup, prompt: list[int], answer: list[int], seconds: Callable[[int], float], learnt: Learnt
+    proposer: Lookup, prompt: list[int], answer: list[int], seconds: Callable[[int], float], estimates: Estimates
 ) -> list[int]:
     """Tokens of each pass that it takes to write the answer behind its first token."""
-    text, end, pacer = prompt + answer, len(prompt) + 1, Pacer(None, learnt)
+    text, end, pacer = prompt + answer, len(prompt) + 1, Pacer(None, estimates)
     rounds: list[int] = []
     proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
     while end < len(text):
@@ -182,7 +182,7 @@ def context_of(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
         pads=[0],
         ends=[end],
         active=[True],
-        room=[max(0, len(text) - 1 - end)],
+        budget=[max(0, len(text) - 1 - end)],
         sampling=False,
         chains_only=False,
         vocab_size=1 << 24,

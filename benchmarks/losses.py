@@ -73,7 +73,7 @@ def main(
         if states is None and (held_out_data is None or head is None):
             raise ValueError("give --states to train on, or --head and --held-out-data to measure it on")
         model = AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval()
-        start = fresh(model, RunFolder(states.parent).learnt) if head is None else load(head)
+        start = fresh(model, RunFolder(states.parent).estimates) if head is None else load(head)
         Eagle3Proposer(start).check(model)
         taps = start.config.taps(len(decoder_layers(model)))
         training, measured = split(states, taps, held_out if held_out_data is None else 0)

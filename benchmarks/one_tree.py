@@ -21,10 +21,10 @@ from table import number, percent, table
 from transformers.utils import logging
 
 from specdec import HybridProposer, SpeculativeGenerator
-from specdec.engine.trace import Round
+from specdec.engine.trace import RoundTrace
 from specdec.proposers.factory import as_proposer
 from specdec.proposers.lookup.base import Lookup
-from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 
 LENGTH = 10  # tokens that a lookup drafts at most
@@ -37,7 +37,7 @@ class Counts:
     """Of texts written in turns: passes, those that the lookup drafted for, tokens, and how many more there were."""
 
     rounds: int = 0
-    looked_up: int = 0
+    embed_tokens: int = 0
     tokens: int = 0
     more: int = 0
 
@@ -46,7 +46,7 @@ class Counts:
 
     def row(self, group: str, name: str) -> list[str]:
         per_pass, gain = self.tokens / max(1, self.rounds), self.more / max(1, self.tokens)
-        its = percent(self.looked_up, self.rounds)
+        its = percent(self.embed_tokens, self.rounds)
         return [group, name, number(per_pass), its, number(per_pass * (1 + gain)), f"{100 * gain:.1f}%"]
 
 
@@ -86,7 +86,7 @@ def main(
     print(table(COLUMNS, rows))
 
 
-def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[Round]) -> Counts:
+def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[RoundTrace]) -> Counts:
     """Of one text. Without rounds it ended with its first token, which comes with the prompt."""
     first = [each.tokens[0] for each in rounds[:1]]
     text = prompt + first + [token for each in rounds for token in each.new_tokens]
@@ -98,9 +98,9 @@ def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[Round]) -> Count
     return counts
 
 
-def _right(lookup: Lookup, text: list[int], prompt: int, rounds: Sequence[Round]) -> Iterator[int]:
+def _right(lookup: Lookup, text: list[int], prompt: int, rounds: Sequence[RoundTrace]) -> Iterator[int]:
     """In each round, how many of the tokens that the lookup finds are the text's."""
-    pacer = Pacer(LENGTH, Learnt())
+    pacer = Pacer(LENGTH, Estimates())
     lookup.begin(context_of(text, prompt, prompt, pacer))
     for each in rounds:
         end = prompt + each.position

@@ -3,6 +3,7 @@
 Names are imported when they are first asked for: the command line checks what it was given before torch is there.
 """
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from specdec.engine.hf.eligibility import Unsupported
     from specdec.engine.lenient import Lenient
     from specdec.engine.report import Report
-    from specdec.engine.trace import Round
+    from specdec.engine.trace import RoundTrace
     from specdec.proposers.base import Context, Proposer
     from specdec.proposers.draft_heads.block import BlockProposer
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
@@ -50,7 +51,7 @@ else:
         "NgramProposer": "proposers.lookup.ngram",
         "Proposer": "proposers.base",
         "Report": "engine.report",
-        "Round": "engine.trace",
+        "RoundTrace": "engine.trace",
         "SpeculativeGenerator": "engine.generator",
         "SuffixProposer": "proposers.lookup.suffix",
         "TextMemory": "proposers.lookup.text_memory",
@@ -60,6 +61,9 @@ else:
     }
 
     def __getattr__(name):
+        if name == "Round":  # for one release
+            warnings.warn("specdec.Round is now specdec.RoundTrace", DeprecationWarning, stacklevel=2)
+            name = "RoundTrace"
         if name not in _FILES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         try:
@@ -89,7 +93,7 @@ __all__ = [
     "NgramProposer",
     "Proposer",
     "Report",
-    "Round",
+    "RoundTrace",
     "SpeculativeGenerator",
     "SuffixProposer",
     "TextMemory",

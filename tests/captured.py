@@ -52,13 +52,15 @@ def try_capture(name: str) -> str:
             if spec.report.num_plain_calls:
                 return "runs as plain decoding"
             rounds += spec.last_report.num_rounds
-            taken = spec._draftings.own.graphs
+            taken = spec._draftings.own.static_forward
             if taken is None or taken.refused:
                 break
     if warned:
         return warned[0].partition("without graphs: ")[2]
-    sizes = {nodes for key in taken._graphs for nodes in [dict(key[-3:]).get("input_ids", (0, 0))[1]]}
-    return "" if len(taken) == len(taken._graphs) == len(SIZES) else f"WRONG: {len(taken)} graphs, sizes {sizes}"
+    sizes = {nodes for key in taken._static_forward for nodes in [dict(key[-3:]).get("input_ids", (0, 0))[1]]}
+    return (
+        "" if len(taken) == len(taken._static_forward) == len(SIZES) else f"WRONG: {len(taken)} graphs, sizes {sizes}"
+    )
 
 
 def main(names: list[str]) -> None:

@@ -338,9 +338,9 @@ class CUDAGraph:
 
     def spoil(self) -> None:
         for _, args, kwargs, result in self.steps:
-            lent = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+            embeddings = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
             for made in _tensors(result):
-                if made.untyped_storage().data_ptr() not in lent and made.dtype != torch.bool:
+                if made.untyped_storage().data_ptr() not in embeddings and made.dtype != torch.bool:
                     made.fill_(float("nan") if made.is_floating_point() else -RUBBISH >> 20)
 
     def replay(self) -> None:

@@ -16,7 +16,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.draft_models.acceptance_estimates import CONFIDENCES
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup.base import LIKELY, kind_of
-from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
@@ -68,12 +68,12 @@ class Text:
     """What a text holds for proposers, position by position.
 
     Attributes:
-        found: length of the match that is found there, 0: none. looked_up: is what follows it right?
+        found: length of the match that is found there, 0: none. embed_tokens: is what follows it right?
         confidence: the draft model's in its best token. rank: of the right token among its children, WIDTH: not there.
     """
 
     found: list[int]
-    looked_up: list[bool]
+    embed_tokens: list[bool]
     confidence: list[float]
     rank: list[int]
 
@@ -112,8 +112,8 @@ def text(
         repeating, match = random.random() < repeats, 3
         for _ in range(random.randint(12, 36)):
             out.found.append(match if repeating else int(random.random() < 0.6))
-            out.looked_up.append(random.random() < (0.95 if repeating else n_grams))
-            match = match + 1 if out.looked_up[-1] else 3
+            out.embed_tokens.append(random.random() < (0.95 if repeating else n_grams))
+            match = match + 1 if out.embed_tokens[-1] else 3
             confidence = min(0.99, max(0.02, random.betavariate(3 * knows, 3 * (1 - knows))))
             out.confidence.append(confidence)
             ranks = [p * (1 - vain) for p in _children(confidence)]
@@ -178,7 +178,7 @@ class Context:
         return [0]
 
     @property
-    def room(self) -> list[int]:
+    def budget(self) -> list[int]:
         return [len(self.text) - self.place - 1]
 
     @property
@@ -212,15 +212,15 @@ class Lookup(Proposer):
         pacer, here = context.pacer, context.place
         if self._guess is not None:
             place, right, keys = self._guess
-            pacer.observe_keys(keys[: here - place], min(right, here - place))
+            pacer.observe_confidence(keys[: here - place], min(right, here - place))
         self._guess = None
         n = context.text.found[here]
-        if n == 0 or context.room[0] <= 0:
+        if n == 0 or context.budget[0] <= 0:
             return []
-        right = _run(context.text.looked_up, here)
+        right = _run(context.text.embed_tokens, here)
         keys = [("ngram", kind_of(n + depth)) for depth in range(min(pacer.limit, 32))]
         self._guess = (here, right, keys)
-        return _gains(pacer, keys)[: context.room[0]]
+        return _gains(pacer, keys)[: context.budget[0]]
 
     def draft(self, context: Any, gains: Sequence[float]) -> Any:
         length = context.pacer.best_length(gains, 1)
@@ -252,11 +252,11 @@ class Model(Proposer):
         self._read = False
 
     def propose(self, context: Any) -> Any:
-        pacer, room = context.pacer, context.room[0]
+        pacer, budget = context.pacer, context.budget[0]
         if context.machine.looking:
             context.clock.spend(context.machine.looking)
-        limit, backlog = min(pacer.limit, room), 0 if self._read else context.prompt
-        if limit <= 0 or not pacer.may_start([pacer.expected_rate], 1, backlog=backlog, tokens_left=room):
+        limit, backlog = min(pacer.limit, budget), 0 if self._read else context.prompt
+        if limit <= 0 or not pacer.may_start([pacer.expected_rate], 1, backlog=backlog, tokens_left=budget):
             return Draft()
         seconds = context.clock.spend(context.machine.step + backlog * context.machine.reading)
         self._read = True
@@ -335,7 +335,7 @@ def decode(
     proposer: Proposer | None,
     text: Text,
     machine: Machine,
-    learnt: Learnt,
+    estimates: Estimates,
     *,
     prompt: int = 40,
     length: int | None = None,
@@ -343,7 +343,7 @@ def decode(
     """Seconds of one call after its prefill; without a proposer, of plain decoding."""
     if proposer is None:
         return (len(text) - 1) * machine.seconds(1)
-    clock, pacer, place = Clock(machine), Pacer(length, learnt), 0
+    clock, pacer, place = Clock(machine), Pacer(length, estimates), 0
     pacer.observe_prefill(prompt, 0.08 * prompt)
     context = Context(text, place, pacer, machine, clock, prompt)
     proposer.begin(context)  # type: ignore[arg-type]
@@ -356,7 +356,7 @@ def decode(
         pacer.observe_drafting(drafting)
         proposer.observe(draft, SimpleNamespace(), [accepted])  # type: ignore[arg-type]
         if draft.keys:
-            pacer.observe_keys(draft.keys, accepted)
+            pacer.observe_confidence(draft.keys, accepted)
         pacer.observe_round(draft.size, 1, drafting, clock.now - start, 1 + accepted)
         place += 1 + accepted
     return clock.exact
@@ -380,13 +380,13 @@ def speedups(
     prompt: int = 40,
     noise: float = 0.03,
     looking: float = 0.0,
-    learnt: Learnt | None = None,
+    estimates: Estimates | None = None,
 ) -> list[float]:
     """Of each call over plain decoding, one after the other in one process."""
     make, step = KINDS[kind]
     machine = Machine(TABLES[table], step, 0.08 * step if step else 0.0, looking, noise)
-    proposer, learnt = make(), learnt or Learnt()
+    proposer, estimates = make(), estimates or Estimates()
     return [
-        decode(None, t, machine, learnt) / decode(proposer, t, machine, learnt, length=length, prompt=prompt)
+        decode(None, t, machine, estimates) / decode(proposer, t, machine, estimates, length=length, prompt=prompt)
         for t in texts
     ]

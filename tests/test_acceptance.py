@@ -110,13 +110,13 @@ def test_sample_over_a_large_vocabulary():
 
 
 def greedy(tree: DraftTree, scores: torch.Tensor) -> Verdict:
-    """`walk` along the best tokens of scores (B, N, V)."""
+    """`accept_sequentially` along the best tokens of scores (B, N, V)."""
     rows = torch.arange(len(scores))
 
     def choose(path, alive):
         return scores[rows, path[:, -1]].max(-1).indices
 
-    return acceptance.walk(tree, choose, torch.ones(len(scores), dtype=torch.bool))
+    return acceptance.accept_sequentially(tree, choose, torch.ones(len(scores), dtype=torch.bool))
 
 
 @pytest.mark.parametrize(
@@ -641,7 +641,7 @@ MUTANTS = {
         "siblings tried after one was taken": (" & (accepted == depth - 1)", ""),
         "siblings tried from the last": ("children[rows, stays, c]", "children.flip(2)[rows, stays, c]"),
     },
-    "follow": {
+    "longest_accepted_path": {
         "recovered token of the root": ("choice.gather(1, last[:, None])[:, 0]", "choice[:, 0]"),
         "chain counts hits after a miss": ("hits.long().cumprod(-1).sum(-1)", "hits.long().sum(-1)"),
         "chain: recovered token of the node before": (
@@ -688,7 +688,11 @@ def mutant(function: str, old: str, new: str) -> types.ModuleType:
 )
 def test_a_broken_rule_is_caught(function, old, new):
     module = mutant(function, old, new)
-    users = {"follow": ["point_mass"], "sample": list(EXPERIMENTS), "_residual": ["speculative_sampling"]}
+    users = {
+        "longest_accepted_path": ["point_mass"],
+        "sample": list(EXPERIMENTS),
+        "_residual": ["speculative_sampling"],
+    }
     for draws in (30_000, DRAWS):  # most show at once
         for rule in users.get(function, [function]):
             for (branching, drawn), world in itertools.product(EXPERIMENTS[rule], WORLDS):

@@ -27,7 +27,7 @@ def test_the_table_by_hand():
     report.record_round([3], [3], [1], seconds=0.1)
     fast = Measured("ngram", "<ngram>", 100, 4.0, 0.25, report)
     found = Bench((Answered(measured("plain", 8.0), (1.0, 1.0), 4), Answered(fast, (1.5, 2.5), 3)), 2, 2)
-    head, plain, ngram = [line.split("  ") for line in found.in_words().splitlines()]
+    head, plain, ngram = [line.split("  ") for line in found.summary().splitlines()]
     assert [cell.strip() for cell in head if cell][-1] == "plain's text"
     cells = [cell.strip() for cell in ngram if cell]
     assert cells == ["ngram", "25.0", "2.00x", "1.50 to 2.50", "250", "40.0", "2.00", "3 of 4"]
@@ -41,7 +41,9 @@ def test_each_answers_each_prompt_in_turn(llama, monkeypatch):
     order, answer, steps = [], Runs.answer, []
 
     def noted(self, prompt, **changed):
-        order.append((self.way.name, next(i for i, p in enumerate(PROMPTS) if torch.equal(p, prompt)), bool(changed)))
+        order.append(
+            (self.method.name, next(i for i, p in enumerate(PROMPTS) if torch.equal(p, prompt)), bool(changed))
+        )
         answer(self, prompt, **changed)
 
     monkeypatch.setattr(Runs, "answer", noted)
@@ -52,14 +54,14 @@ def test_each_answers_each_prompt_in_turn(llama, monkeypatch):
     assert order == [(name, i, warm) for i, warm in turns for name in ("plain", "ngram", "itself")]
     assert steps == [(done, 15) for done in range(16)]
     assert (found.prompts, found.repeats, found.stopped) == (2, 2, False)
-    for way in found.ways:
-        assert (way.measured.tokens, way.same, len(way.speed_ups)) == (4 * NEW, 4, 2)
-    assert found.ways[0].speed_ups == (1.0, 1.0)
+    for method in found.methods:
+        assert (method.measured.tokens, method.same, len(method.speed_ups)) == (4 * NEW, 4, 2)
+    assert found.methods[0].speed_ups == (1.0, 1.0)
     spec = SpeculativeGenerator(llama, NgramProposer())
     for prompt in PROMPTS:
         spec.generate(prompt[None], do_sample=False, max_new_tokens=NEW)
-    assert found.ways[1].measured.report.num_calls == 4
-    assert found.ways[1].measured.report.num_output_tokens == 2 * spec.report.num_output_tokens
+    assert found.methods[1].measured.report.num_calls == 4
+    assert found.methods[1].measured.report.num_output_tokens == 2 * spec.report.num_output_tokens
 
 
 @pytest.mark.parametrize(("at", "answered"), [(4, 1), (5, 1), (6, 2), (7, 2)])
@@ -77,7 +79,7 @@ def test_interrupted_it_gives_what_all_have_answered(llama, monkeypatch, at, ans
     found = bench(llama, {"ngram": NgramProposer()}, [*PROMPTS, PROMPTS[0]], max_new_tokens=NEW)
     assert found.stopped
     assert found.prompts == answered
-    assert [way.measured.tokens for way in found.ways] == [answered * NEW] * 2
+    assert [method.measured.tokens for method in found.methods] == [answered * NEW] * 2
 
 
 def test_interrupted_before_any_was_answered(llama, monkeypatch):
@@ -123,5 +125,5 @@ def test_json_alone_on_standard_output(command):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert (found["prompts"], found["repeats"], found["max_new_tokens"]) == (3, 2, 8)
-    assert [way["tokens"] for way in found["ways"]] == [6 * 8] * 3
+    assert [method["tokens"] for method in found["ways"]] == [6 * 8] * 3
     assert found["ways"][2]["report"]["num_calls"] == 6

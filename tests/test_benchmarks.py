@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from specdec import NgramProposer, Report
 from specdec.data.packed_dataset import StateDataset
 from specdec.data.texts import Text, keep
-from specdec.engine.trace import Round
+from specdec.engine.trace import RoundTrace
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.config import default_taps
 from specdec.heads.eagle3.export import save
@@ -572,12 +572,12 @@ class TestLookups:
         """The text's first rounds wrote a token each where the prompt has three of them, and two, in a row; the last
         round is the lookup's own."""
         rounds = [
-            Round(0, 1, "Other", [1], [-1], [1.0], [[]], [0], 2),
-            Round(0, 2, "Other", [2], [-1], [1.0], [[]], [0], 3),
-            Round(0, 3, "NgramProposer", [3, 4], [-1, 0], [1.0, 1.0], [[], []], [0, 1], 9),
+            RoundTrace(0, 1, "Other", [1], [-1], [1.0], [[]], [0], 2),
+            RoundTrace(0, 2, "Other", [2], [-1], [1.0], [[]], [0], 3),
+            RoundTrace(0, 3, "NgramProposer", [3, 4], [-1, 0], [1.0, 1.0], [[], []], [0, 1], 9),
         ]
         found = one_tree.counted(NgramProposer(), [1, 2, 3, 4, 5], rounds)
-        assert found == one_tree.Counts(rounds=3, looked_up=1, tokens=4, more=3 + 2)
+        assert found == one_tree.Counts(rounds=3, embed_tokens=1, tokens=4, more=3 + 2)
         assert found.row("qa", "ngram") == ["qa", "ngram", "1.33", "33.3%", "3", "125.0%"]
         assert one_tree.counted(NgramProposer(), [1, 2], []) == one_tree.Counts()
 

@@ -13,7 +13,7 @@ from specdec import SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.dflash.runner import DFlashRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.loading import load, read
 from specdec.models.compat import CACHE
 from specdec.models.loading import load as load_draft
@@ -90,7 +90,7 @@ def drafts(head):
     """Logits of all of a block."""
     generator = torch.Generator().manual_seed(0)
     target = tiny.model("llama")
-    runner = DFlashRunner(head, Lent.by(target, head))
+    runner = DFlashRunner(head, BorrowedEmbeddings.by(target, head))
     runner.start(1)
     tokens = torch.randint(1, 60, (1, 16), generator=generator)
     logits = [runner.extend(tokens, torch.randn(1, 16, 64, generator=generator), [0])]
@@ -201,7 +201,7 @@ def test_transformers_own_drafter(tmp_path):
     assert checkpoint.format == "transformers"
     target = tiny.on_host("llama")
     ours = checkpoint.head()
-    runner = DFlashRunner(ours, Lent.by(target, ours))
+    runner = DFlashRunner(ours, BorrowedEmbeddings.by(target, ours))
     runner.start(1)
     states, tokens, cache = torch.randn(1, 20, 64), torch.randint(1, 60, (1, 21)), DFlashCache(config=config)
     cache.activate_past_recording()
@@ -233,7 +233,7 @@ def test_an_embedding_that_norms_is_read_without_that(monkeypatch):
     normed = nn.Embedding.from_pretrained(target.get_input_embeddings().weight.detach())
     normed.register_forward_hook(lambda module, args, out: out * 0)
     normed.embed_norm = nn.Identity()
-    runner = DFlashRunner(head, Lent(normed, target.get_output_embeddings()))
+    runner = DFlashRunner(head, BorrowedEmbeddings(normed, target.get_output_embeddings()))
     read = []
     monkeypatch.setattr(DFlashHead, "forward", lambda self, embeds, *rest: read.append(embeds) or embeds)
     runner.start(1)

@@ -11,7 +11,7 @@ from specdec.data.packed_dataset import PackedTexts
 from specdec.heads import loading
 from specdec.heads.dflash.export import save
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.training.evaluate import evaluate
 from specdec.training.initialization.dflash import initialize_block
 from specdec.training.objectives import block_unroll
@@ -34,10 +34,16 @@ def check_unroll(head, documents, wanted):
     B, T = documents.shape
     ids = torch.randint(1, tiny.VOCAB, (B, T), generator=generator)
     states = torch.randn(B, T, 32 * len(head.config.tap_ids), generator=generator)
-    lent = Lent.by(target, head)
+    embeddings = BorrowedEmbeddings.by(target, head)
     reference = NaiveDrafter(head.state_dict(), head.config, target.get_input_embeddings().weight)
     places = unroll_blocks(
-        head, ids, lambda tokens: lent.embedded(tokens, head), states, head.config.drafted, documents, wanted=wanted
+        head,
+        ids,
+        lambda tokens: embeddings.embedded(tokens, head),
+        states,
+        head.config.drafted,
+        documents,
+        wanted=wanted,
     )
     for step, place in enumerate(places):
         logits = place.read @ reading_weight(head).T
@@ -118,11 +124,16 @@ def batch(target, count=3, new_tokens=20):
 def by_the_book(objective, target, ids, learn, documents, states, over_all):
     """All logits of all learnt places at once, by autograd: DSpark's loss, every token an anchor that may be one."""
     head = objective.head
-    lent, chosen = Lent.by(target, head), torch.zeros_like(learn)
+    embeddings, chosen = BorrowedEmbeddings.by(target, head), torch.zeros_like(learn)
     chosen[:, :-2] = learn[:, 1:-1] & learn[:, 2:]
     final, loss, weights = states[..., -32:], 0.0, 0.0
     places = unroll_blocks(
-        head, ids, lambda tokens: lent.embedded(tokens, head), states[..., :-32], head.config.drafted, wanted=chosen
+        head,
+        ids,
+        lambda tokens: embeddings.embedded(tokens, head),
+        states[..., :-32],
+        head.config.drafted,
+        wanted=chosen,
     )
     alive = chosen
     for step, place in enumerate(places):

@@ -7,7 +7,7 @@ from specdec import BlockProposer, DynamicTree, Eagle3Proposer, SpeculativeGener
 from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.runner import DFlashRunner
 from specdec.heads.eagle3.parallel_runner import ParallelRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.proposers.draft_models.acceptance_estimates import bin_of
 from tests import blocks, eagle3, tiny
 from tests.naive_blocks import NaiveDrafter, NaiveParallel
@@ -41,7 +41,7 @@ class Rows:
         self.tokens = torch.randint(1, tiny.VOCAB, (B, T), generator=generator)
         self.path = torch.randint(1, tiny.VOCAB, (B, head.config.drafted), generator=generator)
         runs = DFlashRunner if isinstance(head.config, DFlashConfig) else ParallelRunner
-        self.runner, self.reference = runs(head, Lent.by(target, head)), naive(head, target)
+        self.runner, self.reference = runs(head, BorrowedEmbeddings.by(target, head)), naive(head, target)
         self.runner.start(B)
 
     def extend(self, ends, counts):
@@ -128,9 +128,9 @@ def causal(monkeypatch):
     """Tokens of the block see those before them alone."""
     visible = DFlashRunner._visible
 
-    def broken(self, sight, place, rows):
-        node = self.cache.held(self.spans[0], place.device)[:, None] - sight.base[..., None]
-        return [seen & (node <= place[:, None]) for seen in visible(self, sight, place, rows)]
+    def broken(self, visible_slots, place, rows):
+        node = self.cache.held(self.spans[0], place.device)[:, None] - visible_slots.base[..., None]
+        return [seen & (node <= place[:, None]) for seen in visible(self, visible_slots, place, rows)]
 
     monkeypatch.setattr(DFlashRunner, "_visible", broken)
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from examples.demo import __main__ as command
-from examples.demo import room, weights
+from examples.demo import budget, weights
 from examples.demo import show as show_module
 from examples.demo.comparison import PLAIN, Run, Speed
 from examples.demo.divergence import Divergence, diverge, first_difference
@@ -327,7 +327,7 @@ def test_the_number_format_is_the_one_measured_to_be_fastest(monkeypatch, exact,
     cpu = torch.device("cpu")
     assert hardware.best_dtype(cpu) == hardware.computed_in(torch.bfloat16, cpu) == best
     assert hardware.computed_in(torch.float16, cpu) == torch.float16
-    assert f"{1e3 * exact[8]:.2g} ms in float32" in hardware.in_words(cpu)
+    assert f"{1e3 * exact[8]:.2g} ms in float32" in hardware.summary(cpu)
 
 
 def test_the_number_format_is_found_by_the_clock_or_given():
@@ -399,7 +399,7 @@ def test_the_command_keeps_a_picture_of_one_prompt(folder, tmp_path):
 
 def test_the_command_says_what_is_missing_before_it_downloads(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(room, "free_disk", lambda folder: 10**9)
+    monkeypatch.setattr(budget, "free_disk", lambda folder: 10**9)
     monkeypatch.setattr(weights, "fetch", lambda *arguments: pytest.fail("a download was begun"))
     result = CliRunner().invoke(command.app, [])
     assert result.exit_code == 1

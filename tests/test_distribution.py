@@ -32,7 +32,7 @@ from specdec import (
 )
 from specdec.engine import draft_session
 from specdec.models.hidden_states import FINAL
-from specdec.proposers.pacing.estimates import BUCKETS, DraftCost, Learnt, PassCost
+from specdec.proposers.pacing.estimates import BUCKETS, DraftCost, Estimates, PassCost
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.teacher.target_logits import TargetLogits
@@ -101,7 +101,7 @@ class Garbage(Proposer):
         tokens = torch.cat([context.root[:, None], torch.randint(V, (B, N - 1))], 1)
         parents = torch.full((B, N), -1)
         depth = torch.zeros(B, N, dtype=torch.long)
-        room = torch.tensor([r if a else 0 for r, a in zip(context.room, context.active, strict=True)])
+        budget = torch.tensor([r if a else 0 for r, a in zip(context.budget, context.active, strict=True)])
         q = torch.empty(B, N, V).exponential_().pow(2) * (torch.rand(B, N, V) < 0.7)
         q[..., 0] += 1e-3
         q /= q.sum(-1, keepdim=True)
@@ -110,7 +110,7 @@ class Garbage(Proposer):
         for node in range(1, N):
             parent = torch.full((B,), node - 1) if chain else torch.randint(0, node, (B,))
             fits = (parent == 0) | (parents[rows, parent] >= 0)
-            fits &= depth[rows, parent] < room
+            fits &= depth[rows, parent] < budget
             if self.drawn:
                 mass = left[rows, parent]
                 fits &= mass.sum(-1) > 0
@@ -281,7 +281,7 @@ def count(texts: Tensor, into: dict[tuple[int, ...], int]) -> None:
         into[tuple(value)] = into.get(tuple(value), 0) + many
 
 
-class Free(Learnt):
+class Free(Estimates):
     """A machine where drafting costs nothing: how far is decided by the drafts alone, not by what a test's CPU is."""
 
     def __init__(self, verify: PassCost, draft: DraftCost) -> None:
@@ -289,7 +289,7 @@ class Free(Learnt):
 
     draft_step = 0.0
 
-    def observe_pace(self, seconds: float, gained: float) -> None:
+    def observe_pace(self, seconds: float, new_tokens: float) -> None:
         pass
 
 
@@ -304,7 +304,7 @@ class Flat(PassCost):
 
 @pytest.fixture(autouse=True)
 def free_drafts(monkeypatch):
-    monkeypatch.setattr(draft_session, "Learnt", Free)
+    monkeypatch.setattr(draft_session, "Estimates", Free)
 
 
 def sampled(spec: SpeculativeGenerator, calls: int, rows: int = ROWS, eos: int | None = None, **sampling) -> dict:

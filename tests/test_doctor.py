@@ -24,7 +24,7 @@ from specdec.cli.app import app
 from specdec.data.messages import first_questions, questions
 from specdec.evaluation.diagnosis import NEAR, Diagnosis, Measured
 from specdec.evaluation.doctor import diagnose
-from specdec.evaluation.methods import CHAINS, TREE_SIZES, ways
+from specdec.evaluation.methods import CHAINS, TREE_SIZES, methods
 from specdec.evaluation.timing import Runs
 from specdec.models.capability import Capability
 from tests import eagle3, tiny
@@ -98,20 +98,20 @@ def diagnosis(*drafted, seconds=10.0, step=0.1, **more):
     ],
 )
 def test_one_way_is_advised_by_its_seconds(found, said):
-    words = found.in_words()
+    words = found.summary()
     assert said in words
     assert words.count("take: ") == 1
 
 
 def test_a_way_beside_the_others():
     [line] = [
-        line for line in diagnosis(drafting(seconds=5.0)).in_words().splitlines() if line.startswith("as it comes  ")
+        line for line in diagnosis(drafting(seconds=5.0)).summary().splitlines() if line.startswith("as it comes  ")
     ]
     assert line.split()[3:] == ["250", "50.0", "2.00x", "3.0", "2.00", "20.0", "120.0"]
 
 
 @pytest.mark.parametrize(
-    ("way", "means", "speed"),
+    ("method", "means", "speed"),
     [
         # 50 rounds of 2 tokens in 7 seconds; were all 3 drafted tokens accepted, half of them
         pytest.param(drafting(depth=3, draft=1.0, verify=6.0), "were all its drafts accepted", "1.54x", id="accepted"),
@@ -125,10 +125,10 @@ def test_a_way_beside_the_others():
         ),
     ],
 )
-def test_what_would_help_most_comes_first(way, means, speed):
-    found = diagnosis(way)
+def test_what_would_help_most_comes_first(method, means, speed):
+    found = diagnosis(method)
     assert found.limits()[0].means == means
-    lines = found.in_words().splitlines()
+    lines = found.summary().splitlines()
     assert f"  {means}: {speed}" == next(line for line in lines if line.startswith("  were"))
     assert lines[-1].startswith("The first limits most. ")
 
@@ -141,41 +141,41 @@ def test_what_would_help_most_comes_first(way, means, speed):
             "More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model, or n-",
         ),
         (
-            diagnosis(looks_up=True),
+            diagnosis(uses_lookup=True),
             "More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model.",
         ),
         (diagnosis(uncovered=0.2), "Each token outside of the draft's vocabulary ends a draft"),
         (diagnosis(acceptance=(0.4,), elsewhere=0.8), "Your prompts are unlike what the draft knows"),
-        (diagnosis(drafting(passes=0), uncovered=0.2, looks_up=True), "More is accepted"),
+        (diagnosis(drafting(passes=0), uncovered=0.2, uses_lookup=True), "More is accepted"),
         (diagnosis(drafting(depth=1, draft=6.0, verify=1.0)), "Quicker: a smaller draft model"),
         (diagnosis(drafting(depth=1, draft=6.0, verify=1.0), has_head=True), "Quicker: a head with a smaller"),
         (diagnosis(drafting(depth=1, draft=0.0, verify=8.0)), "One of its passes takes 1.60 of plain decoding's"),
     ],
 )
 def test_one_cure_is_named(found, cure):
-    words = found.in_words()
+    words = found.summary()
     assert f"The first limits most. {cure}" in words
     cures = ("More is accepted", "Each token outside", "Your prompts are", "Quicker: ", "One of its passes")
     assert sum(words.count(start) for start in cures) == 1
 
 
 def test_facts_are_said_where_they_were_measured():
-    words = diagnosis(acceptance=(0.4, 0.3), elsewhere=0.8, uncovered=0.2).in_words()
+    words = diagnosis(acceptance=(0.4, 0.3), elsewhere=0.8, uncovered=0.2).summary()
     assert "accepted, of chains, by position: 0.40 0.30" in words
     assert "accepted at the first position on prompts of ours: 0.80" in words
     assert "of what the target wrote, 20% is not in the draft's vocabulary" in words
-    words = diagnosis().in_words()
+    words = diagnosis().summary()
     assert "by position" not in words
     assert "vocabulary" not in words
 
 
 def test_where_nothing_can_make_drafts_pay_it_says_so():
-    words = diagnosis(drafting(seconds=50.0)).in_words()
+    words = diagnosis(drafting(seconds=50.0)).summary()
     assert words.endswith("No one of these would make drafting pay here.")
 
 
 def test_where_nothing_was_drafted_nothing_is_said_of_drafts():
-    words = diagnosis(drafting(depth=0, accepted=0)).in_words()
+    words = diagnosis(drafting(depth=0, accepted=0)).summary()
     assert words.endswith("as it comes drafted nothing on these prompts.")
     assert "limits" not in words
 
@@ -184,7 +184,7 @@ def test_what_would_spare_nothing_is_not_called_a_limit():
     found = diagnosis(
         drafting(depth=1, accepted=1, draft=0.0, verify=5.0)
     )  # all accepted, for nothing, in plain passes
-    assert found.in_words().endswith("Neither its drafts nor its passes hold as it comes back.")
+    assert found.summary().endswith("Neither its drafts nor its passes hold as it comes back.")
 
 
 times = st.floats(0.01, 50.0)
@@ -199,8 +199,8 @@ def test_nothing_it_says_contradicts_its_figures(shapes, alone, step):
         for i, (depth, draft, verify, rest) in enumerate(shapes)
     ]
     found = diagnosis(*ways_taken, seconds=alone, step=step)
-    words = found.in_words()
-    fastest = min(way.pace for way in (found.plain, *ways_taken))
+    words = found.summary()
+    fastest = min(method.pace for method in (found.plain, *ways_taken))
     assert found.best.pace <= NEAR * fastest
     assert f"take: {found.best.name}, " in words
     best = found.best_draft
@@ -216,7 +216,7 @@ def test_nothing_it_says_contradicts_its_figures(shapes, alone, step):
 
 
 def names_of(target, proposer):
-    return [way.name for way in ways(target, proposer)]
+    return [method.name for method in methods(target, proposer)]
 
 
 CHAIN_NAMES = [f"chain of {length}" for length in CHAINS]
@@ -236,7 +236,7 @@ def test_the_ways_of_each_proposer():
 def test_a_target_that_takes_no_trees_is_offered_none(monkeypatch):
     target = tiny.model("llama")
     chains_only = Capability("own", "as if its attention took no masks")
-    for module in ("ways", "generator"):
+    for module in ("evaluation.methods", "engine.generator"):
         monkeypatch.setattr(f"specdec.{module}.capability", lambda model: chains_only)
     assert names_of(target, Eagle3Proposer(eagle3.head())) == ["plain decoding", "as it comes", *CHAIN_NAMES]
 
@@ -265,12 +265,12 @@ def test_the_code_of_a_way_gives_that_way(make):
         "DRAFT": target,
         "HEAD": eagle3.head(),
     }
-    for way in ways(target, proposer)[1:]:
-        made = eval(way.code, names)
-        assert type(made.proposer) is type(way.spec.proposer)
-        assert made.draft_length == way.spec.draft_length
+    for method in methods(target, proposer)[1:]:
+        made = eval(method.code, names)
+        assert type(made.proposer) is type(method.spec.proposer)
+        assert made.draft_length == method.spec.draft_length
         for shape in ("tree", "branching"):
-            assert getattr(made.proposer, shape, None) == getattr(way.spec.proposer, shape, None)
+            assert getattr(made.proposer, shape, None) == getattr(method.spec.proposer, shape, None)
 
 
 def test_the_proposer_is_left_as_it_was():
@@ -296,12 +296,12 @@ def test_every_way_is_measured_on_every_prompt():
     found = diagnose(target, draft, prompts, usual=prompts[1:], max_new_tokens=24)
     assert found.plain.tokens == 2 * 24
     assert found.plain.seconds > found.step * 2 * 23 > 0
-    by_name = {way.name: way for way in found.drafting}
+    by_name = {method.name: method for method in found.drafting}
     assert [*by_name] == ["as it comes", *CHAIN_NAMES, *TREE_NAMES]
-    for way in found.drafting:
-        assert way.tokens == 2 * 24
-        assert way.report.num_calls == 2
-        assert way.seconds > way.report.round_seconds > 0
+    for method in found.drafting:
+        assert method.tokens == 2 * 24
+        assert method.report.num_calls == 2
+        assert method.seconds > method.report.round_seconds > 0
 
     def report(asked, length, shape=None):
         proposer = DraftModelProposer(draft, tree=shape)
@@ -316,7 +316,7 @@ def test_every_way_is_measured_on_every_prompt():
         right = report(prompts, 6, DynamicTree(6, DynamicTree().top_k, size)).num_draft_tokens
         assert by_name[f"tree of {size} nodes"].report.num_draft_tokens == right
     assert not found.has_head
-    assert not found.looks_up
+    assert not found.uses_lookup
 
 
 def _known(report):
@@ -328,7 +328,7 @@ def test_ways_take_turns_after_a_call_each(monkeypatch):
     asked = [tiny.prompts(9, seed=i)["input_ids"][0] for i in range(2)]
 
     def noted(self, prompt, **changed):
-        order.append((self.way.name, next(i for i, p in enumerate(asked) if torch.equal(p, prompt)), bool(changed)))
+        order.append((self.method.name, next(i for i, p in enumerate(asked) if torch.equal(p, prompt)), bool(changed)))
         answer(self, prompt, **changed)
 
     answer = Runs.answer
@@ -369,7 +369,7 @@ def test_a_text_that_ends_at_once():
     end = int(target.generate(prompt, do_sample=False, max_new_tokens=1)[0, -1])
     found = diagnose(target, "ngram", [prompt[0]], max_new_tokens=8, eos_token_id=end, pad_token_id=0)
     assert found.plain.tokens == 1
-    assert "drafted nothing on these prompts" in found.in_words()
+    assert "drafted nothing on these prompts" in found.summary()
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

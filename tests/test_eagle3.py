@@ -11,7 +11,7 @@ from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.runner import HeadRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.proposers.pacing.estimates import Acceptance
@@ -64,7 +64,7 @@ def test_it_computes_what_the_naive_head_does(head, prompts, lengths, monkeypatc
     wide = 32 * head.config.num_taps
     states = torch.randn(B, T, wide, generator=generator)
     tokens = torch.randint(1, tiny.VOCAB, (B, T), generator=generator)
-    runner, reference = HeadRunner(head, Lent.by(target, head)), naive(head, target)
+    runner, reference = HeadRunner(head, BorrowedEmbeddings.by(target, head)), naive(head, target)
     runner.start(B)
 
     def extend(ends, counts):

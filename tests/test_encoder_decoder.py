@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from specdec import DraftModelProposer, EarlyExitProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
-from specdec.models.cache.ragged_rows import CachedRows, Sight
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots
 from specdec.models.capability import capability, probe
 from specdec.models.compat import CACHE, CACHE_NAMES, cache_in
 from tests import encoded, tiny
@@ -60,12 +60,18 @@ def test_a_wrong_position_is_caught(name, fault, monkeypatch):
         place = CachedRows.place_draft
 
         def off(rows, *arguments):
-            sight = place(rows, *arguments)
-            return Sight(sight.cache, sight.positions + 1, sight.base, sight.depth, sight.ancestors)
+            visible_slots = place(rows, *arguments)
+            return VisibleSlots(
+                visible_slots.cache,
+                visible_slots.positions + 1,
+                visible_slots.base,
+                visible_slots.depth,
+                visible_slots.ancestors,
+            )
 
         monkeypatch.setattr(CachedRows, "place_draft", off)
     else:
-        monkeypatch.setattr(Sight, "held", lambda sight, span: sight._slots(span))
+        monkeypatch.setattr(VisibleSlots, "held", lambda visible_slots, span: visible_slots._slots(span))
     trees = probe(encoded.model(name)).trees
     assert trees == (fault == "seen" and name != "t5")  # T5 alone looks at where the seen tokens stand
 
@@ -152,13 +158,13 @@ class _Copies(hf.LogitsProcessor):
 
     stateless = True
 
-    def __init__(self, source):
-        self.source = source
+    def __init__(self, encoder_outputs):
+        self.encoder_outputs = encoder_outputs
 
     def __call__(self, input_ids, scores):
-        place = min(input_ids.shape[1], self.source.shape[1] - 1)
+        place = min(input_ids.shape[1], self.encoder_outputs.shape[1] - 1)
         chosen = torch.full_like(scores, float("-inf"))
-        return chosen.scatter_(1, self.source[: len(scores), place, None], 0.0)
+        return chosen.scatter_(1, self.encoder_outputs[: len(scores), place, None], 0.0)
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])

@@ -12,9 +12,9 @@ from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
 from specdec.models import runner as runner_module
 from specdec.models import static_forward as module
 from specdec.models.runner import ModelRunner
-from specdec.models.static_forward import Graphs, filled_up, nodes_of_size
+from specdec.models.static_forward import StaticForward, filled_up, nodes_of_size
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
-from specdec.proposers.pacing.cost_store import KeptCosts
+from specdec.proposers.pacing.cost_store import CostStore
 from specdec.proposers.pacing.estimates import BUCKETS, SIZES, PassCost
 from specdec.sampling.draft_tree import DraftTree
 from tests import eagle3, families, fuzz, static, tiny
@@ -64,9 +64,9 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name, caplog):
         for _ in range(3):
             assert text(spec.generate, prompts) == plain
     assert not warned
-    captured = spec._draftings.own.graphs
+    captured = spec._draftings.own.static_forward
     assert not captured.refused
-    assert len(captured) == len(captured._graphs) == 3
+    assert len(captured) == len(captured._static_forward) == 3
     assert [record.message for record in caplog.records if "a minute" in record.message] == [
         f"compiling passes of {type(target).__name__}, a minute or so each: torch keeps their code for later processes"
     ]
@@ -83,7 +83,7 @@ def test_generated_code_writes_plain_decodings_text(monkeypatch):
             plain = text(target.generate, prompts, do_sample=sampling)
             assert text(spec.generate, prompts, do_sample=sampling) == plain
     assert not warned
-    assert len(spec._draftings.own.graphs) >= 1
+    assert len(spec._draftings.own.static_forward) >= 1
 
 
 @pytest.mark.parametrize(
@@ -108,15 +108,15 @@ def test_proposers_beside_captured_passes(name, lengths, sampling):
     plain = text(target.generate, prompts, do_sample=sampling)
     for _ in range(2):
         assert text(spec.generate, prompts, do_sample=sampling) == plain
-    assert len(spec._draftings.own.graphs) >= 1
+    assert len(spec._draftings.own.static_forward) >= 1
     if name == "draft":
-        assert len(proposer._graphs) >= 1
+        assert len(proposer._static_forward) >= 1
 
 
-def passes_over_drafts(target, graphs):
+def passes_over_drafts(target, static_forward):
     """Logits of a tree of 5, thrice, with commits that move nodes between them."""
     draft = DraftTree(torch.arange(10).view(2, 5), torch.tensor([-1, 0, 0, 1, 2]).expand(2, 5))
-    runner = ModelRunner(target, graphs=graphs)
+    runner = ModelRunner(target, static_forward=static_forward)
     runner.start(2)
     runner.extend(given=tiny.prompts(9, 4)["input_ids"], pads=[0, 5])
     for _ in range(3):
@@ -132,9 +132,9 @@ def test_padded_nodes_change_nothing(name, monkeypatch):
     """A pass over 8 gives what one over 5 does, to the last digits of float64; whatever is in the other 3, to the
     very last."""
     target = copy.deepcopy(tiny.model(name)).double()
-    graphs = Graphs(target)
-    plain, padded = list(passes_over_drafts(target, None)), list(passes_over_drafts(target, graphs))
-    assert len(graphs) == 1  # the third pass is the captured one
+    static_forward = StaticForward(target)
+    plain, padded = list(passes_over_drafts(target, None)), list(passes_over_drafts(target, static_forward))
+    assert len(static_forward) == 1  # the third pass is the captured one
 
     def otherwise(tokens, depth, ancestors):
         n = tokens.shape[1]
@@ -143,7 +143,7 @@ def test_padded_nodes_change_nothing(name, monkeypatch):
         return tokens, depth, ancestors
 
     monkeypatch.setattr(runner_module, "filled_up", otherwise)
-    again = list(passes_over_drafts(target, Graphs(target)))
+    again = list(passes_over_drafts(target, StaticForward(target)))
     for right, ours, same in zip(plain, padded, again, strict=True):
         torch.testing.assert_close(ours, right, rtol=0, atol=1e-9)
         assert torch.equal(ours, same)
@@ -163,7 +163,7 @@ def test_texts_that_outgrow_their_size():
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
     kwargs = {"max_new_tokens": 90}
     assert text(spec.generate, prompts, **kwargs) == text(target.generate, prompts, **kwargs)
-    slots = {key[0][2] for key in spec._draftings.own.graphs._graphs}
+    slots = {key[0][2] for key in spec._draftings.own.static_forward._static_forward}
     assert slots == {512, 1024}
 
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_captured_runs_on_with_one_warning(failure, monkeypatch):
             assert text(spec.generate, prompts) == plain
     assert len(warned) == 1
     assert {"raises": "no graph of this", "is wrong": "standard deviations"}[failure] in warned[0]
-    assert len(spec._draftings.own.graphs) == 0
+    assert len(spec._draftings.own.static_forward) == 0
 
 
 def why_not(target, prompts, calls=1):
@@ -207,7 +207,7 @@ def test_recurrent_models_are_not_captured():
 def test_auto_is_for_gpus_and_nonsense_is_refused():
     spec = SpeculativeGenerator(tiny.model("llama"), NgramProposer(), compile="auto")
     text(spec.generate, tiny.prompts(9))
-    assert (spec._draftings.own.graphs is None) == (tiny.DEVICE == "cpu")
+    assert (spec._draftings.own.static_forward is None) == (tiny.DEVICE == "cpu")
     with pytest.raises(ValueError, match="compile must be one of True, False, 'auto'"):
         SpeculativeGenerator(tiny.model("llama"), NgramProposer(), compile="yes")
 
@@ -239,7 +239,7 @@ def test_further_sizes_than_the_most_run_without_a_graph(monkeypatch):
     with tiny.specdec_warnings() as warned:
         assert text(spec.generate, prompts) == plain
     assert not warned
-    assert len(spec._draftings.own.graphs) == 1 < len(spec._draftings.own.graphs._graphs)
+    assert len(spec._draftings.own.static_forward) == 1 < len(spec._draftings.own.static_forward._static_forward)
 
 
 # What passes cost
@@ -264,10 +264,10 @@ def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):
     for compile in (True, False):
         spec = SpeculativeGenerator(target, tiny.Garbage(size=5), compile=compile)
         text(spec.generate, prompts)
-        verify = spec._draftings.own.learnt[1, False].verify
+        verify = spec._draftings.own.estimates[1, False].verify
         assert verify.seen().keys() <= set(SIZES if compile else BUCKETS)
         assert (verify._buckets == SIZES) == compile
-    captured, eager = (KeptCosts(target, 1, captured=captured).path for captured in (True, False))
+    captured, eager = (CostStore(target, 1, captured=captured).path for captured in (True, False))
     assert captured != eager
 
 
@@ -294,7 +294,7 @@ def test_parity(name, proposer):
     prompts = tiny.prompts(20, 3, 14)
     for _ in range(2):
         assert text(spec.generate, prompts) == text(target.generate, prompts)
-    assert len(spec._draftings.own.graphs) >= 1
+    assert len(spec._draftings.own.static_forward) >= 1
 
 
 @pytest.mark.usefixtures("static_shapes")

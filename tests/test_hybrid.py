@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import DraftTree, Eagle3Proposer, HybridProposer, NgramProposer, Proposer, SpeculativeGenerator
-from specdec.proposers.hybrid import IN_A_ROW, Rounds
+from specdec.proposers.hybrid import IN_A_ROW, ProposerStats
 from specdec.proposers.pacing.pacer import Pacer
 from tests import eagle3, tiny
 
@@ -68,7 +68,7 @@ class Silent(Proposer):
     def propose(self, context):
         return DraftTree.root_only(context.root)
 
-    def follow(self, context):
+    def sync(self, context):
         self.followed += 1
 
     def observe(self, draft, verdict, accepted):
@@ -81,19 +81,19 @@ class Batch:
 
     rows: list[int]
     batch_size: int = 1
-    room: tuple[int, ...] = (64,)
+    budget: tuple[int, ...] = (64,)
     ends: tuple[int, ...] = (9,)
     pacer: Pacer = field(default_factory=Pacer)
 
     def __post_init__(self):
         for size in (1, 2, 3, 4, 6, 8) * 3:
             self.pacer.observe_round(size, 1, 0.0, 1 + 0.02 * size, 2)
-        self.pacer.learnt.budget.left = 0.0
+        self.pacer.estimates.budget.left = 0.0
 
 
 def rounds(batch, *each):
     """Of so many tokens and seconds."""
-    found = Rounds(batch.pacer.learnt.apart())
+    found = ProposerStats(batch.pacer.estimates.apart())
     for tokens, seconds in each:
         found.observe(tokens, seconds)
     return found
@@ -123,7 +123,7 @@ def test_the_prompt_is_not_read_where_n_grams_do_nearly_as_well():
     """A rewritten text of 64 tokens after a prompt of 900: what the other's rounds win does not pay for reading it."""
     hybrid, gains = HybridProposer(Silent()), [0.9, 0.3]
     for prompt, left, pays in ((9, 64, False), (900, 64, True), (900, 4000, False)):
-        batch = Batch([0], room=(left,), ends=(prompt,))
+        batch = Batch([0], budget=(left,), ends=(prompt,))
         hybrid._pacer, hybrid._in_a_row, hybrid._reads_prompt = None, 0, True
         batch.pacer.observe_prefill(prompt, 0.08 * prompt)
         assert hybrid._lookup_pays(gains, rounds(batch, (3.5, 1.6)), batch) == pays
@@ -144,7 +144,7 @@ def test_rows_that_are_finished_do_not_count():
 def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
     batch, draft = Batch([0]), SimpleNamespace(size=4)
     hybrid = HybridProposer(Silent())
-    found = hybrid._rounds[batch.pacer.learnt] = rounds(batch)
+    found = hybrid._rounds[batch.pacer.estimates] = rounds(batch)
     hybrid._context, hybrid._reads_prompt = batch, True
     for seconds in (100.0, 0.5, 100.0):
         batch.pacer.drafting = seconds
@@ -173,7 +173,7 @@ def test_a_proposer_that_is_always_wrong_does_not_keep_n_grams_from_drafting():
     class Wrong(tiny.Garbage):
         followed = 0
 
-        def follow(self, context):
+        def sync(self, context):
             type(self).followed += 1
 
     spec = SpeculativeGenerator(tiny.model("llama"), HybridProposer(Wrong()), on_unsupported="error")

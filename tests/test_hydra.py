@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from specdec import BlockProposer, DynamicTree, HybridProposer, HydraProposer, SpeculativeGenerator
 from specdec.cli.app import app
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import PrefixLayer
 from specdec.heads.hydra.runner import HydraRunner, PrefixRows
 from specdec.heads.loading import load
@@ -39,7 +39,7 @@ class Rows:
         self.head, self.lengths = head, list(lengths)
         self.states = torch.randn(B, T, 32, generator=generator).to(tiny.DEVICE)
         self.tokens = torch.randint(1, tiny.VOCAB, (B, T), generator=generator).to(tiny.DEVICE)
-        self.runner, self.reference = HydraRunner(head, Lent.by(target, head), head), naive(head, target)
+        self.runner, self.reference = HydraRunner(head, BorrowedEmbeddings.by(target, head), head), naive(head, target)
         self.runner.start(B)
 
     def extend(self, ends, counts):

@@ -140,12 +140,12 @@ def test_chat_goes_on_from_an_answer_and_ends_at_a_question(run, chat_model):
     assert REPORT in text
 
 
-@pytest.mark.parametrize(("name", "ways"), [("bench", 2), pytest.param("doctor", 5, marks=pytest.mark.slow)])
-def test_what_was_measured_is_said(run, files, tmp_path, name, ways):
+@pytest.mark.parametrize(("name", "methods"), [("bench", 2), pytest.param("doctor", 5, marks=pytest.mark.slow)])
+def test_what_was_measured_is_said(run, files, tmp_path, name, methods):
     (tmp_path / "mine.txt").write_text("a b a b\n" * 50)
     options = ["--prompts", tmp_path / "mine.txt", "--limit", "50", "--max-new-tokens", "400", "--dtype", "float32"]
     command = run(name, files / "model", "ngram", *options)
-    command.wait_for(answers(2 * ways))  # a call each that is not counted, and one prompt
+    command.wait_for(answers(2 * methods))  # a call each that is not counted, and one prompt
     command.interrupt()
     code, text, said = command.end()
     assert code == 130

@@ -11,7 +11,7 @@ from torch import nn
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from specdec.models.int8_linear import with_int8_linears
-from specdec.proposers.pacing.cost_store import KeptCosts, shape
+from specdec.proposers.pacing.cost_store import CostStore, shape
 from specdec.proposers.pacing.estimates import DraftCost, PassCost
 from tests import eagle3, tiny
 
@@ -41,8 +41,8 @@ def steps(seconds=0.03):
 
 
 def test_another_process_finds_what_was_kept(llama, draft):
-    KeptCosts(llama, 1, draft).keep(passes(), steps())
-    found, drafting = KeptCosts(llama, 1, draft).read()
+    CostStore(llama, 1, draft).keep(passes(), steps())
+    found, drafting = CostStore(llama, 1, draft).read()
     assert not found.known  # before a pass here has shown how fast this process is
     found.observe(1, 0.5)
     assert found(8) == pytest.approx(1.0, rel=0.1)
@@ -50,21 +50,21 @@ def test_another_process_finds_what_was_kept(llama, draft):
 
 
 def test_rows_targets_and_drafts_are_told_apart(llama, draft, models):
-    KeptCosts(llama, 1, draft).keep(passes(), steps())
-    assert KeptCosts(llama, 1).read()[0].seen()  # whatever drafts, the target's passes cost the same
-    assert KeptCosts(llama, 1, llama).read()[1].share == DraftCost().share
-    assert KeptCosts(llama, 2, draft).read()[0].seen() == NOTHING
-    assert KeptCosts(draft, 1, draft).read()[0].seen() == NOTHING
-    assert KeptCosts(models("llama", seed=5), 1, draft).read()[0].seen()  # the same shape
+    CostStore(llama, 1, draft).keep(passes(), steps())
+    assert CostStore(llama, 1).read()[0].seen()  # whatever drafts, the target's passes cost the same
+    assert CostStore(llama, 1, llama).read()[1].share == DraftCost().share
+    assert CostStore(llama, 2, draft).read()[0].seen() == NOTHING
+    assert CostStore(draft, 1, draft).read()[0].seen() == NOTHING
+    assert CostStore(models("llama", seed=5), 1, draft).read()[0].seen()  # the same shape
 
 
 def test_two_drafts_of_one_target_share_a_file(llama, draft, folder):
-    KeptCosts(llama, 1, draft).keep(passes(), steps(0.03))
-    KeptCosts(llama, 1, llama).keep(passes(), steps(0.09))
-    KeptCosts(llama, 1).keep(passes({1: 0.1, 2: 0.3}), DraftCost())
+    CostStore(llama, 1, draft).keep(passes(), steps(0.03))
+    CostStore(llama, 1, llama).keep(passes(), steps(0.09))
+    CostStore(llama, 1).keep(passes({1: 0.1, 2: 0.3}), DraftCost())
     assert len(list(folder.iterdir())) == 1
-    assert KeptCosts(llama, 1, draft).read()[1].share == pytest.approx(0.3, rel=0.1)
-    assert KeptCosts(llama, 1, llama).read()[1].share == pytest.approx(0.9, rel=0.1)
+    assert CostStore(llama, 1, draft).read()[1].share == pytest.approx(0.3, rel=0.1)
+    assert CostStore(llama, 1, llama).read()[1].share == pytest.approx(0.9, rel=0.1)
 
 
 def test_a_shape_is_what_costs_not_what_was_learnt(models):
@@ -83,7 +83,7 @@ def test_a_shape_is_what_costs_not_what_was_learnt(models):
 def test_only_news_is_written(llama, draft, monkeypatch):
     written = []
     monkeypatch.setattr(os, "replace", lambda old, new: written.append(new))
-    kept = KeptCosts(llama, 1, draft)
+    kept = CostStore(llama, 1, draft)
     kept.keep(PassCost(), DraftCost())  # nothing seen
     kept.keep(passes({1: 0.1}), DraftCost())  # nor anything that another process would ask for
     assert not written
@@ -117,18 +117,18 @@ def test_only_news_is_written(llama, draft, monkeypatch):
     ],
 )
 def test_a_damaged_file_is_as_good_as_none(llama, text):
-    kept = KeptCosts(llama, 1)
+    kept = CostStore(llama, 1)
     kept.path.parent.mkdir(parents=True)
     kept.path.write_bytes(text.encode("utf-8", "surrogatepass"))
     assert kept.read()[0].seen() == NOTHING
     kept.keep(passes(), DraftCost())
-    assert KeptCosts(llama, 1).read()[0].seen()
+    assert CostStore(llama, 1).read()[0].seen()
 
 
 def test_a_folder_that_cannot_be_written_is_no_matter(llama, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
-    kept = KeptCosts(llama, 1)
+    kept = CostStore(llama, 1)
     kept.keep(passes(), DraftCost())
     assert kept.read()[0].seen() == NOTHING
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_no_matter(llama, tmp_path, monkeypat
 @pytest.mark.parametrize("step", [(os, "replace"), (json, "dumps")], ids=["replaced", "written"])
 @pytest.mark.parametrize("error", [OSError("no space left"), KeyboardInterrupt()], ids=["no space", "interrupted"])
 def test_what_fails_half_way_leaves_nothing(llama, folder, step, error, monkeypatch):
-    kept, done = KeptCosts(llama, 1), step[0].__dict__[step[1]]
+    kept, done = CostStore(llama, 1), step[0].__dict__[step[1]]
 
     def refuse(*args, indent=None):
         if step[0] is os or indent:  # what is written, not what names the file
@@ -150,10 +150,10 @@ def test_what_fails_half_way_leaves_nothing(llama, folder, step, error, monkeypa
 
 
 def test_it_can_be_switched_off(llama, folder, monkeypatch):
-    KeptCosts(llama, 1).keep(passes(), DraftCost())
+    CostStore(llama, 1).keep(passes(), DraftCost())
     monkeypatch.setenv("SPECDEC_KEEP_COSTS", "0")
-    assert KeptCosts(llama, 1).read()[0].seen() == NOTHING
-    KeptCosts(llama, 2).keep(passes(), DraftCost())
+    assert CostStore(llama, 1).read()[0].seen() == NOTHING
+    CostStore(llama, 2).keep(passes(), DraftCost())
     assert len(list(folder.iterdir())) == 1
 
 
@@ -163,7 +163,7 @@ def test_many_at_once(llama, draft):
     def work(seconds):
         try:
             for i in range(40):
-                kept = KeptCosts(llama, 1, draft)
+                kept = CostStore(llama, 1, draft)
                 kept.keep(passes({1: 0.1, 4: seconds * (1 + i % 2)}), steps(seconds))
                 assert kept.read()[0].seen().keys() == {1, 4}
         except BaseException as error:  # in a thread it would be lost
@@ -175,7 +175,7 @@ def test_many_at_once(llama, draft):
     for thread in threads:
         thread.join()
     assert not failures
-    assert json.loads(KeptCosts(llama, 1, draft).path.read_text())
+    assert json.loads(CostStore(llama, 1, draft).path.read_text())
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -197,7 +197,7 @@ def test_no_table_changes_the_text(llama, proposer, rows, folder):
         made = proposer()
         for cost in (None, {1: 1.0, 2: 1e-6, 24: 1e-6}, {1: 1e-6, 2: 1e6}, {24: 1e300}):
             spec = SpeculativeGenerator(llama, made)
-            kept = KeptCosts(llama, rows, made.drafting_model())
+            kept = CostStore(llama, rows, made.drafting_model())
             if cost is not None:
                 kept.path.parent.mkdir(exist_ok=True)
                 table = {str(size): [seconds, 3] for size, seconds in cost.items()}
@@ -209,7 +209,7 @@ def test_no_table_changes_the_text(llama, proposer, rows, folder):
 def test_calls_keep_what_they_learnt_and_the_next_process_starts_from_it(llama, draft, single):
     """Another generator, as another process makes one."""
     SpeculativeGenerator(llama, draft, draft_length=3).generate(**single, max_new_tokens=24, do_sample=False)
-    kept = KeptCosts(llama, 1, DraftModelProposer(draft).drafting_model())
+    kept = CostStore(llama, 1, DraftModelProposer(draft).drafting_model())
     assert set(kept.read()[0].seen()) >= {4}
     assert kept.read()[1].share != DraftCost().share
     other = SpeculativeGenerator(llama, draft)

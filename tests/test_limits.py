@@ -45,7 +45,7 @@ def short(name, positions=POSITIONS, seed=0):
 
 
 class RowAfterRow(Proposer):
-    """Drafts what plain decoding wrote, `answer`, for the first row that has room: the others wait."""
+    """Drafts what plain decoding wrote, `answer`, for the first row that has budget: the others wait."""
 
     def __init__(self, answer):
         self.answer = answer
@@ -271,12 +271,12 @@ def test_an_early_exit_drafts_within_the_target_s_positions(lengths, name):
     ],
 )
 def test_padded_passes_stay_within_the_positions(proposer, name, monkeypatch):
-    """Of graphs: nodes that fill a pass up stand somewhere, too."""
+    """Of static_forward: nodes that fill a pass up stand somewhere, too."""
     static.switch_on(monkeypatch)
     for kwargs in ({"max_new_tokens": LAST}, {"end": LAST - 1}):
         plain, ours, spec = texts(short(name), proposer, (PROMPT, 7), **kwargs)
         assert ours == plain
-    assert len(spec._draftings.own.graphs)
+    assert len(spec._draftings.own.static_forward)
 
 
 def test_a_pass_for_nothing_needs_no_further_position():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
-from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from tests import tiny
 
@@ -67,7 +67,7 @@ def test_n_grams_go_on_from_the_longest_match_then_from_the_most_recent():
 
 def _expected(proposer, text):
     """What it expects of each token behind the text, where nothing was learnt."""
-    context = tiny.lone_row(torch.tensor([text]), len(text), Pacer(None, Learnt()), room=24, vocab_size=50)
+    context = tiny.lone_row(torch.tensor([text]), len(text), Pacer(None, Estimates()), budget=24, vocab_size=50)
     proposer.begin(context)
     return proposer.expect(context)
 

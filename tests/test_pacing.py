@@ -37,8 +37,8 @@ def taught(cost):
     """A pacer that has seen passes of every size, of late without drafts, a token each; nothing to spend on trials."""
     pacer = Pacer()
     for size in [*SIZES] * 30 + [1] * 50:
-        pacer.observe_round(size, 1, 0.0, cost(size), gained=1)
-    pacer.learnt.budget.left = 0.0
+        pacer.observe_round(size, 1, 0.0, cost(size), new_tokens=1)
+    pacer.estimates.budget.left = 0.0
     return pacer
 
 
@@ -154,7 +154,7 @@ def test_a_token_never_costs_more_than_plain_decoding_takes_for_it():
         pacer.observe_draft_pass(40 * MS)
         pacer.observe_round(2, 1, 300 * MS, 400 * MS, 1)
         pacer.observe_expectation(0.3)
-    pacer.learnt.budget.left = 0.0
+    pacer.estimates.budget.left = 0.0
     assert not pacer.worth([0.3], 0, draft_steps=1)
 
 
@@ -181,8 +181,8 @@ def test_a_given_length_is_kept(length):
 def test_trials_take_a_share_of_the_seconds():
     """A draft that never brings anything, at half a pass: at most a 50th of a call goes into it, and it is not given
     up for ever."""
-    learnt = taught(flat).learnt
-    pacer, trials = Pacer(learnt=learnt), 0
+    estimates = taught(flat).estimates
+    pacer, trials = Pacer(estimates=estimates), 0
     for _ in range(1000):
         if pacer.may_start([0.1], 1):
             trials += 1
@@ -199,31 +199,31 @@ def test_a_call_starts_anew_with_what_others_learnt():
     """Counts are the call's own, costs and acceptance are everybody's."""
     first = taught(flat)
     first.observe_draft_pass(1.0)
-    second = Pacer(learnt=first.learnt)
+    second = Pacer(estimates=first.estimates)
     assert second.verify.known
     assert (second.passes.count, first.passes.count) == (0, 1)
-    assert second.learnt.draft_step == 1.0
+    assert second.estimates.draft_step == 1.0
 
 
 def test_threads_share_what_they_learn():
     """Four at once, switching as often as Python can: no exception, and every estimate stays a sensible one."""
-    learnt = taught(flat).learnt
+    estimates = taught(flat).estimates
     failures = []
 
     def call():
-        pacer = Pacer(learnt=learnt)
+        pacer = Pacer(estimates=estimates)
         try:
             for i in range(300):
                 size = 1 + 3 * (i % 2)
                 pacer.observe_draft_pass(20 * MS)
                 pacer.observe_round(size, 1, 0.0, flat(size), 1)
-                pacer.observe_keys([i % 20, i % 7], 1)
+                pacer.observe_confidence([i % 20, i % 7], 1)
                 pacer.observe_expectation(0.5)
                 pacer.may_start([0.5], 1)
-                assert learnt.draft_step == pytest.approx(20 * MS)
+                assert estimates.draft_step == pytest.approx(20 * MS)
                 assert pacer.verify(4) == pytest.approx(flat(4), rel=0.03)
                 assert pacer.verify.plain == pytest.approx(flat(1), rel=0.03)
-                assert learnt.seconds_per_token == pytest.approx(flat(3), rel=0.05)
+                assert estimates.seconds_per_token == pytest.approx(flat(3), rel=0.05)
         except Exception as error:  # in a thread it would be lost
             failures.append(error)
 
@@ -246,7 +246,7 @@ def test_ngram_guesses_are_scored_though_never_drafted():
     text = torch.tensor([[1, 2, 3] * 20])
 
     def context(end):
-        return tiny.lone_row(text, end, pacer, room=60 - end, vocab_size=9)
+        return tiny.lone_row(text, end, pacer, budget=60 - end, vocab_size=9)
 
     proposer.begin(context(4))
     assert all(proposer.propose(context(end)).size == 1 for end in range(4, 50))

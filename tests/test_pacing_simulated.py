@@ -3,7 +3,7 @@ length. Simulated: no model, no clock."""
 
 import pytest
 
-from specdec.proposers.pacing.estimates import Learnt, PassCost
+from specdec.proposers.pacing.estimates import Estimates, PassCost
 from tests.simulated import KINDS, TABLES, speedups, text
 
 CALLS, TOKENS = 8, 64
@@ -56,8 +56,8 @@ def test_costs_known_beforehand_are_made_use_of_at_once():
     costs = {1: (9.0, 3), 2: (18.9, 3), 4: (21.6, 3), 8: (22.5, 3), 16: (26.1, 3)}  # another machine's
 
     def first_calls(known):
-        each = [(text, Learnt(PassCost(costs) if known else None)) for text in TEXTS["very good"]]
-        return over_all([speedups("lookup", "float32", [text], learnt=learnt)[0] for text, learnt in each])
+        each = [(text, Estimates(PassCost(costs) if known else None)) for text in TEXTS["very good"]]
+        return over_all([speedups("lookup", "float32", [text], estimates=estimates)[0] for text, estimates in each])
 
     informed, ignorant = first_calls(True), first_calls(False)
     assert informed > 1.1 * ignorant

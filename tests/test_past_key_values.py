@@ -295,7 +295,7 @@ def test_rows_far_ahead_are_rolled_back_in_windows():
                 return tokens, [-1] * len(parents)
             end = context.ends[b]
             known = self.answer[b, end : end + most].tolist()
-            length = min(len(known), context.room[b])
+            length = min(len(known), context.budget[b])
             return known + [0] * (most - len(known)), [n - 1 if n <= length else -1 for n in range(most + 1)]
 
     def stops(input_ids, scores, **kwargs):

@@ -81,7 +81,7 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
 
 @pytest.mark.skipif(not PRETENDED, reason="counts launches")
 def test_a_draft_of_a_size_that_is_seldom_runs_as_one_that_is_recorded(recorders):
-    """At the end of a text drafts have no room: each of their sizes comes once."""
+    """At the end of a text drafts have no budget: each of their sizes comes once."""
     spec, given = replaying("ngram", automatic=False), launches.prompts(1)
     books = launches.counted(spec, do_sample=False, max_new_tokens=NEW, **given)
     assert [launches.replays(book) for book in books[-4:]] == [1] * 4

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.engine.trace import Round
+from specdec.engine.trace import RoundTrace
 from tests import eagle3, tiny
 
 PROPOSERS = {
@@ -12,7 +12,7 @@ PROPOSERS = {
     "random drafts": tiny.Garbage,
     "trees": lambda: Eagle3Proposer(eagle3.head(), tree=DynamicTree(4, 4, 10)),
 }
-TREE = Round(
+TREE = RoundTrace(
     row=0,
     position=3,
     drafted_by="someone",
@@ -118,7 +118,7 @@ def test_contexts_that_overlap():
 
 
 def test_a_round_in_words():
-    assert repr(TREE) == "<Round: row 0 at 3, 4 drafted by someone, 2 accepted>"
+    assert repr(TREE) == "<RoundTrace: row 0 at 3, 4 drafted by someone, 2 accepted>"
     assert TREE.depths == [0, 1, 1, 2, 2]
     assert TREE.new_tokens == [2, 4, 9]
     assert TREE.text().splitlines() == [

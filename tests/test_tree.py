@@ -71,14 +71,14 @@ def test_shape_as_in_plain_python(batch):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(rows(), st.randoms(use_true_random=False))
 def test_following_and_new_tokens_as_in_plain_python(batch, random):
-    """`follow` walks where the target's choices lead; `new_tokens` is the walk's tokens and the one after."""
+    """`longest_accepted_path` walks where the target's choices lead; `new_tokens` is the walk's tokens and the one after."""
     draft = as_draft(batch)
     choice = [[random.randrange(VOCAB) for _ in tree.tokens] for tree in batch]
     for tree, wanted in zip(batch, choice, strict=True):  # let many of them hit
         for node in tree.nodes[1:]:
             if random.random() < 0.6:
                 wanted[tree.parents[node]] = tree.tokens[node]
-    verdict = acceptance.follow(draft, torch.tensor(choice))
+    verdict = acceptance.longest_accepted_path(draft, torch.tensor(choice))
     new = verdict.new_tokens(draft)
     assert verdict.path.shape == new.shape
     for b, (tree, wanted) in enumerate(zip(batch, choice, strict=True)):
@@ -184,7 +184,7 @@ def log_probs_after(row: int, path: tuple[int, ...]) -> Tensor:
     return torch.randn(VOCAB, generator=generator).mul(2).log_softmax(-1)
 
 
-def naively_grown(row: int, depth: int, top_k: int, most: int, room: int) -> list[tuple[int, ...]]:
+def naively_grown(row: int, depth: int, top_k: int, most: int, budget: int) -> list[tuple[int, ...]]:
     """EAGLE-2's tree as paths, the most probable first."""
     pool: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
@@ -196,7 +196,7 @@ def naively_grown(row: int, depth: int, top_k: int, most: int, room: int) -> lis
             for score, token in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                 level[(*path, token)] = parents[path] + score
         pool |= level
-    fitting = [path for path in pool if len(path) <= room]
+    fitting = [path for path in pool if len(path) <= budget]
     return sorted(fitting, key=lambda path: -pool[path])[:most]
 
 
@@ -205,10 +205,10 @@ def naively_grown(row: int, depth: int, top_k: int, most: int, room: int) -> lis
     depth=st.integers(1, 4),
     top_k=st.integers(1, 4),
     most=st.integers(1, 12),
-    room=st.lists(st.integers(0, 5), min_size=1, max_size=3),
+    budget=st.lists(st.integers(0, 5), min_size=1, max_size=3),
 )
-def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, room):
-    B = len(room)
+def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, budget):
+    B = len(budget)
 
     def children(paths: list[list[tuple[int, ...]]]) -> tuple[Tensor, Tensor]:
         tops = [[log_probs_after(b, path).topk(top_k) for path in row] for b, row in enumerate(paths)]
@@ -228,7 +228,7 @@ def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, room):
             for b, row in enumerate(nodes.tolist())
         ]
         candidates = candidates.expanded(nodes, *children(paths))
-    ranking = candidates.ranked(most, torch.tensor(room))
+    ranking = candidates.ranked(most, torch.tensor(budget))
     root = torch.full((B,), 6)
     size = ranking.nodes.shape[1]
     draft, steps = ranking.tree(root, size), ranking.steps(size)
@@ -238,7 +238,7 @@ def test_dynamic_trees_are_the_naive_ones(depth, top_k, most, room):
         nodes = [n for n in range(1, draft.size) if parents[n] >= 0]
         assert all(parents[n] < n for n in nodes)
         ours = [path_to(tokens, [-1 if p == 0 else p for p in parents], n) for n in nodes]
-        assert ours == naively_grown(b, depth, top_k, most, room[b])
+        assert ours == naively_grown(b, depth, top_k, most, budget[b])
         for n, path in zip(nodes, ours, strict=True):
             probability = sum(float(log_probs_after(b, path[:i])[path[i]]) for i in range(len(path)))
             assert float(ranking.probabilities()[b, n - 1].log()) == pytest.approx(probability, abs=1e-4)

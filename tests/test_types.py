@@ -12,7 +12,7 @@ USER = """
 from torch import Tensor
 from typing import Any
 import specdec
-from specdec import Context, DraftTree, DynamicTree, NgramProposer, Proposer, Report, Round, SpeculativeGenerator
+from specdec import Context, DraftTree, DynamicTree, NgramProposer, Proposer, Report, RoundTrace, SpeculativeGenerator
 from specdec.heads.eagle3.export import save
 from specdec.training.initialization.eagle3 import initialize
 
@@ -27,7 +27,7 @@ def use(model: Any, inputs: dict[str, Any], head: Any) -> None:
     with fixed.installed() as same:
         pass
     with spec.watch() as rounds:
-        kept: list[Round] = rounds
+        kept: list[RoundTrace] = rounds
     initialize(model, 100)
     save(head, "folder", "int8")
     SpeculativeGenerator(model, NgramProposer(max_ngram=3))

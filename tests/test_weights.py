@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from examples.demo import conversion, parts, room, weights
+from examples.demo import budget, conversion, parts, weights
 from specdec.models import hardware
 
 PAYLOADS = (b"a" * 10, b"b" * 10, b"c" * 4)
@@ -167,9 +167,9 @@ def test_a_wheel_must_have_one_payload(shop, tmp_path, names):
 
 def test_a_full_disk_is_said_before_the_download(shop, tmp_path, monkeypatch):
     monkeypatch.setitem(weights.MODELS, "tiny", entry(parameters=2 * 10**9))
-    monkeypatch.setattr(room, "free_disk", lambda folder: 10**9)
+    monkeypatch.setattr(budget, "free_disk", lambda folder: 10**9)
     with pytest.raises(
-        room.NoRoom, match=r"no room for tiny: it takes 4\.1 GB of disk at .* 1\.0 GB are free \(3\.1 GB missing\)"
+        budget.NoRoom, match=r"no room for tiny: it takes 4\.1 GB of disk at .* 1\.0 GB are free \(3\.1 GB missing\)"
     ):
         weights.fetch("tiny", tmp_path)
     assert shop.asked == []
@@ -177,25 +177,25 @@ def test_a_full_disk_is_said_before_the_download(shop, tmp_path, monkeypatch):
 
 def test_too_little_memory_is_said_before_the_download(shop, tmp_path, monkeypatch):
     monkeypatch.setitem(weights.MODELS, "tiny", entry(memory=5 * 10**9))
-    monkeypatch.setattr(room, "available_memory", lambda: 2 * 10**9)
-    with pytest.raises(room.NoRoom, match=r"5\.0 GB of memory, 2\.0 GB are available \(3\.0 GB missing\)"):
+    monkeypatch.setattr(budget, "available_memory", lambda: 2 * 10**9)
+    with pytest.raises(budget.NoRoom, match=r"5\.0 GB of memory, 2\.0 GB are available \(3\.0 GB missing\)"):
         weights.fetch("tiny", tmp_path)
     assert shop.asked == []
 
 
 def test_the_large_model_points_to_the_small_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(room, "free_disk", lambda folder: 0)
-    monkeypatch.setattr(room, "available_memory", lambda: 0)
-    with pytest.raises(room.NoRoom, match="of disk .* and .* of memory.*make demo SMALL=1"):
+    monkeypatch.setattr(budget, "free_disk", lambda folder: 0)
+    monkeypatch.setattr(budget, "available_memory", lambda: 0)
+    with pytest.raises(budget.NoRoom, match="of disk .* and .* of memory.*make demo SMALL=1"):
         weights.require_room([weights.TARGET, weights.DRAFT], tmp_path)
-    with pytest.raises(room.NoRoom) as error:
+    with pytest.raises(budget.NoRoom) as error:
         weights.require_room([weights.DRAFT], tmp_path)
     assert "SMALL" not in str(error.value)
 
 
 def test_room_for_two_models_is_that_of_one_after_the_other(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(room, "require", lambda what, folder, disk, memory, remedies: asked.append((disk, memory)))
+    monkeypatch.setattr(budget, "require", lambda what, folder, disk, memory, remedies: asked.append((disk, memory)))
     target, draft = weights.MODELS[weights.TARGET], weights.MODELS[weights.DRAFT]
     weights.require_room([weights.TARGET, weights.DRAFT], tmp_path)
     assert asked.pop() == (target.saved + draft.disk, target.memory)
@@ -208,7 +208,7 @@ def test_room_for_two_models_is_that_of_one_after_the_other(tmp_path, monkeypatc
 
 def test_what_is_there_already_needs_no_room_again(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(room, "require", lambda what, folder, disk, memory, remedies: asked.append(disk))
+    monkeypatch.setattr(budget, "require", lambda what, folder, disk, memory, remedies: asked.append(disk))
     work = tmp_path / f"{weights.DRAFT}.partial"
     work.mkdir()
     (work / "part00").write_bytes(b"x" * 1000)
@@ -232,7 +232,7 @@ def test_memory_is_known_here_and_guessed_elsewhere(monkeypatch):
 
 
 def test_free_disk_of_a_folder_that_is_not_there_yet(tmp_path):
-    assert room.free_disk(tmp_path / "not" / "yet") > 0
+    assert budget.free_disk(tmp_path / "not" / "yet") > 0
 
 
 def test_the_cache_folder_follows_argument_environment_home(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from specdec import DraftModelProposer, SpeculativeGenerator
-from specdec.models.introspection import bare
+from specdec.models.introspection import unwrap_model
 from tests import tiny
 
 peft = pytest.importorskip("peft")
@@ -92,7 +92,7 @@ def test_peft_updates_the_signature(llama, single):
     with spec.installed():
         assert "inputs" not in inspect.signature(target.generate).parameters
         peft.helpers.update_generate_signature(target)
-        assert inspect.signature(target.generate) == inspect.signature(bare(target).generate)
+        assert inspect.signature(target.generate) == inspect.signature(unwrap_model(target).generate)
         assert target.generate(**single, **ARGUMENTS).tolist() == expected
     assert spec.report.num_calls == 1
     assert "generate" not in vars(target)
@@ -141,7 +141,7 @@ def test_learnt_prompts_run_as_plain_decoding(llama, single, name):
         assert spec.generate(**single, **ARGUMENTS).tolist() == expected
     assert len(messages) == 1
     assert "prompt tuning" in messages[0]
-    after = SpeculativeGenerator(bare(target), "ngram", on_unsupported="error")
+    after = SpeculativeGenerator(unwrap_model(target), "ngram", on_unsupported="error")
     assert after.generate(**single, **ARGUMENTS).tolist() == llama.generate(**single, **ARGUMENTS).tolist()
 
 

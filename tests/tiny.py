@@ -144,11 +144,11 @@ class Garbage(Proposer):
         return DraftTree(torch.cat([context.root[:, None], tokens], 1), parents, chain=chain)
 
     def _row(self, context: Context, b: int, most: int, chain: bool) -> tuple[list[int], list[int]]:
-        room = min(context.room[b], self._number(most)) if context.active[b] else 0
+        budget = min(context.budget[b], self._number(most)) if context.active[b] else 0
         tokens, parents, depth = [], [-1], [0]
         for node in range(1, most + 1):
             parent = node - 1 if chain else self._number(node - 1)
-            fits = depth[parent] < room and (parent == 0 or parents[parent] >= 0)
+            fits = depth[parent] < budget and (parent == 0 or parents[parent] >= 0)
             parents.append(parent if fits else -1)
             depth.append(depth[parent] + 1 if fits else 0)
             tokens.append(self._token(context, b, depth[-1]))
@@ -164,14 +164,14 @@ class Garbage(Proposer):
         return int(torch.randint(most + 1, (), generator=self.generator))
 
 
-def lone_row(tokens: Tensor, end: int, pacer: Pacer, *, room: int, vocab_size: int) -> Context:
+def lone_row(tokens: Tensor, end: int, pacer: Pacer, *, budget: int, vocab_size: int) -> Context:
     """What a proposer that needs no model is shown of a single row, tokens (1, T), of which `end` are there."""
     return Context(
         tokens=tokens,
         pads=[0],
         ends=[end],
         active=[True],
-        room=[room],
+        budget=[budget],
         sampling=False,
         chains_only=False,
         vocab_size=vocab_size,

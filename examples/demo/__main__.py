@@ -13,7 +13,7 @@ from examples.demo.show import SECONDS, Show
 from specdec.data.prompts import PROMPTS
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.heads import registry
-from specdec.models.hardware import best_device, crowded, in_words, number_format
+from specdec.models.hardware import best_device, crowded, number_format, summary
 from specdec.proposers.factory import as_proposers
 from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, check_name
 
@@ -90,7 +90,7 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
     if others := crowded(best_device()):
         console.print(others, style="yellow")
     model, tokenizer = load(locate(target), dtype)
-    measured = in_words(model.device) if dtype == "auto" else ""
+    measured = summary(model.device) if dtype == "auto" else ""
     why = f": {measured}" if measured else ""
     console.print(f"target: {target}, {str(model.dtype).removeprefix('torch.')} on {model.device}{why}")
 

@@ -87,7 +87,7 @@ def bench(
         asked_of = on_prompts(found.prompts, count or len(used), prompts)
         times = f", {repeats} times" if repeats > 1 else ""
         typer.echo(f"measured on {asked_of}{times}, up to {max_new_tokens} new tokens each, in whole calls\n")
-        typer.echo(found.in_words())
+        typer.echo(found.summary())
     if chart is not None:
         from specdec.evaluation.plots import speed_ups
 

@@ -46,7 +46,7 @@ def chat(
     from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
-    talk = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+    chat_session = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
     console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
     console.print("[dim]Ctrl-C ends an answer, Ctrl-D the conversation.[/dim]")
     stopped = False
@@ -55,7 +55,7 @@ def chat(
             if not said:
                 continue
             try:
-                report = talk.say(said, ColourStreamer(tokenizer, console))
+                report = chat_session.say(said, ColourStreamer(tokenizer, console))
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation goes on)[/dim]")
                 continue

@@ -63,7 +63,7 @@ class Said(logging.Handler):
 
 def speak() -> None:
     """From now on the library's messages and warnings are lines for people."""
-    warnings.formatwarning = in_words
+    warnings.formatwarning = summary
     log = logging.getLogger("specdec")
     log.setLevel(logging.INFO)
     if not any(isinstance(handler, Said) for handler in log.handlers):
@@ -167,7 +167,7 @@ def generator(
     return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer
 
 
-def in_words(
+def summary(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     """Warnings of ours without the line of code that gave them."""

@@ -59,6 +59,6 @@ def doctor(
         )
     asked_of = on_prompts(found.answered, count or len(ours), prompts)
     typer.echo(f"measured on {asked_of}, up to {max_new_tokens} new tokens each, in whole calls\n")
-    typer.echo(found.in_words())
+    typer.echo(found.summary())
     if found.stopped:
         raise interrupted()

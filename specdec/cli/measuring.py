@@ -41,9 +41,9 @@ def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:
     return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
 
 
-def on_prompts(answered: int, there_are: int, file: Path | None) -> str:
+def on_prompts(answered: int, available: int, file: Path | None) -> str:
     """How many were answered, of how many, and whose they are."""
-    count = f"{answered:,} of {there_are:,}" if answered < there_are else f"{there_are:,}"
+    count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
     return f"{count} prompts of {file or 'ours'}"
 
 

@@ -105,7 +105,7 @@ def train(
     if dry_run:
         from specdec.training.plan import plan
 
-        typer.echo(plan(recipe).in_words())
+        typer.echo(plan(recipe).summary())
         return
     try:
         found = train_head(recipe)

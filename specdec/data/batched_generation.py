@@ -146,7 +146,7 @@ class Answering:
             **inputs: Any,
         ):
             parts = (input_ids, logits_processor, stopping_criteria, generation_config)
-            call = Call(*parts, streamer=None, model_kwargs=inputs, source=None, text_kwargs=inputs)
+            call = Call(*parts, streamer=None, model_kwargs=inputs, encoder_outputs=None, text_kwargs=inputs)
             reason = self._why_plain(call)
             if reason is None:
                 request.processors = logits_processor
@@ -167,7 +167,7 @@ class Answering:
         others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
         if others:
             return f"the generation config ends texts by {', '.join(others)}"
-        return why_plain(self.model, self._able, call, walks=True)
+        return why_plain(self.model, self._able, call, uses_target_choices=True)
 
     def _step(self, running: Sequence[Request | None], busy: Sequence[int]) -> None:
         """A token for every busy row."""

@@ -215,10 +215,10 @@ def _finished(
         done.append(DONE if c.number in said else LEFT)
         if done[-1] == LEFT:
             continue
-        count, asked_for, told = said.pop(c.number)
+        count, asked_for, template = said.pop(c.number)
         if _checksum(c.asked[:count]) != asked_for:
             raise ValueError(f"{answers.out} holds answers of another target or to other prompts: choose another name")
-        if _checksum(Asked([], c.extra).template) != told:
+        if _checksum(Asked([], c.extra).template) != template:
             raise ValueError(
                 f"{answers.out} holds answers through a chat template told other things: choose another name"
             )
@@ -245,7 +245,7 @@ def _conversations(
             )
             continue
         own = {SWITCHES: switches | given.extra.get(SWITCHES, {})}
-        extra = given.extra | {name: told for name, told in own.items() if told}
+        extra = given.extra | {name: template for name, template in own.items() if template}
         yield Conversation(number, given.place, asked, extra)
 
 

@@ -12,14 +12,14 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.models.cuda_graphs import Known
-from specdec.models.introspection import bare
-from specdec.models.static_forward import Graphs
+from specdec.models.introspection import unwrap_model
+from specdec.models.static_forward import StaticForward
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_models.draft_model import DraftModelProposer
 from specdec.proposers.factory import as_proposer
 from specdec.proposers.lookup.ngram import NgramProposer
-from specdec.proposers.pacing.cost_store import KeptCosts
-from specdec.proposers.pacing.estimates import Learnt
+from specdec.proposers.pacing.cost_store import CostStore
+from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 
 
@@ -27,41 +27,41 @@ class Drafting:
     """Shared by the calls that draft so, in any thread.
 
     Attributes:
-        learnt: by batch size, and whether the calls sample. graphs: of the target's passes, where they are captured.
+        estimates: by batch size, and whether the calls sample. static_forward: of the target's passes, where they are captured.
         recorded: see `Recorder`.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         proposer.check(target)
         self.proposer, self.taps = proposer, proposer.taps(target)
-        self.learnt: dict[tuple[int, bool], Learnt] = {}
+        self.estimates: dict[tuple[int, bool], Estimates] = {}
         self._target = target
-        self.graphs: Graphs | None = None
+        self.static_forward: StaticForward | None = None
         self.recorded: Known = {}
-        self._kept: dict[int, KeptCosts] = {}  # between processes, by batch size
+        self._kept: dict[int, CostStore] = {}  # between processes, by batch size
 
     def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
         """A call's own; costs and acceptance carry over from call to call of one kind, costs to other processes too."""
         if batch_size not in self._kept:
-            self._kept[batch_size] = KeptCosts(
-                self._target, batch_size, self.proposer.drafting_model(), captured=self.graphs is not None
+            self._kept[batch_size] = CostStore(
+                self._target, batch_size, self.proposer.drafting_model(), captured=self.static_forward is not None
             )
-        if (batch_size, sampling) not in self.learnt:
-            learnt = Learnt(*self._kept[batch_size].read())
-            self.learnt.setdefault((batch_size, sampling), learnt)  # unless another thread did
-        return Pacer(draft_length, self.learnt[batch_size, sampling])
+        if (batch_size, sampling) not in self.estimates:
+            estimates = Estimates(*self._kept[batch_size].read())
+            self.estimates.setdefault((batch_size, sampling), estimates)  # unless another thread did
+        return Pacer(draft_length, self.estimates[batch_size, sampling])
 
-    def capture(self, compiled: bool) -> Graphs:
-        """The target's passes are captured from now on, and so are a draft model's; compiled: see `Graphs`."""
-        if self.graphs is None or self.graphs.compiled != compiled:
+    def capture(self, compiled: bool) -> StaticForward:
+        """The target's passes are captured from now on, and so are a draft model's; compiled: see `StaticForward`."""
+        if self.static_forward is None or self.static_forward.compiled != compiled:
             self.proposer.capture(compiled)
-            self.graphs = Graphs(self._target, self.taps, compiled)
+            self.static_forward = StaticForward(self._target, self.taps, compiled)
             self.recorded = {}
-        return self.graphs
+        return self.static_forward
 
     def keep(self, batch_size: int, pacer: Pacer) -> None:
         """Leave a call's costs to other processes."""
-        self._kept[batch_size].keep(pacer.learnt.verify, pacer.learnt.draft)
+        self._kept[batch_size].keep(pacer.estimates.verify, pacer.estimates.draft)
 
 
 class Draftings:
@@ -100,7 +100,7 @@ class Draftings:
                 raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None switches it off")
             asked = "ngram"
         elif asked is None and assistant is not None:
-            asked = bare(assistant)
+            asked = unwrap_model(assistant)
         own = self.own
         if asked is None or _drafts_with(own.proposer, asked):
             return own

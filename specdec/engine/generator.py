@@ -24,23 +24,23 @@ from specdec.engine.draft_session import Drafting, Draftings
 from specdec.engine.hf.call import Call, prefill, returned, transcript
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
-from specdec.engine.hf.multimodal import look, shown
-from specdec.engine.hf.prompt_layout import conversation
+from specdec.engine.hf.multimodal import multimodal_prefill, shown
+from specdec.engine.hf.prompt_layout import prompt_layout
 from specdec.engine.lenient import Lenient
 from specdec.engine.loop import Loop
 from specdec.engine.report import Report
-from specdec.engine.rules import verification, walks
+from specdec.engine.rules import uses_target_choices, verification
 from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.tensor_parallel import group_of
-from specdec.engine.trace import Round
+from specdec.engine.trace import RoundTrace
 from specdec.models.capability import Capability, capability
 from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
 from specdec.models.cuda_graphs import Recorder
-from specdec.models.encoder import source_of
-from specdec.models.introspection import bare, device_of, entrance, require_lm_head
+from specdec.models.encoder import encoder_outputs_of
+from specdec.models.introspection import device_of, generate_owner, require_lm_head, unwrap_model
 from specdec.models.lockstep import Step, in_step
 from specdec.models.runner import ModelRunner
-from specdec.models.static_forward import Graphs, cannot_capture
+from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.proposers.base import Proposer
 from specdec.proposers.factory import as_proposer
 from specdec.sampling.logits_processors import NodeProcessors
@@ -99,14 +99,14 @@ class SpeculativeGenerator:
             check_choice("rule", rule, RuleName)
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
-        self.model, self._entrance = bare(model), entrance(model)
+        self.model, self._generate_owner = unwrap_model(model), generate_owner(model)
         require_lm_head(self.model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.compile = compile
         self._draftings = Draftings(self.proposer, self.model)
         self.report, self.last_report = Report(), Report()
-        self._watching: tuple[list[Round], ...] = ()
+        self._traces: tuple[list[RoundTrace], ...] = ()
         self._warned: set[str] = set()
         self._lock = Lock()  # of the reports and watchers: calls may run in several threads
 
@@ -177,13 +177,13 @@ class SpeculativeGenerator:
     ):
         given = {name: kwargs.get(name) for name in NOT_HANDED_OVER}
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
-        kwargs = with_stop_strings(self._entrance, generation_config, kwargs)
-        plain_generate = type(self._entrance).generate
+        kwargs = with_stop_strings(self._generate_owner, generation_config, kwargs)
+        plain_generate = type(self._generate_owner).generate
         first = () if inputs is None else (inputs,)  # Whisper's has another name for it
-        outside = decided_before(self._entrance, generation_config, kwargs)
+        outside = decided_before(self._generate_owner, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
-            return plain_generate(self._entrance, *first, generation_config=generation_config, **kwargs)
+            return plain_generate(self._generate_owner, *first, generation_config=generation_config, **kwargs)
 
         def decode(model, input_ids, inputs_tensor=None, **hook_kwargs):  # transformers looks for `inputs_tensor`
             hook_kwargs |= {"inputs_tensor": inputs_tensor, **given}
@@ -194,7 +194,7 @@ class SpeculativeGenerator:
         not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model", "custom_generate")
         kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
-            self._entrance, *first, generation_config=generation_config, custom_generate=decode, **kwargs
+            self._generate_owner, *first, generation_config=generation_config, custom_generate=decode, **kwargs
         )
 
     def __call__(
@@ -243,27 +243,27 @@ class SpeculativeGenerator:
         What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too. Contexts of
         several generators or threads may overlap: the one entered last answers, whichever thread calls.
         """
-        remove = install(self._entrance, self.generate)
+        remove = install(self._generate_owner, self.generate)
         try:
             yield self
         finally:
             remove()
 
     @contextmanager
-    def watch(self) -> Iterator[list[Round]]:
+    def watch(self) -> Iterator[list[RoundTrace]]:
         """Keep every round of every call that begins within this context, in any thread, in the list that it gives.
 
         Several contexts may nest or overlap: each list gets the rounds. A round takes about a kilobyte per drafted
         token. The time to keep it counts as "other" in the report.
         """
-        kept: list[Round] = []
+        kept: list[RoundTrace] = []
         with self._lock:
-            self._watching += (kept,)
+            self._traces += (kept,)
         try:
             yield kept
         finally:
             with self._lock:
-                self._watching = tuple(other for other in self._watching if other is not kept)
+                self._traces = tuple(other for other in self._traces if other is not kept)
 
     # A call, as transformers has prepared it
 
@@ -284,7 +284,7 @@ class SpeculativeGenerator:
         **model_kwargs: Any,
     ):
         report.num_rows = len(input_ids)
-        source, text_kwargs = source_of(model, input_ids, inputs_tensor, model_kwargs)
+        encoder_outputs, text_kwargs = encoder_outputs_of(model, input_ids, inputs_tensor, model_kwargs)
         call = Call(
             input_ids,
             logits_processor,
@@ -292,13 +292,13 @@ class SpeculativeGenerator:
             generation_config,
             streamer,
             model_kwargs,
-            source,
+            encoder_outputs,
             text_kwargs,
         )
-        watch = Stopwatch(report, device_of(model))
+        stopwatch = Stopwatch(report, device_of(model))
         step = in_step(is_synced(model, synced_gpus), device_of(model))
         able = self.capability
-        reason = why_plain(model, able, call, walks(self.rule, call.samples))
+        reason = why_plain(model, able, call, uses_target_choices(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = "another process's call runs so, and passes are made together (synced_gpus)"
         if reason:
@@ -311,30 +311,32 @@ class SpeculativeGenerator:
                 self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
             drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
             with torch.no_grad():
-                output = self._speculate(drafting, able, call, watch, step)
-        report.total_seconds = watch.elapsed()
+                output = self._speculate(drafting, able, call, stopwatch, step)
+        report.total_seconds = stopwatch.elapsed()
         return output
 
-    def _speculate(self, drafting: Drafting, able: Capability, call: Call, watch: Stopwatch, step: Step | None):
+    def _speculate(self, drafting: Drafting, able: Capability, call: Call, stopwatch: Stopwatch, step: Step | None):
         group = group_of(self.model)
         if group is not None:
             call = replace(call, criteria=group.stopping(call.criteria))
-        talk = conversation(self.model, call.input_ids, call.config, call.text_kwargs)
-        text = transcript(call, talk, self.model, able.positions)
+        layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
+        text = transcript(call, layout, self.model, able.positions)
         pictures = shown(call.text_kwargs)
-        graphs = None if step is not None or group is not None or pictures else self._graphs(drafting, able)
-        recorder = Recorder(drafting.recorded) if graphs is not None and self._launches else None
-        target = ModelRunner(self.model, able.masks, drafting.taps, step, graphs, call.source)
-        target.places.pads = talk.pads
+        static_forward = (
+            None if step is not None or group is not None or pictures else self._static_forward(drafting, able)
+        )
+        recorder = Recorder(drafting.recorded) if static_forward is not None and self._launches else None
+        target = ModelRunner(self.model, able.masks, drafting.taps, step, static_forward, call.encoder_outputs)
+        target.row_positions.pads = layout.pads
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
             group.share_random_numbers(device)
-        fresh, looked = talk.fresh, None
+        fresh, looked = layout.fresh, None
         if pictures:
-            talk, looked = look(target, call.input_ids, talk, call.text_kwargs)
-        with talk.in_rows(target) as columns:
-            read = looked or prefill(target, call, talk, text)
-            coupled = sampling and walks(self.rule, sampling)
+            layout, looked = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
+        with layout.in_rows(target) as columns:
+            read = looked or prefill(target, call, layout, text)
+            coupled = sampling and uses_target_choices(self.rule, sampling)
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
@@ -348,32 +350,32 @@ class SpeculativeGenerator:
                     noise=noise,
                     text=text,
                     pacer=pacer,
-                    watch=watch,
+                    stopwatch=stopwatch,
                     sampling=sampling,
                     trees=able.trees,
-                    watching=self._watching,
+                    traces=self._traces,
                     recorder=recorder,
                     recorded=RecordedPass.of(target, verify, recorder),
                 )
                 try:
                     loop.run(read, fresh)
                 finally:
-                    watch.report.num_output_tokens = text.num_output_tokens
+                    stopwatch.report.num_output_tokens = text.num_output_tokens
                     if noise is not None:  # also where a streamer or a criterion broke the call off
                         noise.settle(text.settled - text.start)
                 if group is None or group.leads:
                     drafting.keep(text.batch_size, pacer)
                 if step is not None:
                     step.wait(target.idle)
-            columns.append(talk.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
-        return returned(text, talk, call.source) if call.config.return_dict_in_generate else text.sequences
+            columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
+        return returned(text, layout, call.encoder_outputs) if call.config.return_dict_in_generate else text.sequences
 
     @property
     def _launches(self) -> bool:
         """The model is where kernels are launched one by one, and can be all at once."""
         return device_of(self.model).type == "cuda"
 
-    def _graphs(self, drafting: Drafting, able: Capability) -> Graphs | None:
+    def _static_forward(self, drafting: Drafting, able: Capability) -> StaticForward | None:
         """Of the target's passes, if they are to be captured and can be."""
         if not self.compile or (self.compile == "auto" and not self._launches):
             return None
@@ -382,8 +384,8 @@ class SpeculativeGenerator:
             if self.compile is True:  # else nobody asked for them
                 self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
             return None
-        graphs = drafting.capture(compiled=self.compile is True)
-        return None if graphs.refused else graphs
+        static_forward = drafting.capture(compiled=self.compile is True)
+        return None if static_forward.refused else static_forward
 
     def _fall_back(self, reason: str, report: Report) -> None:
         if self.on_unsupported == "error":

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.engine.verifier import Walk
+from specdec.engine.verifier import SequentialVerifier
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
@@ -35,16 +35,18 @@ class Lenient:
             raise ValueError(f"gap and budget must be at least 0, got {self.gap} and {self.budget}")
 
 
-class LenientWalk(Walk):
-    """`Walk` that takes the best drafted child where its regret is small, and where the row can still afford it."""
+class LenientVerifier(SequentialVerifier):
+    """`SequentialVerifier` that takes the best drafted child where its regret is small, and where the row can still afford it."""
 
     def __init__(self, processors: NodeProcessors, noise: Noise | None, lenient: Lenient):
         super().__init__(processors, noise)
         self.lenient = lenient
         self.spent: Tensor | None = None  # (B,) regret so far
 
-    def winner(self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor) -> Tensor:
-        best = super().winner(scores, columns, alive, draft, node)
+    def chosen_tokens(
+        self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor
+    ) -> Tensor:
+        best = super().chosen_tokens(scores, columns, alive, draft, node)
         values = scores if self.noise is None else scores.log_softmax(-1) - self.noise.at(columns).to(scores).log()
         children = draft.parents == node[:, None]
         drafted = values.gather(1, draft.tokens).masked_fill(~children, float("-inf")).max(-1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.engine.cuda_graph_round import RecordedPass
 from specdec.engine.stopwatch import Stopwatch
-from specdec.engine.trace import Round, rounds
+from specdec.engine.trace import RoundTrace, trace_rounds
 from specdec.engine.transcript import Transcript
 from specdec.engine.verifier import Verification, Verified
 from specdec.models.cuda_graphs import Recorder
@@ -24,7 +24,7 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
-from specdec.sampling.results import Outcome, of_nodes
+from specdec.sampling.results import Outcome, features_at
 from specdec.utils.device_copies import HOST, uploaded
 
 
@@ -35,8 +35,8 @@ class Loop:
     Args:
         target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
         processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
-        text: takes the tokens and says when to stop. pacer: how far to draft. watch: books the time.
-        sampling: T > 0. trees: the target can verify trees. watching: lists that get every round. recorder: where
+        text: takes the tokens and says when to stop. pacer: how far to draft. stopwatch: books the time.
+        sampling: T > 0. trees: the target can verify trees. traces: lists that get every round. recorder: where
             drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
     """
 
@@ -47,10 +47,10 @@ class Loop:
     noise: Noise | None
     text: Transcript
     pacer: Pacer
-    watch: Stopwatch
+    stopwatch: Stopwatch
     sampling: bool
     trees: bool
-    watching: Sequence[list[Round]] = ()
+    traces: Sequence[list[RoundTrace]] = ()
     recorder: Recorder | None = None
     recorded: RecordedPass | None = None
 
@@ -74,19 +74,19 @@ class Loop:
             self.text.streamer.end()
 
     def _round(self) -> None:
-        text, start = self.text, self.watch.elapsed()
+        text, start = self.text, self.stopwatch.elapsed()
 
-        passes, report = self.pacer.passes, self.watch.report
+        passes, report = self.pacer.passes, self.stopwatch.report
         count, seconds = passes.count, passes.seconds
         context = self._context()
         proposed = self._checked(self.proposer.propose(context), context.root)
         draft = self._pad_finished(proposed)
-        self.watch.mark("draft")
+        self.stopwatch.mark("draft")
         report.num_draft_passes += passes.count - count
 
         active = text.active
         features, verified = self._verified(draft, proposed, context)
-        took = self.watch.mark_end("accept")
+        took = self.stopwatch.mark_end("accept")
         verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
         accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
         self.pacer.observe_drafting(took["draft"])
@@ -106,12 +106,12 @@ class Loop:
         """The target's pass and what it decides; features (B, N, C) of the draft's nodes, or of a recorded pass (B, W,
         C) as the next context has them."""
         text = self.text
-        if self.recorded is not None and not self.watching and self.recorded.takes(draft, text):
+        if self.recorded is not None and not self.traces and self.recorded.takes(draft, text):
             launched = self.recorded.launched(draft, text)
-            self.watch.mark("verify")
-            arrived, states = launched.sent(draft, text), launched.gained.states
-            self.watch.mark_next()
-            self.proposer.draft_ahead(context, launched.gained)
+            self.stopwatch.mark("verify")
+            arrived, states = launched.sent(draft, text), launched.new_tokens.states
+            self.stopwatch.mark_next()
+            self.proposer.draft_ahead(context, launched.new_tokens)
             verified = arrived()  # here the device is waited for
             # A proposer that does not draft keeps them over rounds, and the next replay writes over them.
             return None if states is None else states[:, -max(verified.kept) :].clone(), verified
@@ -123,9 +123,9 @@ class Loop:
             chain=draft.chain,
             hidden_states=text.records.hidden_states is not None,
         )
-        self.watch.mark("verify")
+        self.stopwatch.mark("verify")
         verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
-        if self.watching:
+        if self.traces:
             self._show(proposed, output, verified, active)
         return output.features, verified
 
@@ -139,14 +139,14 @@ class Loop:
     def _first_token(self, prefill: Output) -> None:
         """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
         text, logits = self.text, prefill.logits
-        self.watch.mark("prefill")
+        self.stopwatch.mark("prefill")
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=text.tokens.device))
         text.records.prompt_hidden_states = prefill.hidden_states
         self.verify(draft, replace(prefill, hidden_states=None).on(text.tokens.device), text)
         self._settle()
-        took = self.watch.mark_end("accept")
+        took = self.stopwatch.mark_end("accept")
         self.pacer.observe_prefill(len(logits) * max(self._fresh), took["prefill"])
-        self.watch.report.times_to_first_token.append(self.watch.elapsed())
+        self.stopwatch.report.times_to_first_token.append(self.stopwatch.elapsed())
 
     def _settle(self) -> None:
         self.text.settle()
@@ -160,7 +160,7 @@ class Loop:
             pads=text.pads,
             ends=text.ends,
             active=text.active,
-            room=text.room,
+            budget=text.budget,
             sampling=self.sampling,
             chains_only=not self.trees,
             vocab_size=self._vocab_size,
@@ -174,7 +174,7 @@ class Loop:
             features=self._features,
             written=text.written,
             cache=self.target.cache,
-            source=self.target.source,
+            encoder_outputs=self.target.encoder_outputs,
             recorder=self.recorder,
         )
 
@@ -208,14 +208,14 @@ class Loop:
         text = self.text
         if text.reach is None:
             return draft
-        most = [room for room, alive in zip(text.room, text.active, strict=True) if alive]
+        most = [budget for budget, alive in zip(text.budget, text.active, strict=True) if alive]
         if min(most, default=draft.size) >= draft.size - 1:
             return draft
         if draft.chain:  # a model with masks of its own counts padding, too
             draft = draft.first(1 + max(most))
-        room = uploaded(text.room, draft.tokens.device)[:, None]
-        parents = draft.parents.masked_fill(draft.depth > room, -1)
-        probs = None if draft.probs is None else draft.probs.masked_fill((draft.depth >= room)[..., None], 0.0)
+        budget = uploaded(text.budget, draft.tokens.device)[:, None]
+        parents = draft.parents.masked_fill(draft.depth > budget, -1)
+        probs = None if draft.probs is None else draft.probs.masked_fill((draft.depth >= budget)[..., None], 0.0)
         return replace(draft, parents=parents, probs=probs)
 
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
@@ -240,15 +240,15 @@ class Loop:
         chain = torch.arange(-1, draft.size - 1, device=parents.device)
         for b in rows:
             tokens[b, 1:] = self.text.filler
-            parents[b] = torch.where(chain < self.text.room[b], chain, -1)
+            parents[b] = torch.where(chain < self.text.budget[b], chain, -1)
         return replace(draft, tokens=tokens, parents=parents, levels=None)
 
     def _show(self, draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]) -> None:
         """Called right after the text took its tokens: what it settles later may cut rows back."""
         positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
         rows = [b for b, alive in enumerate(active) if alive]
-        made = rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
-        for kept in self.watching:
+        made = trace_rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
+        for kept in self.traces:
             kept += made
 
     def _book(
@@ -261,15 +261,15 @@ class Loop:
         start: float,
     ) -> None:
         rows = [b for b, alive in enumerate(active) if alive]
-        if outcome.keys is not None:
+        if outcome.confidence_bins is not None:
             for b in rows:
-                self.pacer.observe_keys(outcome.keys[b][1 : outcome.deepest[b] + 1], accepted[b])
-        self.watch.mark_end("other")
-        seconds = self.watch.elapsed() - start
+                self.pacer.observe_confidence(outcome.confidence_bins[b][1 : outcome.deepest[b] + 1], accepted[b])
+        self.stopwatch.mark_end("other")
+        seconds = self.stopwatch.elapsed() - start
         if rows:  # else the round wrote pads alone. What a streamer or a criterion takes is no matter of drafts
             drafting, passing = took["draft"], took["verify"] + took["accept"]
             self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
-        self.watch.report.record_round(
+        self.stopwatch.report.record_round(
             [outcome.nodes[b] for b in rows],
             [outcome.deepest[b] for b in rows],
             [accepted[b] for b in rows],
@@ -288,4 +288,4 @@ def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> T
     else:
         shift = uploaded([width - count for count in kept], path.device)[:, None]
         nodes = path.gather(1, (torch.arange(width, device=path.device) - shift).clamp(min=0))
-    return of_nodes(features, nodes)
+    return features_at(features, nodes)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specdec.engine.lenient import Lenient, LenientWalk
-from specdec.engine.verifier import AllChoices, AllNodes, Rule, Verification, Walk
+from specdec.engine.lenient import Lenient, LenientVerifier
+from specdec.engine.verifier import BatchedVerifier, RejectionVerifier, Rule, SequentialVerifier, Verification
 from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
@@ -15,7 +15,7 @@ from specdec.sampling.results import Verdict
 from specdec.utils.choices import COUPLED, RuleName
 
 
-def walks(rule: RuleName | Lenient, sampling: bool) -> bool:
+def uses_target_choices(rule: RuleName | Lenient, sampling: bool) -> bool:
     """The target's own choices are followed, instead of a rule over all nodes."""
     return not sampling or rule == COUPLED or isinstance(rule, Lenient)
 
@@ -25,11 +25,11 @@ def verification(
 ) -> Verification:
     """Of a call. noise: of its sampling, where choices are followed. device: of its text."""
     if isinstance(rule, Lenient):
-        return LenientWalk(processors, noise, rule)
-    if not walks(rule, sampling):
-        return AllNodes(processors, _drawn(rule))
+        return LenientVerifier(processors, noise, rule)
+    if not uses_target_choices(rule, sampling):
+        return RejectionVerifier(processors, _drawn(rule))
     at_once = device.type != "cpu" and processors.read_scores_alone
-    return AllChoices(processors, noise) if at_once else Walk(processors, noise)
+    return BatchedVerifier(processors, noise) if at_once else SequentialVerifier(processors, noise)
 
 
 def _drawn(rule: RuleName) -> Rule:

@@ -1,4 +1,4 @@
-"""`Round`: one round of one row as plain numbers, to look at: the draft, what the target thought of it, what it took.
+"""`RoundTrace`: one round of one row as plain numbers, to look at: the draft, what the target thought of it, what it took.
 
 Owns what is kept of a round and its text. Knows nothing of the loop that made it.
 """
@@ -18,7 +18,7 @@ TOP = 5  # of the target's tokens after a node
 
 
 @dataclass(frozen=True)
-class Round:
+class RoundTrace:
     """What happened to one row in one round. Node 0 is the root, the row's last token before the round.
 
     Attributes:
@@ -71,7 +71,7 @@ class Round:
 
     def __repr__(self) -> str:
         drafted = f"{len(self.tokens) - 1} drafted by {self.drafted_by}"
-        return f"<Round: row {self.row} at {self.position}, {drafted}, {len(self.path) - 1} accepted>"
+        return f"<RoundTrace: row {self.row} at {self.position}, {drafted}, {len(self.path) - 1} accepted>"
 
 
 def shown(token: int, tokenizer: Any = None) -> str:
@@ -79,9 +79,9 @@ def shown(token: int, tokenizer: Any = None) -> str:
     return repr(tokenizer.decode([token])) if tokenizer is not None else str(token)
 
 
-def rounds(
+def trace_rounds(
     draft: DraftTree, logits: Tensor, verified: Verified, positions: Sequence[int], rows: Sequence[int], drafted_by: str
-) -> list[Round]:
+) -> list[RoundTrace]:
     """What a batch's round was, for each of `rows`.
 
     Args:
@@ -98,7 +98,7 @@ def rounds(
         above = [place[parents[node]] for node in nodes]
         accepted, kept = verified.outcome.accepted[b], verified.kept[b]
         found.append(
-            Round(
+            RoundTrace(
                 row=b,
                 position=positions[b],
                 drafted_by=drafted_by,

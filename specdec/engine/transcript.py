@@ -108,12 +108,12 @@ class Transcript:
     @property
     def active(self) -> list[bool]:
         """Rows whose next tokens are wanted from the target."""
-        return [not closed and self._has_room(b) for b, closed in enumerate(self.closed)]
+        return [not closed and self._has_budget(b) for b, closed in enumerate(self.closed)]
 
     @property
     def padding(self) -> list[bool]:
         """Finished rows that go on with pad tokens because the caller wants their scores or hidden states too."""
-        return [closed and self.records.wanted and self._has_room(b) for b, closed in enumerate(self.closed)]
+        return [closed and self.records.wanted and self._has_budget(b) for b, closed in enumerate(self.closed)]
 
     @property
     def finished(self) -> list[bool]:
@@ -121,7 +121,7 @@ class Transcript:
         return [closed and not padding for closed, padding in zip(self.closed, self.padding, strict=True)]
 
     @property
-    def room(self) -> list[int]:
+    def budget(self) -> list[int]:
         """How many tokens may be drafted for each row: one less than it may gain."""
         most = self.max_length if self.max_length is not None else max(self.ends) + 1024
         columns = [most] * self.batch_size if self.reach is None else [min(most, reach) for reach in self.reach]
@@ -136,14 +136,16 @@ class Transcript:
         if self.reach is None:
             return None
         gaining = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
-        return [room if gains else -1 for room, gains in zip(self.room, gaining, strict=True)]
+        return [budget if gains else -1 for budget, gains in zip(self.budget, gaining, strict=True)]
 
-    def append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], there: Tensor | None = None) -> list[int]:
+    def append(
+        self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None = None
+    ) -> list[int]:
         """Give each row its new tokens; returns how many it kept (a row keeps none behind its end token).
 
         Args:
             tokens: per row, in order. drafted: how many of them were accepted draft tokens.
-            there: (B, D) the same where the text is, each row's first ones; None: they are only known here.
+            device_tokens: (B, D) the same where the text is, each row's first ones; None: they are only known here.
         """
         kept, writing, padding, before = [], self.active, self.padding, list(self.ends)
         for b, new in enumerate(tokens):
@@ -160,7 +162,7 @@ class Transcript:
             self.written[b] += new
             self._drafted[b] += [i < drafted[b] for i in range(len(new))]
             self.ends[b] += len(new)
-        self._write(before, kept, there)
+        self._write(before, kept, device_tokens)
         return kept
 
     def hold(self, column: int) -> None:
@@ -172,19 +174,21 @@ class Transcript:
         self._reserve(columns)
         return self.tokens[b, :columns]
 
-    def _write(self, before: Sequence[int], kept: Sequence[int], there: Tensor | None) -> None:
+    def _write(self, before: Sequence[int], kept: Sequence[int], device_tokens: Tensor | None) -> None:
         """Put the last `kept[b]` tokens of each row into `tokens`, from column `before[b]` on."""
         device = self.tokens.device
-        if there is None or device.type == "cpu":
+        if device_tokens is None or device.type == "cpu":
             self._reserve(max(self.ends))
             for b, (column, count) in enumerate(zip(before, kept, strict=True)):
                 if count:
                     self.tokens[b, column : column + count] = uploaded(self.written[b][-count:], device)
             return
-        self._reserve(max(before) + there.shape[1])
+        self._reserve(max(before) + device_tokens.shape[1])
         first, count = uploaded([before, kept], device)[..., None]  # (B, 1) each
-        place = torch.arange(there.shape[1], device=device)
-        new = torch.where(place < count, there.to(device), self.filler)  # behind a row's end is the filler anyway
+        place = torch.arange(device_tokens.shape[1], device=device)
+        new = torch.where(
+            place < count, device_tokens.to(device), self.filler
+        )  # behind a row's end is the filler anyway
         self.tokens.scatter_(1, first + place, new)
 
     def record(
@@ -280,7 +284,7 @@ class Transcript:
         del self._drafted[b][self.settled - self.start :]
         self.records.truncate(b, self.settled - self.start)
 
-    def _has_room(self, b: int) -> bool:
+    def _has_budget(self, b: int) -> bool:
         end = self.ends[b]
         if any(limit is not None and end >= limit for limit in (self.max_length, self._held)):
             return False

@@ -1,8 +1,8 @@
 """What a round makes of the target's logits: which path of the draft is accepted, which tokens the text gains.
 
-`Walk` asks what plain decoding would choose after the root, then after the child that carries that token, and so on:
-processors and noise are those of plain decoding, node for node. `AllChoices` comes to the same by asking at all nodes
-at once. `AllNodes` hands the scores of all nodes to a rule of `acceptance`. Owns the order of processors, choice and
+`SequentialVerifier` asks what plain decoding would choose after the root, then after the child that carries that token, and so on:
+processors and noise are those of plain decoding, node for node. `BatchedVerifier` comes to the same by asking at all nodes
+at once. `RejectionVerifier` hands the scores of all nodes to a rule of `acceptance`. Owns the order of processors, choice and
 text. Knows nothing of models or of what drafted.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specdec.engine.transcript import Transcript
 from specdec.models.output import Output
-from specdec.sampling.acceptance import follow, walk
+from specdec.sampling.acceptance import accept_sequentially, longest_accepted_path
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
@@ -45,7 +45,7 @@ class Verified:
 Verification = Callable[[DraftTree, Output, Transcript], Verified]  # writes what is accepted into the text
 
 
-class Walk:
+class SequentialVerifier:
     """Follow the target's own choices, asked for at reached nodes alone.
 
     Args:
@@ -57,7 +57,7 @@ class Walk:
 
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
         step = _Step(self, draft, output, text)
-        verdict = walk(draft, step.choose, step.alive, None if self.processors.known else step.write)
+        verdict = accept_sequentially(draft, step.choose, step.alive, None if self.processors.known else step.write)
         tokens, kept = verdict.new_tokens(draft), step.written
         outcome = outcome_sent(draft, verdict, tokens)()
         accepted = [n - kept for n in outcome.accepted]
@@ -65,7 +65,9 @@ class Walk:
         rest = text.append([row[kept:] for row in outcome.tokens], accepted, None if kept else tokens)
         return Verified(replace(verdict, outcome=outcome), outcome, [kept + more for more in rest])
 
-    def winner(self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor) -> Tensor:
+    def chosen_tokens(
+        self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor
+    ) -> Tensor:
         """(B,) int64: the tokens that plain decoding chooses by processed scores (B, V) at these columns.
 
         node: (B,) int64, of the draft, behind which each row is.
@@ -88,7 +90,7 @@ class _Step:
         written: tokens that the text has taken on the way.
     """
 
-    def __init__(self, walker: Walk, draft: DraftTree, output: Output, text: Transcript):
+    def __init__(self, walker: SequentialVerifier, draft: DraftTree, output: Output, text: Transcript):
         self.walker, self.draft, self.output, self.text = walker, draft, output, text
         self.ends = list(text.ends)
         self.rows = torch.arange(text.batch_size, device=output.logits.device)
@@ -121,7 +123,7 @@ class _Step:
         scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
         taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # a device is not waited for
         columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
-        token = self.walker.winner(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
+        token = self.walker.chosen_tokens(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
         self.scores.append(scores)
         return torch.where(self.padding, text.filler, token)  # finished rows go on with pads
 
@@ -143,7 +145,7 @@ class _Step:
         ]
 
 
-class AllNodes:
+class RejectionVerifier:
     """Process the scores of every node, and let a rule of `acceptance` decide.
 
     Args:
@@ -208,21 +210,21 @@ class AllNodes:
         ), scores
 
 
-class AllChoices(AllNodes):
-    """`Walk` without walking: the target's choice at every node at once, and then the path along them.
+class BatchedVerifier(RejectionVerifier):
+    """`SequentialVerifier` without walking: the target's choice at every node at once, and then the path along them.
 
     Few operations, whatever the depth, on more numbers: for devices, where operations are what costs.
 
     Args:
-        processors: all of them look at scores alone. noise: as for `Walk`.
+        processors: all of them look at scores alone. noise: as for `SequentialVerifier`.
     """
 
-    MOST = 2**28  # scores of a pass; more, and `Walk` looks at fewer of them
+    MOST = 2**28  # scores of a pass; more, and `SequentialVerifier` looks at fewer of them
 
     def __init__(self, processors: NodeProcessors, noise: Noise | None):
-        super().__init__(processors, follow)
+        super().__init__(processors, longest_accepted_path)
         self.noise = noise
-        self._walk = Walk(processors, noise)
+        self._walk = SequentialVerifier(processors, noise)
 
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
         return (self._walk if output.logits.numel() > self.MOST else super()).__call__(draft, output, text)
@@ -263,8 +265,8 @@ def outcome_sent(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Callable
     tokens: the verdict's `new_tokens`.
     """
     parts = {"accepted": verdict.accepted, "tokens": tokens, "path": verdict.path, "parents": draft.parents}
-    if draft.keys is not None:
-        parts["keys"] = draft.keys
+    if draft.confidence_bins is not None:
+        parts["confidence_bins"] = draft.confidence_bins
     arriving = sent(parts | {f"note {name}": note for name, note in draft.notes.items()})
 
     def outcome() -> Outcome:
@@ -275,7 +277,7 @@ def outcome_sent(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Callable
             tokens=[row[: 1 + count] for row, count in zip(came["tokens"], accepted, strict=True)],
             path=came["path"],
             parents=came["parents"],
-            keys=came.get("keys"),
+            confidence_bins=came.get("confidence_bins"),
             notes={name: came[f"note {name}"] for name in draft.notes},
         )
 
@@ -294,7 +296,7 @@ def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Ver
     accepted, next_token = verdict.accepted.clone(), verdict.next_token.clone()
     for b in rows:
         path[b] = torch.arange(width, device=path.device)
-        accepted[b] = min(N - 1, text.room[b])
+        accepted[b] = min(N - 1, text.budget[b])
         next_token[b] = text.filler
     return Verdict(path[:, :N], accepted, next_token)
 

@@ -16,11 +16,12 @@ from transformers import PreTrainedModel
 
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.evaluation.diagnosis import Measured, table
-from specdec.evaluation.methods import Way
+from specdec.evaluation.methods import Method
 from specdec.evaluation.timing import Runs, take_turns
 from specdec.models.introspection import device_of
 from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, RuleName
+from specdec.utils.moved import renamed_method
 
 PLAIN = "plain"
 COLUMNS = ["", "tokens/s", "speed-up", "of prompts", "ms to the first", "ms a token", "tokens a pass", "plain's text"]
@@ -47,61 +48,63 @@ class Bench:
         prompts: that all of them answered. repeats: times that they did. stopped: before all was measured.
     """
 
-    ways: tuple[Answered, ...]
+    methods: tuple[Answered, ...]
     prompts: int
     repeats: int
     stopped: bool = False
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """The ways beside each other, a line each."""
-        return "\n".join(table([COLUMNS, *map(self._row, self.labels, self.ways)]))
+        return "\n".join(table([COLUMNS, *map(self._row, self.labels, self.methods)]))
+
+    in_words = renamed_method("Bench.in_words", "summary")
 
     @property
     def labels(self) -> list[str]:
         """The ways' names, models by the last part of their paths if that is enough to tell them apart."""
-        whole = [way.measured.name for way in self.ways]
+        whole = [method.measured.name for method in self.methods]
         parts = [name.partition(":") for name in whole]
         short = [kind + colon + Path(source).name for kind, colon, source in parts]
         return short if len({*short}) == len(short) else whole
 
-    def _row(self, label: str, way: Answered) -> list[str]:
-        measured, plain = way.measured, self.ways[0].measured
+    def _row(self, label: str, method: Answered) -> list[str]:
+        measured, plain = method.measured, self.methods[0].measured
         return [
             label,
             f"{1 / measured.pace:.1f}",
             f"{plain.pace / measured.pace:.2f}x",
-            f"{min(way.speed_ups):.2f} to {max(way.speed_ups):.2f}",
+            f"{min(method.speed_ups):.2f} to {max(method.speed_ups):.2f}",
             f"{1e3 * measured.first:.0f}",
             f"{1e3 * measured.pace:.1f}",
             f"{measured.report.tokens_per_round:.2f}" if measured.report.num_row_rounds else "1.00",
-            f"{way.same} of {self.prompts * self.repeats}",
+            f"{method.same} of {self.prompts * self.repeats}",
         ]
 
     @property
     def speed_ups(self) -> dict[str, tuple[float, ...]]:
         """Over plain decoding, by proposer and prompt: what `plots.speed_ups` draws."""
-        return {label: way.speed_ups for label, way in list(zip(self.labels, self.ways, strict=True))[1:]}
+        return {label: method.speed_ups for label, method in list(zip(self.labels, self.methods, strict=True))[1:]}
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; seconds are of whole calls."""
-        plain = self.ways[0].measured
+        plain = self.methods[0].measured
         return {
             "prompts": self.prompts,
             "repeats": self.repeats,
             "stopped": self.stopped,
             "ways": [
                 {
-                    "name": way.measured.name,
-                    "code": way.measured.code,
-                    "tokens": way.measured.tokens,
-                    "seconds": way.measured.seconds,
-                    "seconds_to_first_token": way.measured.first,
-                    "speed_up": plain.pace / way.measured.pace,
-                    "speed_up_by_prompt": list(way.speed_ups),
-                    "same_texts": way.same,
-                    "report": way.measured.report.to_dict() if way.measured.report.num_calls else None,
+                    "name": method.measured.name,
+                    "code": method.measured.code,
+                    "tokens": method.measured.tokens,
+                    "seconds": method.measured.seconds,
+                    "seconds_to_first_token": method.measured.first,
+                    "speed_up": plain.pace / method.measured.pace,
+                    "speed_up_by_prompt": list(method.speed_ups),
+                    "same_texts": method.same,
+                    "report": method.measured.report.to_dict() if method.measured.report.num_calls else None,
                 }
-                for way in self.ways
+                for method in self.methods
             ],
         }
 
@@ -131,11 +134,11 @@ def bench(
     """
     device = device_of(target)
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
-    ways = [Way(PLAIN, "model.generate()", target.generate)]
+    methods = [Method(PLAIN, "model.generate()", target.generate)]
     for name, proposer in proposers.items():
         spec = SpeculativeGenerator(target, proposer, draft_length=draft_length, rule=rule, on_unsupported="error")
-        ways.append(Way(name, f'SpeculativeGenerator(model, "{name}")', spec.generate, spec))
-    runs = [Runs(way, device, arguments) for way in ways]
+        methods.append(Method(name, f'SpeculativeGenerator(model, "{name}")', spec.generate, spec))
+    runs = [Runs(method, device, arguments) for method in methods]
     done, total = 0, (1 + repeats * len(prompts)) * len(runs)
     progress(done, total)
 

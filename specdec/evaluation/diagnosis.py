@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.report import Report
+from specdec.utils.moved import renamed_method
 
 NEAR = 1.03  # times the fastest's seconds: as fast as that, for the clock
 MISSING = 0.05  # of the target's tokens: more of them outside of the draft's vocabulary are a fault
@@ -82,7 +83,7 @@ class Diagnosis:
         acceptance: of chains, conditional, per position.
         uncovered: share of the target's tokens that the draft's vocabulary lacks.
         elsewhere: acceptance at the first position on prompts of ours, None if not measured.
-        has_head: an EAGLE head drafts. looks_up: n-grams take part.
+        has_head: an EAGLE head drafts. uses_lookup: n-grams take part.
         answered: prompts that every way answered. stopped: before all was measured.
     """
 
@@ -93,26 +94,26 @@ class Diagnosis:
     uncovered: float = 0.0
     elsewhere: float | None = None
     has_head: bool = False
-    looks_up: bool = False
+    uses_lookup: bool = False
     answered: int = 0
     stopped: bool = False
 
     @property
     def best(self) -> Measured:
         """The first that is about as fast as the fastest: plain decoding, the proposer as it comes, the others."""
-        ways = [self.plain, *self.drafting]
-        fastest = min(way.pace for way in ways)
-        return next(way for way in ways if way.pace <= NEAR * fastest)
+        methods = [self.plain, *self.drafting]
+        fastest = min(method.pace for method in methods)
+        return next(method for method in methods if method.pace <= NEAR * fastest)
 
     @property
     def best_draft(self) -> Measured:
         """The fastest with drafts."""
-        return min(self.drafting, key=lambda way: way.pace)
+        return min(self.drafting, key=lambda method: method.pace)
 
     def limits(self) -> list[Limit]:
         """Of the fastest with drafts, what would help it most first."""
-        way = self.best_draft
-        report, rounds = way.report, way.report.num_row_rounds
+        method = self.best_draft
+        report, rounds = method.report, method.report.num_row_rounds
         longest = 1 + sum(report.num_draft_tokens_per_pos) / rounds  # tokens a round, were every draft accepted
         wider = max(0.0, report.seconds["verify"] - rounds * self.step)
         spared = {
@@ -123,16 +124,18 @@ class Diagnosis:
             "were drafting free": (report.seconds["draft"], self._drafting),
             "were its passes as quick as plain decoding's": (wider, self._passes),
         }
-        found = [Limit(way.seconds - saved, means, cure) for means, (saved, cure) in spared.items()]
+        found = [Limit(method.seconds - saved, means, cure) for means, (saved, cure) in spared.items()]
         return sorted(found, key=lambda limit: limit.seconds)
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         """The ways beside each other, which to take, and what limits the fastest of the drafts."""
-        rows = [COLUMNS, *(way.row(self.plain) for way in (self.plain, *self.drafting))]
-        return "\n".join([*table(rows), "", self._advice(), *self._facts(), *self._limits_in_words()])
+        rows = [COLUMNS, *(method.row(self.plain) for method in (self.plain, *self.drafting))]
+        return "\n".join([*table(rows), "", self._advice(), *self._facts(), *self._format_limits()])
+
+    in_words = renamed_method("Diagnosis.in_words", "summary")
 
     def _advice(self) -> str:
-        best, others = self.best, [way for way in (self.plain, *self.drafting) if way is not self.best]
+        best, others = self.best, [method for method in (self.plain, *self.drafting) if method is not self.best]
         if best is self.plain:
             return f"take: plain decoding, {best.code}: no draft was more than {100 * (NEAR - 1):.0f}% faster"
         rank = "the fastest" if all(best.pace <= other.pace for other in others) else "about as fast as the fastest"
@@ -148,23 +151,28 @@ class Diagnosis:
             found.append(f"of what the target wrote, {100 * self.uncovered:.0f}% is not in the draft's vocabulary")
         return found
 
-    def _limits_in_words(self) -> list[str]:
-        way = self.best_draft
-        if not way.report.num_drafts:
-            return [f"{way.name} drafted nothing on these prompts."]
-        limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * way.seconds]
+    def _format_limits(self) -> list[str]:
+        method = self.best_draft
+        if not method.report.num_drafts:
+            return [f"{method.name} drafted nothing on these prompts."]
+        limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * method.seconds]
         if not limits:
-            return ["", f"Neither its drafts nor its passes hold {way.name} back."]
-        listed = [f"  {limit.means}: {self._speed_up(limit.seconds, way):.2f}x" for limit in limits]
+            return ["", f"Neither its drafts nor its passes hold {method.name} back."]
+        listed = [f"  {limit.means}: {self._speed_up(limit.seconds, method):.2f}x" for limit in limits]
         most = limits[0]
-        if self._speed_up(most.seconds, way) < 1:
+        if self._speed_up(most.seconds, method) < 1:
             last = "No one of these would make drafting pay here."
         else:
             last = f"The first limits most. {most.cure}"
-        return ["", f"{way.name}, {self._speed_up(way.seconds, way):.2f}x, would be at the very best", *listed, last]
+        return [
+            "",
+            f"{method.name}, {self._speed_up(method.seconds, method):.2f}x, would be at the very best",
+            *listed,
+            last,
+        ]
 
-    def _speed_up(self, seconds: float, way: Measured) -> float:
-        return self.plain.pace * way.tokens / seconds
+    def _speed_up(self, seconds: float, method: Measured) -> float:
+        return self.plain.pace * method.tokens / seconds
 
     @property
     def _unusual(self) -> bool:
@@ -179,7 +187,7 @@ class Diagnosis:
             )
         if by_a_model and self._unusual:
             return "Your prompts are unlike what the draft knows, or they miss the chat template."
-        beside = "" if self.looks_up else ', or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH")'
+        beside = "" if self.uses_lookup else ', or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH")'
         return f"More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model{beside}."
 
     @property

@@ -1,6 +1,6 @@
 """`diagnose`: how fast a target answers prompts, plainly and in each way that a proposer offers, taking turns.
 
-Owns what is measured. What is said of it stands in `diagnosis`, what there is to measure in `ways`, how in `turns`.
+Owns what is measured. What is said of it stands in `diagnosis`, what there is to measure in `methods`, how in `turns`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.report import Report
 from specdec.evaluation.diagnosis import Diagnosis
-from specdec.evaluation.methods import Way, chain, ways
+from specdec.evaluation.methods import Method, chain, methods
 from specdec.evaluation.timing import Runs, take_turns
 from specdec.models.introspection import device_of
 from specdec.proposers.base import Proposer
@@ -48,7 +48,7 @@ def diagnose(
     """
     device = device_of(target)
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
-    runs = [Runs(way, device, arguments) for way in ways(target, proposer)]
+    runs = [Runs(method, device, arguments) for method in methods(target, proposer)]
     done, total = 0, (1 + len(prompts)) * len(runs) + len(usual)
     progress(done, total)
 
@@ -57,7 +57,7 @@ def diagnose(
         done += 1
         progress(done, total)
 
-    spec = runs[1].way.spec
+    spec = runs[1].method.spec
     assert spec is not None
     whole = spec.proposer
     drafts = whole.other if isinstance(whole, HybridProposer) else whole
@@ -69,10 +69,10 @@ def diagnose(
         if not answered:
             raise KeyboardInterrupt
         chains = chain(target, drafts)
-        elsewhere = Runs(Way("usual prompts", "", chains.generate, chains), device, arguments)
+        elsewhere = Runs(Method("usual prompts", "", chains.generate, chains), device, arguments)
         on_usual = take_turns([elsewhere], usual, step) if answered == len(prompts) else 0
     plain = runs[0]
-    longest = next(run for run in reversed(runs) if run.way.name.startswith("chain"))
+    longest = next(run for run in reversed(runs) if run.method.name.startswith("chain"))
     return Diagnosis(
         plain=plain.measured(),
         drafting=tuple(run.measured() for run in runs[1:]),
@@ -81,7 +81,7 @@ def diagnose(
         uncovered=_uncovered(drafts, torch.cat([call.text for call in plain.calls])),
         elsewhere=next(iter(_rates(elsewhere.report)), 0.0) if on_usual else None,
         has_head=isinstance(drafts, (Eagle3Proposer, MtpProposer)),
-        looks_up=isinstance(whole, (HybridProposer, Lookup)),
+        uses_lookup=isinstance(whole, (HybridProposer, Lookup)),
         answered=answered,
         stopped=answered < len(prompts) or on_usual < len(usual),
     )

@@ -1,4 +1,4 @@
-"""`Way`: plain decoding, a proposer as it comes, or its drafts in one fixed shape: what the doctor measures.
+"""`Method`: plain decoding, a proposer as it comes, or its drafts in one fixed shape: what the doctor measures.
 
 Owns which ways there are for a proposer, and each as the code that gives it. Knows nothing of times.
 """
@@ -38,7 +38,7 @@ MODEL_OF: dict[type, str] = {
 
 
 @dataclass(frozen=True)
-class Way:
+class Method:
     """One way to answer a prompt.
 
     Attributes:
@@ -52,34 +52,34 @@ class Way:
     spec: SpeculativeGenerator | None = None
 
 
-def ways(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) -> list[Way]:
+def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) -> list[Method]:
     """Plain decoding first, then the proposer as it comes, its parts if it is a hybrid, chains, and trees.
 
     Chains and trees are of what drafts beside the n-grams; trees of models alone, where the target takes them.
     """
 
-    def way(name: str, drafts: Proposer | PreTrainedModel | str, code: str, length: int | None = None) -> Way:
+    def method(name: str, drafts: Proposer | PreTrainedModel | str, code: str, length: int | None = None) -> Method:
         spec = SpeculativeGenerator(target, drafts, draft_length=length, on_unsupported="error")
         fixed = "" if length is None else f", draft_length={length}"
-        return Way(name, f"SpeculativeGenerator(model, {code}{fixed})", spec.generate, spec)
+        return Method(name, f"SpeculativeGenerator(model, {code}{fixed})", spec.generate, spec)
 
-    whole = way("as it comes", proposer, f'"{proposer}"' if isinstance(proposer, str) else "proposer")
+    whole = method("as it comes", proposer, f'"{proposer}"' if isinstance(proposer, str) else "proposer")
     assert whole.spec is not None
     drafts = whole.spec.proposer
-    found = [Way("plain decoding", "model.generate()", target.generate), whole]
+    found = [Method("plain decoding", "model.generate()", target.generate), whole]
     if isinstance(drafts, HybridProposer):
-        found.append(way(f"{_name(drafts.ngram)} alone", drafts.ngram, _code(drafts.ngram)))
+        found.append(method(f"{_name(drafts.ngram)} alone", drafts.ngram, _code(drafts.ngram)))
         drafts = drafts.other
-        found.append(way(f"{_name(drafts)} alone", drafts, _code(drafts)))
+        found.append(method(f"{_name(drafts)} alone", drafts, _code(drafts)))
     found += [
-        way(f"chain of {length}", _chain(drafts, length), _chain_code(drafts, length), length) for length in CHAINS
+        method(f"chain of {length}", _chain(drafts, length), _chain_code(drafts, length), length) for length in CHAINS
     ]
     if isinstance(drafts, AutoregressiveProposer) and capability(target).trees:
         for size in TREE_SIZES:
             # As wide as the proposer's own, which knows what is a cheap pass for its model.
             shape = DynamicTree(TREE_DEPTH, (drafts.tree or DynamicTree()).top_k, size)
             code = _code(drafts, f"tree={shape}")
-            found.append(way(f"tree of {size} nodes", drafts.shaped(tree=shape), code, TREE_DEPTH))
+            found.append(method(f"tree of {size} nodes", drafts.shaped(tree=shape), code, TREE_DEPTH))
     return found
 
 

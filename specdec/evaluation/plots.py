@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine.report import PHASES, Report
-from specdec.engine.trace import Round, shown
+from specdec.engine.trace import RoundTrace, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ BAR, DOT = "#80cbc4", "#00695c"
 Reports = Report | Mapping[str, Report]
 
 
-def round_tree(round: Round, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
+def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
     """Draw a round: the tree from left to right, green what was accepted, blue what the target wrote itself.
 
     Under each drafted token stands p, the target's chance of it behind its parent.

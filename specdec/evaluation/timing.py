@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from specdec.engine.report import Report
 from specdec.evaluation.diagnosis import Measured
-from specdec.evaluation.methods import Way
+from specdec.evaluation.methods import Method
 
 WARM_UP = 16  # tokens of the calls that are not counted
 
@@ -47,8 +47,8 @@ class Call:
 class Runs:
     """The calls of one way, in the order in which they were made."""
 
-    def __init__(self, way: Way, device: torch.device, arguments: dict[str, Any]):
-        self.way, self._device, self._arguments = way, device, arguments
+    def __init__(self, method: Method, device: torch.device, arguments: dict[str, Any]):
+        self.method, self._device, self._arguments = method, device, arguments
         self.calls: list[Call] = []
 
     def warm_up(self, prompt: Tensor) -> None:
@@ -61,10 +61,10 @@ class Runs:
         mask = torch.ones_like(ids)  # without one, a pad token in a prompt would be taken for padding
         torch.manual_seed(0)  # the same text in every way
         start = perf_counter()
-        output = self.way.generate(ids, attention_mask=mask, streamer=clock, **self._arguments | changed)
+        output = self.method.generate(ids, attention_mask=mask, streamer=clock, **self._arguments | changed)
         text = output[0, len(prompt) :].cpu()  # on an accelerator, this waits for it
         seconds = perf_counter() - start
-        report = Report() if self.way.spec is None else self.way.spec.last_report
+        report = Report() if self.method.spec is None else self.method.spec.last_report
         self.calls.append(Call(text, seconds, clock.moments[-1] - clock.moments[1], report))
 
     @property
@@ -95,7 +95,7 @@ class Runs:
 
     def measured(self) -> Measured:
         first = (self.seconds - self.decoding) / len(self.calls)
-        return Measured(self.way.name, self.way.code, self.tokens, self.seconds, first, self.report)
+        return Measured(self.method.name, self.method.code, self.tokens, self.seconds, first, self.report)
 
 
 def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any]) -> int:

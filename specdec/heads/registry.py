@@ -138,7 +138,7 @@ def _folder(entry: Known, patience: float | None = None) -> Path:
     except DownloadFailed as error:
         raise NoHead(
             f"the head {entry.head} is not on this machine: {error}. Copy {' and '.join(entry.files)} from "
-            f"heads/{entry.head} of specdec's repository into {shipped.places()[-1] / entry.head}, or set "
+            f"heads/{entry.head} of specdec's repository into {shipped.head_folders()[-1] / entry.head}, or set "
             f"{shipped.SOURCE} to a folder or an address that has {entry.head}/{WEIGHTS}"
         ) from error
     for name, content in entry.files.items():

@@ -24,7 +24,7 @@ OFF = "off"
 DISTRIBUTION = "specdec-hf"
 
 
-def places() -> list[Path]:
+def head_folders() -> list[Path]:
     """Folders that may hold our heads: of a checkout, the user's own, the cache."""
     own = [Path(_source()).expanduser()] if _is_folder(_source()) else []
     return [Path(__file__).resolve().parents[2] / "heads", *own, cache_folder() / "heads"]
@@ -32,7 +32,7 @@ def places() -> list[Path]:
 
 def folder_of(head: str, file: str) -> Path | None:
     """The head's folder, if this file is in it."""
-    return next((place / head for place in places() if (place / head / file).exists()), None)
+    return next((place / head for place in head_folders() if (place / head / file).exists()), None)
 
 
 def bring(head: str, files: Mapping[str, Content], patience: float | None = None) -> Path:

@@ -22,9 +22,9 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Pretrained
 from specdec.models import compat
 from specdec.models.attention_masks import default_masks
 from specdec.models.compat import CONTINUABLE_LAYERS
-from specdec.models.introspection import SLIDING, device_of, layer_kinds, spread
+from specdec.models.introspection import SLIDING, device_of, is_sharded, layer_kinds
 from specdec.models.position_limits import positions_of
-from specdec.models.probe import chain_trial, last_logits, mismatch, token_ids, tree_trial
+from specdec.models.probe import last_logits, mismatch, probe_chain, probe_tree, token_ids
 from specdec.models.views import apart, in_eval_mode
 from specdec.utils.releases import advice
 
@@ -145,16 +145,16 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
     """
     if compat.cache_argument(model) is None:
         return Capability(None, "its forward pass takes no cache")
-    if spread(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
+    if is_sharded(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
         with _short_windows(model):
-            found = _without_random_numbers(model, _tried(model, model, drafts))
+            found = _without_random_numbers(model, _probed(model, model, drafts))
             return replace(found, positions=positions_of(model))
     try:
         view = apart(in_eval_mode(model) if drafts else model)
     except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied to be tried out: {error}")
     with _short_windows(view):
-        found = _without_random_numbers(view, _tried(model, view, drafts))
+        found = _without_random_numbers(view, _probed(model, view, drafts))
         return replace(found, positions=positions_of(view))
 
 
@@ -183,7 +183,7 @@ def _devices(model: PreTrainedModel) -> list[torch.device]:
     )
 
 
-def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
+def _probed(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
     """What passes of `view`, which is `model` or has its weights, show."""
     reason = ""
     if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
@@ -191,12 +191,12 @@ def _tried(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capab
         first = default_masks(model)
         kinds = layer_kinds(model.config.get_text_config(decoder=True))
         for masks in (first, other[first]) if kinds else (first,):
-            reason = mismatch(view, tree_trial, masks, drafts)
+            reason = mismatch(view, probe_tree, masks, drafts)
             if not reason:
                 return Capability(masks)
     else:
         reason = "its attention implementation takes no tree masks"
-    failure = mismatch(view, chain_trial, "own", drafts)
+    failure = mismatch(view, probe_chain, "own", drafts)
     if not failure:
         return Capability("own", f"batches and trees are out of reach: {reason}")
     if view.training:

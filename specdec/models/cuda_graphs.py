@@ -43,11 +43,11 @@ class Recorder:
         self.refused = ""
         self._known: Known = {} if known is None else known
         self._runs: dict[Hashable, int] = {}
-        self._recordings: dict[Hashable, Recording] = {}
+        self._captured: dict[Hashable, CapturedFunction] = {}
         self._pool: Any = None  # memory for what is made on the way: of all recordings, as no two run at once
 
     def __len__(self) -> int:
-        return len(self._recordings)
+        return len(self._captured)
 
     def __call__(self, owner: object, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
         """What the function gives for the inputs; valid until the same owner and key come again.
@@ -61,8 +61,8 @@ class Recorder:
             return function(**inputs)
         kind = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
         mine = (id(owner), kind)
-        if mine in self._recordings:
-            return self._recordings[mine].replay(inputs)
+        if mine in self._captured:
+            return self._captured[mine].replay(inputs)
         runs = self._runs[mine] = self._runs.get(mine, 0) + 1
         if len(self) == MOST or (runs <= WARM and kind not in self._known):
             return function(**inputs)
@@ -83,7 +83,7 @@ class Recorder:
         """Record, and replay for the first time; None, and nothing is recorded any more, where that fails."""
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recording = Recording(function, inputs, like, self._pool)
+            recording = CapturedFunction(function, inputs, like, self._pool)
             ours = recording.replay(inputs)
         except (RuntimeError, AttributeError, TypeError) as error:
             # It waits for the device, or does what cannot be recorded; or torch's interface for graphs is another than
@@ -91,17 +91,17 @@ class Recorder:
             first = _cause(error)
             self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
             return None
-        self._recordings[mine] = recording
+        self._captured[mine] = recording
         log.info("recorded %s", mine)
         return ours
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        self._recordings = {}
+        self._captured = {}
         warnings.warn(f"specdec: drafts and verdicts run without graphs: {reason}", stacklevel=2)
 
 
-class Recording:
+class CapturedFunction:
     """One function's kernels, and the memory in which they find their inputs and leave what they give.
 
     Neither lies in the pool: of what does, the replay of any other recording leaves nothing as it was.

@@ -1,4 +1,4 @@
-"""`Source`: what an encoder made of a call's input, for a decoder to read beside its own text.
+"""`EncoderOutputs`: what an encoder made of a call's input, for a decoder to read beside its own text.
 
 Owns the names under which encoder-decoder models take the parts of a decoder's pass. With them a decoder runs as any
 causal LM: `generate()`'s arguments become those of a text alone, and a runner's passes the model's.
@@ -22,7 +22,7 @@ EXTRAS = ("output_router_logits", "output_hidden_states", "output_attentions")  
 
 
 @dataclass(frozen=True)
-class Source:
+class EncoderOutputs:
     """Of B rows.
 
     Attributes:
@@ -57,13 +57,13 @@ class Source:
             named[name] = self.together_with(named[name])
         return named
 
-    def beside(self, model: PreTrainedModel) -> Source | None:
+    def beside(self, model: PreTrainedModel) -> EncoderOutputs | None:
         """For another model that drafts, by the same input; None if it reads none.
 
         A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
         """
         if not model.config.is_encoder_decoder:
-            return Source(self.states) if "encoder_outputs" in forward_parameters(model) else None
+            return EncoderOutputs(self.states) if "encoder_outputs" in forward_parameters(model) else None
         if self.given is None:
             raise ValueError(
                 f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
@@ -74,7 +74,7 @@ class Source:
             size = model.config.get_text_config(decoder=True).vocab_size
             given = given.to(model.dtype) if given.is_floating_point() else given.clamp(max=size - 1)
             states = model.get_encoder()(given, **_known(model, {"attention_mask": self.mask}), return_dict=True)
-        return Source(states, self.mask, self.given)
+        return EncoderOutputs(states, self.mask, self.given)
 
     def together_with(self, cache: Any) -> Any:
         """A decoder's cache as its model has it."""
@@ -110,9 +110,9 @@ def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
     return f"the draft model's encoder reads {inputs[0]} (input, mel bins), the target's {inputs[1]}"
 
 
-def source_of(
+def encoder_outputs_of(
     model: PreTrainedModel, input_ids: Tensor, given: Tensor | None, model_kwargs: dict[str, Any]
-) -> tuple[Source | None, dict[str, Any]]:
+) -> tuple[EncoderOutputs | None, dict[str, Any]]:
     """A call's source, None for a decoder alone, and the call's other arguments by the names of a causal LM's."""
     if not model.config.is_encoder_decoder:
         return None, model_kwargs
@@ -126,17 +126,17 @@ def source_of(
     if given is not None and not given.is_floating_point() and bool((given < 0).any()):
         given = None  # transformers fills in for inputs that a call has not
     kwargs.setdefault("attention_mask", torch.ones_like(input_ids))  # an encoder's mask has another width
-    return Source(kwargs.pop("encoder_outputs"), model_kwargs.get("attention_mask"), given, keys), kwargs
+    return EncoderOutputs(kwargs.pop("encoder_outputs"), model_kwargs.get("attention_mask"), given, keys), kwargs
 
 
-def stand_in(model: PreTrainedModel, rows: int) -> Source | None:
+def stand_in(model: PreTrainedModel, rows: int) -> EncoderOutputs | None:
     """For a model that reads one, to try it out with: states (rows, 3, H), always the same."""
     if not model.config.is_encoder_decoder:
         return None
     width = getattr(model.get_encoder(), "config", model.config).hidden_size
     states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
     states = states.to(model.device, model.dtype).expand(rows, -1, -1)
-    return Source(_Output(last_hidden_state=states))
+    return EncoderOutputs(_Output(last_hidden_state=states))
 
 
 @dataclass

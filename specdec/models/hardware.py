@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec.models.linear import TRIES, QuickLinear
+from specdec.models.linear import TRIES, FastLinear
 from specdec.utils.choices import NumberFormat, check_choice
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def format_for(
     best, available = best_dtype(device), available_memory()
     if best == torch.float32 and available is not None and available < 2 * numbers:
         return saved, f"as saved: float32 takes {2 * numbers / 1e9:.1f} GB more, {available / 1e9:.1f} GB are available"
-    return best, in_words(device) or ("as saved" if best == saved else "bfloat16 is only emulated there")
+    return best, summary(device) or ("as saved" if best == saved else "bfloat16 is only emulated there")
 
 
 def available_memory() -> int | None:
@@ -118,7 +118,7 @@ def available_memory() -> int | None:
         return None  # Windows
 
 
-def in_words(device: torch.device) -> str:
+def summary(device: torch.device) -> str:
     """What `best_dtype` went by, on a CPU: "1 and 8 tokens take ... in float32, ... in bfloat16"; else nothing."""
     if device.type != "cpu":
         return ""
@@ -163,7 +163,7 @@ def timed_product(dtype: torch.dtype, rows: int) -> float:
 
     Measured, in a tenth of a second: several layers take turns, so that weights come from memory as they do in a model.
     """
-    layers = [QuickLinear(INTO, OUT, bias=False, dtype=dtype, device="meta").to_empty(device="cpu") for _ in range(8)]
+    layers = [FastLinear(INTO, OUT, bias=False, dtype=dtype, device="meta").to_empty(device="cpu") for _ in range(8)]
     x, taken = torch.ones(rows, INTO, dtype=dtype), []
     with torch.no_grad():
         for layer in layers:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.models.linear import QuickLinear, Way, is_plain, product_in_blocks
-from specdec.models.views import twin, view
+from specdec.models.linear import FastLinear, Kernel, is_plain, product_in_blocks
+from specdec.models.views import shallow_copy_as, view
 
 M = TypeVar("M", bound=nn.Module)
 FEW_TOKENS = 4  # up to here the 8-bit product is the fastest (2 CPU cores, AVX-512 as AVX2)
@@ -20,7 +20,7 @@ INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (2.
 VECTOR = 32  # numbers: of rows that are no whole vectors, torch's 8-bit product reads beyond the end (2.13, bfloat16)
 
 
-class Int8Linear(QuickLinear):
+class Int8Linear(FastLinear):
     """A linear layer whose weights may be read as int8, one scale per output, where that is the fastest way.
 
     Decoding is bound by reading weights: half the bytes of bfloat16 take 0.4 of the time for one token (896 x 4864, 2
@@ -33,14 +33,14 @@ class Int8Linear(QuickLinear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
-        layer, weight = twin(linear, cls), linear.weight.detach()
+        layer, weight = shallow_copy_as(linear, cls), linear.weight.detach()
         layer.scale = (weight.float().abs().amax(1).clamp(min=1e-12) / 127).bfloat16()
         layer.quantized = (weight.float() / layer.scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
         return layer
 
     @property
-    def ways(self) -> tuple[Way, ...]:
-        return (by_int8, *super().ways) if INT8_PRODUCT else super().ways
+    def kernels(self) -> tuple[Kernel, ...]:
+        return (by_int8, *super().kernels) if INT8_PRODUCT else super().kernels
 
 
 class Int8Alone(Int8Linear):
@@ -55,7 +55,7 @@ class Int8Alone(Int8Linear):
         return layer
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def kernels(self) -> tuple[Kernel, ...]:
         return (by_int8, by_int8_blocks, by_unpacked) if INT8_PRODUCT else (by_int8_blocks, by_unpacked)
 
 

@@ -19,7 +19,7 @@ from specdec.models import compat
 LEVELS = ("_orig_mod", "base_model", "model")  # torch.compile's, PEFT's (0.21) and its tuners' way to what they wrap
 
 
-def bare(model: Any) -> PreTrainedModel:
+def unwrap_model(model: Any) -> PreTrainedModel:
     """The transformers model that `model` is, or wraps; raises TypeError where there is none."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
@@ -41,10 +41,10 @@ def require_lm_head(model: PreTrainedModel) -> None:
         )
 
 
-def entrance(model: Any) -> Any:
+def generate_owner(model: Any) -> Any:
     """Whose `generate()` to call: the outermost wrapper that has one of its own, else the model inside."""
     outer = getattr(model, "_orig_mod", model)  # torch.compile's only passes on
-    return outer if hasattr(type(outer), "generate") else bare(model)
+    return outer if hasattr(type(outer), "generate") else unwrap_model(model)
 
 
 def _holds(model: Any, level: str) -> bool:
@@ -99,7 +99,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     return list(lists[0])
 
 
-def spread(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Do parts of its weights lie with other processes?
 
     torch's DTensors (tensor parallelism, FSDP2), or DeepSpeed's mark on what ZeRO-3 has split (0.19). What FSDP2 has

@@ -1,4 +1,4 @@
-"""`quick`: a view of a model whose linear layers multiply in whichever way is fastest on this machine.
+"""`with_fast_linears`: a view of a model whose linear layers multiply in whichever way is fastest on this machine.
 
 Owns the ways to multiply, and finding out by the clock, while the model works, which is best for how many rows.
 Decoding multiplies few rows by large weights, and CPUs differ in how well their libraries do that: without AVX-512
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from specdec.models.views import twin, view
+from specdec.models.views import shallow_copy_as, view
 from specdec.utils.timing import lose
 
 M = TypeVar("M", bound=nn.Module)
-Way = Callable[[Tensor, Any], Tensor]  # rows (n, in) and the layer: (n, out)
+Kernel = Callable[[Tensor, Any], Tensor]  # rows (n, in) and the layer: (n, out)
 
 SMALLEST = 2**16  # numbers in a weight from which on it matters how it is multiplied
 MANY = 64  # rows; more are multiplied in the way that is best for so many
@@ -31,76 +31,80 @@ HOPELESS = 2.0  # times the fastest: a way that takes so long, twice, is not tri
 BLOCK = 2**18  # numbers converted to float32 at a time: they stay in the processor's cache
 
 
-def quick(model: M) -> M:
-    """A view of `model` with `QuickLinear` in place of its large linear layers on CPUs; without any, `model` itself."""
-    return view(model, lambda layer: twin(layer, QuickLinear) if _matters(layer) else layer)
+def with_fast_linears(model: M) -> M:
+    """A view of `model` with `FastLinear` in place of its large linear layers on CPUs; without any, `model` itself."""
+    return view(model, lambda layer: shallow_copy_as(layer, FastLinear) if _matters(layer) else layer)
 
 
-class QuickLinear(nn.Linear):
+class FastLinear(nn.Linear):
     """A linear layer for inference, made of one whose parameters it shares."""
 
-    _settled: Mapping[tuple[torch.Size, int], Way] = {}  # what is best for rows of a shape, by so many threads
+    _settled: Mapping[tuple[torch.Size, int], Kernel] = {}  # what is best for rows of a shape, by so many threads
 
     @property
-    def ways(self) -> tuple[Way, ...]:
+    def kernels(self) -> tuple[Kernel, ...]:
         """To multiply by its weights."""
-        return ways(self.weight.dtype)
+        return kernels(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         settled_by = x.shape, torch.get_num_threads()
-        way = self._settled.get(settled_by)
-        if way is by_rows:  # torch's own takes whatever x is; asking on cost 4% of a pass, over all layers
+        kernel = self._settled.get(settled_by)
+        if kernel is by_rows:  # torch's own takes whatever x is; asking on cost 4% of a pass, over all layers
             return nn.functional.linear(x, self.weight, self.bias)
         if x.dtype != self.weight.dtype or torch.is_grad_enabled() or not x.numel():
             return super().forward(x)
         rows = x.reshape(-1, x.shape[-1])
-        if way is None:
-            way = self._best(rows)
-            if not isinstance(way, Trial) and len(rows) <= MANY:  # prompts have too many shapes to remember them all
-                self._settled = {**self._settled, settled_by: way}
-        return way(rows, self).view(*x.shape[:-1], -1)
+        if kernel is None:
+            kernel = self._best(rows)
+            if (
+                not isinstance(kernel, Autotuner) and len(rows) <= MANY
+            ):  # prompts have too many shapes to remember them all
+                self._settled = {**self._settled, settled_by: kernel}
+        return kernel(rows, self).view(*x.shape[:-1], -1)
 
-    def _best(self, rows: Tensor) -> Way:
+    def _best(self, rows: Tensor) -> Kernel:
         """What is best for so many rows (n, in); the trial, while that is not known."""
-        trial = self._trial(min(len(rows), MANY))
-        while trial.best is None and len(rows) > MANY:
-            trial(rows[:MANY], self)
-        return trial.best or trial
+        autotuner = self._autotuner(min(len(rows), MANY))
+        while autotuner.best is None and len(rows) > MANY:
+            autotuner(rows[:MANY], self)
+        return autotuner.best or autotuner
 
-    def _trial(self, rows: int) -> Trial:
+    def _autotuner(self, rows: int) -> Autotuner:
         out, into = self.weight.shape
-        likes = (self.ways, into, min(out, LONG), (rows - 1).bit_length(), torch.get_num_threads())
-        return _trials.get(likes) or _trials.setdefault(likes, Trial(self.ways))
+        likes = (self.kernels, into, min(out, LONG), (rows - 1).bit_length(), torch.get_num_threads())
+        return _autotuners.get(likes) or _autotuners.setdefault(likes, Autotuner(self.kernels))
 
 
-class Trial:
+class Autotuner:
     """Ways take turns at products that are needed anyway until the best is known."""
 
-    def __init__(self, ways: Sequence[Way]):
-        self.best: Way | None = None
-        self._waiting = list(ways) * TRIES
-        self._seconds: dict[Way, list[float]] = {}  # per output
+    def __init__(self, kernels: Sequence[Kernel]):
+        self.best: Kernel | None = None
+        self._waiting = list(kernels) * TRIES
+        self._seconds: dict[Kernel, list[float]] = {}  # per output
 
     def __call__(self, rows: Tensor, layer: nn.Linear) -> Tensor:
-        way = self._waiting.pop(0) if self._waiting else by_rows  # none: another thread took the last
+        kernel = self._waiting.pop(0) if self._waiting else by_rows  # none: another thread took the last
         start = perf_counter()
-        result = way(rows, layer)
-        self._book(way, perf_counter() - start, layer.out_features)
+        result = kernel(rows, layer)
+        self._book(kernel, perf_counter() - start, layer.out_features)
         return result
 
-    def _book(self, way: Way, taken: float, outputs: int) -> None:
+    def _book(self, kernel: Kernel, taken: float, outputs: int) -> None:
         seconds = taken / outputs
-        self._seconds.setdefault(way, []).append(seconds)
-        least = {way: min(taken) for way, taken in self._seconds.items()}
+        self._seconds.setdefault(kernel, []).append(seconds)
+        least = {kernel: min(taken) for kernel, taken in self._seconds.items()}
         best = min(least, key=least.__getitem__)
         lose(taken - outputs * least[best])
-        hopeless = [way for way in least if least[way] > HOPELESS * least[best] and len(self._seconds[way]) > 1]
-        self._waiting = [way for way in self._waiting if way not in hopeless]
+        hopeless = [
+            kernel for kernel in least if least[kernel] > HOPELESS * least[best] and len(self._seconds[kernel]) > 1
+        ]
+        self._waiting = [kernel for kernel in self._waiting if kernel not in hopeless]
         if not self._waiting:
             self.best = best
 
 
-_trials: dict[tuple[object, ...], Trial] = {}  # what this process has found
+_autotuners: dict[tuple[object, ...], Autotuner] = {}  # what this process has found
 
 
 def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -116,11 +120,11 @@ def _matters(layer: nn.Module) -> bool:
     if not is_plain(layer):
         return False
     weight = layer.weight
-    return weight.device.type == "cpu" and weight.numel() >= SMALLEST and len(ways(weight.dtype)) > 1
+    return weight.device.type == "cpu" and weight.numel() >= SMALLEST and len(kernels(weight.dtype)) > 1
 
 
 @cache
-def ways(dtype: torch.dtype) -> tuple[Way, ...]:
+def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
     """To multiply by weights of this type."""
     if dtype == torch.float32:
         return (by_rows, by_columns, by_onednn) if _onednn_works() else (by_rows, by_columns)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from specdec.models.encoder import declined, stand_in
-from specdec.models.introspection import spread, takes_positions
+from specdec.models.introspection import is_sharded, takes_positions
 from specdec.models.positions import counted_positions
 
 FAR = 2**20  # a position that no table reaches
@@ -34,7 +34,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
         # MPT's biases are made anew in each pass, as many as its config says.
         config = model.config.get_text_config(decoder=True)
         return counted_positions(model) or getattr(config, "max_seq_len", None)
-    if spread(model) and any(hasattr(module, "max_seq_len_cached") for module in model.modules()):
+    if is_sharded(model) and any(hasattr(module, "max_seq_len_cached") for module in model.modules()):
         return None  # RoPE; others decode with this very model, and its frequencies may depend on the farthest position
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     inputs = {
@@ -44,9 +44,9 @@ def positions_of(model: PreTrainedModel) -> int | None:
         "return_dict": True,
         **declined(model),
     }
-    source = stand_in(model, 1)
+    encoder_outputs = stand_in(model, 1)
     with _Lookups() as lookups, suppress(Exception):  # a model may refuse the position: what was found then counts
-        model(**(inputs if source is None else source.read_by(model, inputs)))
+        model(**(inputs if encoder_outputs is None else encoder_outputs.read_by(model, inputs)))
     return lookups.positions
 
 

@@ -17,25 +17,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import Sight
+from specdec.models.cache.ragged_rows import VisibleSlots
 from specdec.models.compat import CACHE_LENGTHS
 from specdec.models.introspection import takes_positions
-from specdec.models.views import twin, view
+from specdec.models.views import shallow_copy_as, view
 
 M = TypeVar("M", bound=PreTrainedModel)
 HOW_MANY = ("input_ids", "input_ids_shape", "input")
 OF_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
 
 
-class Places:
+class RowPositions:
     """Of the pass that is run.
 
     Attributes:
-        sight: where its tokens stand, and those that they see. None: as the model itself counts.
+        visible_slots: where its tokens stand, and those that they see. None: as the model itself counts.
         pads: of each row, which such a model counts as well; (B, 1) int64 on the host.
     """
 
-    sight: Sight | None = None
+    visible_slots: VisibleSlots | None = None
     pads: Tensor | None = None
 
 
@@ -64,8 +64,8 @@ def has_causal_masks(model: PreTrainedModel) -> bool:
     return any(map(_is_causal_mask, model.buffers()))
 
 
-def with_positions(model: M, places: Places) -> M:
-    """A view of `model`, by its weights, that looks into `places`; `model` itself where nothing in it counts."""
+def with_positions(model: M, row_positions: RowPositions) -> M:
+    """A view of `model`, by its weights, that looks into `row_positions`; `model` itself where nothing in it counts."""
     counts = not takes_positions(model)
     if not counts and not has_causal_masks(model):
         return model
@@ -74,8 +74,8 @@ def with_positions(model: M, places: Places) -> M:
         kind = (_placed(module) if counts else None) or _masking(module)
         if kind is None:
             return module
-        placed = twin(module, kind)
-        placed.places = places  # type: ignore[assignment]
+        placed = shallow_copy_as(module, kind)
+        placed.row_positions = row_positions  # type: ignore[assignment]
         return placed
 
     return view(model, swap)
@@ -97,7 +97,7 @@ def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
     parameters = list(inspect.signature(kind.forward).parameters)
     # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
     if not set(CACHE_LENGTHS).isdisjoint(parameters) and parameters[1] in HOW_MANY:
-        return type(kind.__name__, (_Embedding, kind), {"told": parameters[1]})
+        return type(kind.__name__, (_Embedding, kind), {"argument": parameters[1]})
     bias = getattr(kind, "compute_bias", None)
     if bias is not None and list(inspect.signature(bias).parameters) == OF_BIAS:
         return type(kind.__name__, (_Bias, kind), {})
@@ -112,7 +112,7 @@ def _masking(module: nn.Module) -> type[nn.Module] | None:
 @cache
 def _masking_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     def placed(name: str) -> property:
-        return property(lambda module: _CausalMask(module._buffers[name], module.places))
+        return property(lambda module: _CausalMask(module._buffers[name], module.row_positions))
 
     return type(kind.__name__, (kind,), {name: placed(name) for name in names})
 
@@ -123,14 +123,14 @@ def _size(module: Any) -> int | None:
 
 
 class _Embedding(nn.Module):
-    places: Places
-    told: str  # the first argument: the tokens, or their shape
+    row_positions: RowPositions
+    argument: str  # the first argument: the tokens, or their shape
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        sight, pads = self.places.sight, self.places.pads
-        if sight is None:
+        visible_slots, pads = self.row_positions.visible_slots, self.row_positions.pads
+        if visible_slots is None:
             return super().forward(*args, **kwargs)
-        positions, count = sight.positions, sight.cache.end
+        positions, count = visible_slots.positions, visible_slots.cache.end
         if pads is not None:
             positions, count = positions + pads.to(positions.device), count + int(pads.max())
         size = _size(self)
@@ -141,27 +141,27 @@ class _Embedding(nn.Module):
         def of_text(token: int) -> Tensor:
             """What it says of a text of one token, at the pass's positions."""
             text = torch.full((1, count), token, device=positions.device)
-            told = text.shape if self.told == "input_ids_shape" else text
-            return super(_Embedding, self).forward(told).reshape(count, -1)[positions]
+            argument = text.shape if self.argument == "input_ids_shape" else text
+            return super(_Embedding, self).forward(argument).reshape(count, -1)[positions]
 
         real = of_text(1 if padding == 0 else 0)
-        tokens = args[0] if args else kwargs.get(self.told)
+        tokens = args[0] if args else kwargs.get(self.argument)
         if padding is None or not isinstance(tokens, Tensor) or tokens.dim() != 2:  # embeddings were given, or a shape
             return real
         return torch.where((tokens == padding)[..., None], of_text(padding), real)
 
 
 class _Bias(nn.Module):
-    places: Places
+    row_positions: RowPositions
 
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
         """(B, heads, n, S) of the tokens of a pass and what they see."""
-        sight, native = self.places.sight, super().compute_bias  # type: ignore[misc]
-        if sight is None:
+        visible_slots, native = self.row_positions.visible_slots, super().compute_bias  # type: ignore[misc]
+        if visible_slots is None:
             return native(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
-        farthest = sight.cache.end - 1
+        farthest = visible_slots.cache.end - 1
         by_nearness = native(1, farthest + 1, device=device, past_seen_tokens=farthest)[0, :, 0]  # (heads, ...)
-        distance = sight.positions[:, :, None] - sight.held(Span())[:, None]  # (B, n, S)
+        distance = visible_slots.positions[:, :, None] - visible_slots.held(Span())[:, None]  # (B, n, S)
         nearness = farthest - distance.clamp(0, farthest)
         return by_nearness[:, nearness.to(by_nearness.device)].transpose(0, 1)
 
@@ -172,14 +172,14 @@ class _CausalMask:
     It is indexed by columns, queries and then keys; of a pass it gives what is right for the positions of its tokens.
     """
 
-    def __init__(self, mask: Tensor, places: Places):
-        self.mask, self.places = mask, places
+    def __init__(self, mask: Tensor, row_positions: RowPositions):
+        self.mask, self.row_positions = mask, row_positions
 
     def __getitem__(self, columns: tuple[slice, ...]) -> Tensor:
         """(B, 1, n, S) bool."""
-        sight = self.places.sight
-        if sight is None:
+        visible_slots = self.row_positions.visible_slots
+        if visible_slots is None:
             return self.mask[columns]
         last = self.mask.shape[-1] - 1  # slots after the rows may have numbers that are no positions: nobody sees them
-        keys = sight.held(Span())[:, None].clamp(max=last)
-        return self.mask[0, 0][sight.positions[..., None], keys][:, None]
+        keys = visible_slots.held(Span())[:, None].clamp(max=last)
+        return self.mask[0, 0][visible_slots.positions[..., None], keys][:, None]

@@ -18,10 +18,10 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling.draft_tree import DraftTree
 
 
-def mismatch(model: PreTrainedModel, trial, masks: str, drafts: bool) -> str:
+def mismatch(model: PreTrainedModel, run, masks: str, drafts: bool) -> str:
     """Empty if the trial's logits agree with the model's own, else what went wrong."""
     try:
-        ours, reference = trial(model, masks)
+        ours, reference = run(model, masks)
     except Exception as error:  # a model may refuse a mask or a cache in any way it likes: that is the finding
         first_line = str(error).partition("\n")[0][:120]
         return f"its forward pass failed with {type(error).__name__}: {first_line}"
@@ -31,8 +31,8 @@ def mismatch(model: PreTrainedModel, trial, masks: str, drafts: bool) -> str:
     return "" if difference <= bound else f"its logits came out wrong by {float(difference):.2g} standard deviations"
 
 
-def tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks, source=stand_in(model, 2)), device_of(model)
+def probe_tree(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    runner, device = ModelRunner(model, masks, encoder_outputs=stand_in(model, 2)), device_of(model)
     ids = token_ids(model, 32)
     prompts = [ids[:7], ids[7:11]]
     drafts = torch.stack([ids[11:16], ids[16:21]])
@@ -64,8 +64,8 @@ def tree_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
     return torch.cat(picks), torch.cat(reference)
 
 
-def chain_trial(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
-    runner, device = ModelRunner(model, masks, source=stand_in(model, 1)), device_of(model)
+def probe_chain(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    runner, device = ModelRunner(model, masks, encoder_outputs=stand_in(model, 1)), device_of(model)
     ids = token_ids(model, 12)
     runner.start(1)
     picks = [runner.extend(ids[None, :6], [0]).logits[0]]
@@ -99,8 +99,8 @@ def last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
 def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
     """The model's own pass over texts (B, T), whose first token stands at `start`."""
     inputs = {"input_ids": texts, "return_dict": True, **declined(model), **options, **_positions(model, texts, start)}
-    source = stand_in(model, len(texts))
-    return model(**(inputs if source is None else source.read_by(model, inputs)))
+    encoder_outputs = stand_in(model, len(texts))
+    return model(**(inputs if encoder_outputs is None else encoder_outputs.read_by(model, inputs)))
 
 
 def _positions(model: PreTrainedModel, texts: Tensor, start: int) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from torch.nn.functional import silu, softplus
 
 from specdec.models.cache.linear_recurrence import Recurrence, Scan
 from specdec.models.cache.recurrent_states import Drafted, States, passing_states
-from specdec.models.views import twin, view
+from specdec.models.views import shallow_copy_as, view
 
 M = TypeVar("M", bound=nn.Module)
 StandIn = Callable[[States, Callable[..., Any], dict[str, Any]], Any]
@@ -37,7 +37,7 @@ def has_states(model: nn.Module) -> bool:
 
 def _rewired(module: nn.Module) -> nn.Module:
     kind = _rewired_class(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
-    return module if kind is None else twin(module, kind)
+    return module if kind is None else shallow_copy_as(module, kind)
 
 
 @cache
@@ -50,12 +50,16 @@ def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         for name, method in vars(base).items():
             if not isinstance(method, FunctionType):
                 continue
-            bare = inspect.unwrap(method)  # what transformers wraps it in is for offloading
-            ours = {f: made for f in bare.__code__.co_names if (made := _stand_in(bare.__globals__.get(f)))}
+            unwrap_model = inspect.unwrap(method)  # what transformers wraps it in is for offloading
+            ours = {
+                f: made for f in unwrap_model.__code__.co_names if (made := _stand_in(unwrap_model.__globals__.get(f)))
+            }
             if ours:
-                code, defaults = bare.__code__, bare.__defaults__
-                methods[name] = FunctionType(code, bare.__globals__ | ours, name, defaults, bare.__closure__)
-                methods[name].__kwdefaults__ = bare.__kwdefaults__
+                code, defaults = unwrap_model.__code__, unwrap_model.__defaults__
+                methods[name] = FunctionType(
+                    code, unwrap_model.__globals__ | ours, name, defaults, unwrap_model.__closure__
+                )
+                methods[name].__kwdefaults__ = unwrap_model.__kwdefaults__
     return type(kind.__name__, (kind,), methods) if methods else None
 
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from specdec.models.attention_masks import default_masks, known_at_once, masks_as_taken, spans
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, Sight, pads_of_part
-from specdec.models.encoder import Source, declined
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.encoder import EncoderOutputs, declined
 from specdec.models.hidden_states import Taps
 from specdec.models.introspection import (
     INDEXED,
@@ -26,29 +26,29 @@ from specdec.models.introspection import (
     decoders_name,
     device_of,
     forward_parameters,
+    is_sharded,
     layer_kinds,
-    spread,
     takes_positions,
 )
-from specdec.models.linear import quick
+from specdec.models.linear import with_fast_linears
 from specdec.models.lockstep import Step
 from specdec.models.output import Output, joined
-from specdec.models.positions import Places, with_positions
+from specdec.models.positions import RowPositions, with_positions
 from specdec.models.recurrent_layers import with_states
-from specdec.models.static_forward import Graphs, filled_up
+from specdec.models.static_forward import StaticForward, filled_up
 
 
 class ModelRunner(CachedRows):
     """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
 
     Args:
-        model: a decoder-only causal LM from transformers, in eval mode; a `quick` view of it is run, unless other
+        model: a decoder-only causal LM from transformers, in eval mode; a `with_fast_linears` view of it is run, unless other
             processes have parts of its layers: rounding must not hang on this one's clock.
         masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
             only build its own, which restricts it to chains of rows of one length.
         taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
-        graphs: of the model, with the same taps: passes over drafts are theirs.
-        source: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
+        static_forward: of the model, with the same taps: passes over drafts are theirs.
+        encoder_outputs: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
     """
 
     def __init__(
@@ -57,17 +57,21 @@ class ModelRunner(CachedRows):
         masks: str | None = None,
         taps: Taps | None = None,
         step: Step | None = None,
-        graphs: Graphs | None = None,
-        source: Source | None = None,
+        static_forward: StaticForward | None = None,
+        encoder_outputs: EncoderOutputs | None = None,
         sized: bool = False,
     ):
-        self.masks, self.places, self._takes_positions = masks or default_masks(model), Places(), takes_positions(model)
+        self.masks, self.row_positions, self._takes_positions = (
+            masks or default_masks(model),
+            RowPositions(),
+            takes_positions(model),
+        )
         whole = with_states(model)
-        whole = whole if self.masks == "own" else with_positions(whole, self.places)
-        self.model, self.taps, self.step = whole if spread(model) else quick(whole), taps, step
+        whole = whole if self.masks == "own" else with_positions(whole, self.row_positions)
+        self.model, self.taps, self.step = whole if is_sharded(model) else with_fast_linears(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
-        self.graphs, self.sized = graphs, sized or graphs is not None
-        self.source = source
+        self.static_forward, self.sized = static_forward, sized or static_forward is not None
+        self.encoder_outputs = encoder_outputs
         self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
         super().__init__(spans(model, self.masks))
         self.cache_argument = cache_argument(model)
@@ -110,21 +114,21 @@ class ModelRunner(CachedRows):
     def _extend(self, given: Tensor, pads: Sequence[int], embedded: bool, hidden_states: bool) -> Output:
         self._require_masks(unless=not any(pads) and self.aligned)
         unmasked = not any(pads) and self._unmasked(given.shape[1], chain=True)
-        sight = self.place_known(given.shape[1], pads, given.device)
-        mask = None if sight.alone else self._mask_argument(sight, unmasked)
-        output = self._forward(given, sight, mask, embedded=embedded, keep=1, hidden=hidden_states)
+        visible_slots = self.place_known(given.shape[1], pads, given.device)
+        mask = None if visible_slots.alone else self._mask_argument(visible_slots, unmasked)
+        output = self._forward(given, visible_slots, mask, embedded=embedded, keep=1, hidden=hidden_states)
         self.commit([given.shape[1] - pad for pad in pads])
         return output
 
     @torch.no_grad()
     def extend_behind(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
         """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
-        sight = self.place_behind(given.shape[1], pads)
-        mask = self._mask_argument(sight, unmasked=False)
-        return self._forward(given, sight, mask, keep=1, hidden=False, embedded=embedded)
+        visible_slots = self.place_behind(given.shape[1], pads)
+        mask = self._mask_argument(visible_slots, unmasked=False)
+        return self._forward(given, visible_slots, mask, keep=1, hidden=False, embedded=embedded)
 
     @torch.no_grad()
-    def look(self, inputs: Mapping[str, Any]) -> Output:
+    def read_multimodal(self, inputs: Mapping[str, Any]) -> Output:
         """A pass as `generate()` prepares it, over whole prompts and what else belongs to them, into a cache that is
         among the inputs: logits (B, 1, V), hidden states if asked for and features over all columns."""
         logits, states, features = self._listen({**self._declined, **inputs})
@@ -158,10 +162,12 @@ class ModelRunner(CachedRows):
         if self.sized:
             tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
         unmasked = self._unmasked(n, chain)
-        sight = self.place_draft(depth, ancestors, chain)
-        mask = self._mask_argument(sight, unmasked)
+        visible_slots = self.place_draft(depth, ancestors, chain)
+        mask = self._mask_argument(visible_slots, unmasked)
         size = tokens.shape[1]
-        output = self._forward(tokens, sight, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True)
+        output = self._forward(
+            tokens, visible_slots, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True
+        )
         self.pending += n
         return output.first(n) if self.sized else output
 
@@ -190,7 +196,7 @@ class ModelRunner(CachedRows):
         """
         return self.device.type != "cpu" and not self.sized and self.sees_all(width, chain)
 
-    def _mask_argument(self, sight: Sight, unmasked: bool) -> Any:
+    def _mask_argument(self, visible_slots: VisibleSlots, unmasked: bool) -> Any:
         """The model's `attention_mask`: a 4D mask, or one per layer type; None where it makes its own or needs none."""
         kinds = set(layer_kinds(self.config))
         own = self.masks == "own" or (kinds and kinds <= set(RECURRENT))
@@ -200,14 +206,14 @@ class ModelRunner(CachedRows):
             return dict.fromkeys([*kinds, *RECURRENT])
 
         def seen(span: Span) -> Tensor:
-            return sight.visible(span).expand(len(sight.positions), -1, -1)
+            return visible_slots.visible(span).expand(len(visible_slots.positions), -1, -1)
 
         return masks_as_taken(self.model, self.masks, seen)
 
     def _forward(
         self,
         given: Tensor,
-        sight: Sight,
+        visible_slots: VisibleSlots,
         mask: Any,
         *,
         keep: int,
@@ -220,13 +226,15 @@ class ModelRunner(CachedRows):
         if mask is not None:
             inputs["attention_mask"] = mask
         if self._takes_positions:
-            inputs["position_ids"] = sight.positions if self.planes is None else sight.positions + self.planes
-        self.places.sight = sight
+            inputs["position_ids"] = (
+                visible_slots.positions if self.planes is None else visible_slots.positions + self.planes
+            )
+        self.row_positions.visible_slots = visible_slots
         if self._takes_logits_to_keep:
             inputs["logits_to_keep"] = keep
-        if self.graphs is not None and draft and not hidden:
+        if self.static_forward is not None and draft and not hidden:
             written = self.cache.written(self.device)
-            logits, features = self.graphs(written, inputs, lambda: self._pass(inputs)[::2])
+            logits, features = self.static_forward(written, inputs, lambda: self._pass(inputs)[::2])
             return Output(logits, None, features)
         if hidden:
             inputs["output_hidden_states"] = True
@@ -242,8 +250,8 @@ class ModelRunner(CachedRows):
         """Logits, hidden states if they were asked for, features."""
         if self.step is not None:
             self.step.before_pass()
-        if self.source is not None:
-            inputs = self.source.read_by(self.model, dict(inputs))
+        if self.encoder_outputs is not None:
+            inputs = self.encoder_outputs.read_by(self.model, dict(inputs))
         with nullcontext() if self.taps is None else self.taps.listening() as taken:
             output = self.model(**inputs)
         features = None if self.taps is None or taken is None else self.taps.features(taken)

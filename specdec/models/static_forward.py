@@ -1,4 +1,4 @@
-"""`Graphs`: a model's passes over drafts, of few sizes and of nothing but tensors, so that they can be captured.
+"""`StaticForward`: a model's passes over drafts, of few sizes and of nothing but tensors, so that they can be captured.
 
 Owns the sizes there are, what a captured pass is given instead of Python state, and capturing: at a size's second use,
 and only if the graph's logits are the model's; as the model's own kernels, or with code by `torch.compile`. How a
@@ -21,7 +21,7 @@ from transformers import Cache, PreTrainedModel
 
 from specdec.models.compat import CACHE
 from specdec.models.hidden_states import Taps
-from specdec.models.introspection import spread
+from specdec.models.introspection import is_sharded
 from specdec.models.positions import counts_positions, has_causal_masks
 from specdec.models.recurrent_layers import has_states
 from specdec.utils.timing import lose
@@ -71,7 +71,7 @@ def cannot_capture(model: PreTrainedModel) -> str | None:
         return "accelerate's hooks move its weights or inputs"
     if has_causal_masks(model):
         return "its attention has a causal mask of fixed length beside ours"
-    if spread(model):
+    if is_sharded(model):
         return "its weights lie in several processes"
     return None
 
@@ -110,11 +110,11 @@ class SlottedCache(Cache):
         return -1
 
 
-class Graphs:
+class StaticForward:
     """Of one model, for all calls that run it so.
 
     Args:
-        model: as it is, not a `quick` view: which way to multiply is the compiler's affair. taps: states to take along.
+        model: as it is, not a `with_fast_linears` view: which way to multiply is the compiler's affair. taps: states to take along.
         compiled: one full graph per size by `torch.compile`, with code of its own; else the pass as it is.
 
     Attributes:
@@ -123,11 +123,11 @@ class Graphs:
 
     def __init__(self, model: PreTrainedModel, taps: Taps | None = None, compiled: bool = True):
         self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
-        self._graphs: dict[Key, Pass | None] = {}  # None: of a size that was met once
-        self._told = False  # that it takes a while
+        self._static_forward: dict[Key, Pass | None] = {}  # None: of a size that was met once
+        self._announced = False  # that it takes a while
 
     def __len__(self) -> int:
-        return sum(graph is not None for graph in self._graphs.values())
+        return sum(graph is not None for graph in self._static_forward.values())
 
     def __call__(self, written: Written, inputs: Mapping[str, Any], own: Callable[[], Passed]) -> Passed:
         """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache. own: makes
@@ -135,11 +135,11 @@ class Graphs:
         if self.refused:
             return own()
         key = _sizes(written, inputs)
-        if key not in self._graphs:
-            self._graphs[key] = None
+        if key not in self._static_forward:
+            self._static_forward[key] = None
             return own()
         arguments = (self.model, SlottedCache(written), _in_order(inputs), self.taps)
-        graph = self._graphs[key]
+        graph = self._static_forward[key]
         if graph is None:
             return own() if len(self) == MOST else self._captured(key, arguments, own())
         try:
@@ -153,9 +153,9 @@ class Graphs:
         start = perf_counter()
         gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
         name = type(self.model).__name__
-        if self.compiled and not self._told:
+        if self.compiled and not self._announced:
             log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
-            self._told = True
+            self._announced = True
         log.info("capturing %s for %d nodes", name, right[0].shape[1])
         try:
             graph = _compiled() if self.compiled else _pass
@@ -166,7 +166,7 @@ class Graphs:
             theirs = right[0].float()
             apart = float((ours - theirs).abs().mean(-1).max() / theirs.std().clamp(min=1e-6))
             if apart <= WRONG.get(right[0].dtype, 0.1):
-                self._graphs[key] = graph
+                self._static_forward[key] = graph
             else:
                 self._refuse(f"its logits came out wrong by {apart:.2g} standard deviations")
         lose(perf_counter() - start)  # no pass costs this again
@@ -174,7 +174,7 @@ class Graphs:
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        self._graphs = {}
+        self._static_forward = {}
         warnings.warn(f"specdec: {type(self.model).__name__} runs without graphs: {reason}", stacklevel=2)
 
 

@@ -46,7 +46,7 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
     children = {name: child and _view(child, swap, known) for name, child in module._modules.items()}
     if all(children[name] is child for name, child in module._modules.items()):
         return module
-    changed = twin(module, type(module))
+    changed = shallow_copy_as(module, type(module))
     changed._modules = children
     return changed
 
@@ -85,7 +85,7 @@ def _fresh_evaluating(module: nn.Module, known: dict[int, nn.Module]) -> nn.Modu
             if "forward" in vars(ours) and vars(ours)["forward"] is vars(theirs)["forward"]:
                 del ours.forward  # a function, by `torch.compile` say, that runs `module`
         return copied
-    evaluating = twin(module, type(module))
+    evaluating = shallow_copy_as(module, type(module))
     evaluating._modules, evaluating.training = children, False
     vars(evaluating).pop("_compiled_call_impl", None)  # it runs `module`
     return evaluating
@@ -96,7 +96,7 @@ def whole(module: M) -> M:
     weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
     if any(hasattr(weight, "ds_id") for weight in weights.values()):
         raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (DeepSpeed's ZeRO-3)")
-    own = twin(module, type(module))
+    own = shallow_copy_as(module, type(module))
     own._parameters = {name: nn.Parameter(_gathered(weight), requires_grad=False) for name, weight in weights.items()}
     own._parameters |= {name: None for name in module._parameters if name not in weights}
     vars(own).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
@@ -109,7 +109,7 @@ def _gathered(weight: Any) -> torch.Tensor:
     return weight.detach().full_tensor() if hasattr(weight, "full_tensor") else weight.detach().clone()
 
 
-def twin(module: nn.Module, kind: type[M]) -> M:
+def shallow_copy_as(module: nn.Module, kind: type[M]) -> M:
     """A module of class `kind` with all that `module` has; hooks and children may change in one without the other."""
     made = object.__new__(kind)
     for name, value in vars(module).items():

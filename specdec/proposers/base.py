@@ -5,6 +5,7 @@ Knows nothing of targets, caches or the loop. A proposer needs `propose` alone; 
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +17,13 @@ from transformers import PreTrainedModel
 
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.models.cuda_graphs import Recorder
-from specdec.models.encoder import Source
+from specdec.models.encoder import EncoderOutputs
 from specdec.models.hidden_states import Taps
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
-from specdec.sampling.results import Gained, Verdict
+from specdec.sampling.results import NewTokens, Verdict
 from specdec.utils.device_copies import uploaded
 
 # How far log p of a target scatters around the draft's log q, as a Gumbel's scale: 0.8 for a 0.5B beside a 1.5B, 1.0
@@ -39,7 +40,7 @@ class Context:
         tokens: (B, T) int64, the text so far in `generate()`'s layout: left padding, prompt, generated tokens.
         pads: left padding of each row. ends: column behind each row's last token, the root.
         active: False for rows that are finished; whatever is drafted for them is ignored.
-        room: how many tokens may be drafted for each row at most.
+        budget: how many tokens may be drafted for each row at most.
         sampling: False at T = 0, when drawing a draft is pointless: choose its best.
         chains_only: the target cannot verify trees.
         vocab_size: V, the width of the target's logits.
@@ -50,20 +51,20 @@ class Context:
         features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
             a proposer without taps.
         target: the model that verifies; a head borrows its embedding. masks: how it takes them, see `ModelRunner`.
-        noise: of the call's sampling, where the text follows it (see `raced`). start: column of its first new token.
+        noise: of the call's sampling, where the text follows it (see `coupled_scores`). start: column of its first new token.
         cache: the target's, which holds each row but its root; None where it has none of ours.
-        source: what an encoder read, of a target that has one.
+        encoder_outputs: what an encoder read, of a target that has one.
         recorder: where drafts may be recorded and replayed; None: they are not.
         written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
-        room_there: (B,) int64, `room` on the device, 0 for rows that are finished, while a draft is made that may be
-            replayed for rows with other room; None: `room` says it.
+        device_budget: (B,) int64, `budget` on the device, 0 for rows that are finished, while a draft is made that may be
+            replayed for rows with other room; None: `budget` says it.
     """
 
     tokens: Tensor
     pads: Sequence[int]
     ends: Sequence[int]
     active: Sequence[bool]
-    room: Sequence[int]
+    budget: Sequence[int]
     sampling: bool
     chains_only: bool
     vocab_size: int
@@ -77,11 +78,11 @@ class Context:
     start: int = 0
     written: Sequence[Sequence[int]] = ()
     cache: SpeculativeCache | None = None
-    source: Source | None = None
+    encoder_outputs: EncoderOutputs | None = None
     recorder: Recorder | None = None
-    room_there: Tensor | None = None
+    device_budget: Tensor | None = None
 
-    def raced(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
+    def coupled_scores(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
         """Scores whose order is that of the race which will choose the token: of q / E in place of q.
 
         The target's token is the winner of p / E with the column's noise E. Were its log p the draft's log q with
@@ -101,6 +102,12 @@ class Context:
         return (scores - noise[:, None].to(scores.device).clamp(min=1e-30).log()) / SPREAD
 
     @property
+    def room(self) -> Sequence[int]:
+        """The old name of `budget`."""
+        warnings.warn("Context.room is now Context.budget", DeprecationWarning, stacklevel=2)
+        return self.budget
+
+    @property
     def batch_size(self) -> int:
         return len(self.ends)
 
@@ -112,10 +119,10 @@ class Context:
     @property
     def rows(self) -> list[int]:
         """Indices of the rows worth drafting for."""
-        return [b for b, active in enumerate(self.active) if active and self.room[b] > 0]
+        return [b for b, active in enumerate(self.active) if active and self.budget[b] > 0]
 
     @property
-    def looks_are_free(self) -> bool:
+    def host_sync_is_free(self) -> bool:
         """Values can be looked at without waiting for a device to get there."""
         return self.tokens.device.type == "cpu"
 
@@ -131,16 +138,16 @@ class Context:
         return self.tokens.gather(1, self._ends - 1)[:, 0]
 
     @property
-    def drafting_room(self) -> list[int]:
-        """`room`, 0 for rows that are finished."""
-        return [room if active else 0 for room, active in zip(self.room, self.active, strict=True)]
+    def drafting_budget(self) -> list[int]:
+        """`budget`, 0 for rows that are finished."""
+        return [budget if active else 0 for budget, active in zip(self.budget, self.active, strict=True)]
 
-    def short_room(self, depth: int) -> Tensor | None:
-        """(B,) int64, `drafting_room`; None: all rows have room for drafts of so many tokens."""
-        if self.room_there is not None:
-            return self.room_there
-        room = self.drafting_room
-        return None if min(room) >= depth else uploaded(room, self.tokens.device)
+    def short_budget(self, depth: int) -> Tensor | None:
+        """(B,) int64, `drafting_budget`; None: all rows have room for drafts of so many tokens."""
+        if self.device_budget is not None:
+            return self.device_budget
+        budget = self.drafting_budget
+        return None if min(budget) >= depth else uploaded(budget, self.tokens.device)
 
     def row(self, b: int) -> Tensor:
         """(T_b,) int64, the whole text of row b, prompt included, without padding."""
@@ -160,14 +167,14 @@ class Context:
 
     def source_text(self, b: int) -> list[int]:
         """What an encoder read for row b, as far as the target could write it, too; [] without one."""
-        text = [] if self.source is None else self.source.text(b)
+        text = [] if self.encoder_outputs is None else self.encoder_outputs.text(b)
         return [token for token in text if token < self.vocab_size]
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
         """A deterministic draft of one continuation (any length, also none) per row."""
         if len(drafts) != self.batch_size or any(isinstance(draft, int) for draft in drafts):
             raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
-        cut = [list(draft)[: self.room[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
+        cut = [list(draft)[: self.budget[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         if any(int(token) != token for draft in cut for token in draft):
             raise TypeError(f"chain() takes token ids, got {drafts!r}")
         if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
@@ -190,6 +197,14 @@ class Proposer(ABC):
     call's own; what `__init__` made is shared, by calls in other threads too.
     """
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "follow" in vars(cls) and "sync" not in vars(cls):
+            warnings.warn(
+                f"{cls.__name__}.follow: Proposer.follow is now Proposer.sync", DeprecationWarning, stacklevel=2
+            )
+            cls.sync = cls.follow  # type: ignore[attr-defined, method-assign]
+
     def taps(self, target: PreTrainedModel) -> Taps | None:
         """Which of the target's hidden states this proposer wants to see as `Context.features`."""
         return None
@@ -207,7 +222,7 @@ class Proposer(ABC):
     def capture(self, compiled: bool) -> None:
         """Passes may be captured as graphs from now on (`SpeculativeGenerator(compile=True)`). Asked after `check`.
 
-        compiled: see `Graphs`.
+        compiled: see `StaticForward`.
         """
 
     @property
@@ -219,13 +234,13 @@ class Proposer(ABC):
     def propose(self, context: Context) -> DraftTree:
         """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""
 
-    def follow(self, context: Context) -> None:
+    def sync(self, context: Context) -> None:
         """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later.
 
         The text will be in the next context; `fresh` and `features` are of this round alone. `observe` is not called.
         """
 
-    def draft_ahead(self, context: Context, gained: Gained) -> None:
+    def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
         """A device verifies this round's draft: if the next one needs but tensors, it may be asked for already.
 
         The next `propose` gives it out. context: of this round.

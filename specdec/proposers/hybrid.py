@@ -18,7 +18,7 @@ from specdec.models.hidden_states import Taps
 from specdec.proposers.base import Context, Proposer
 from specdec.proposers.lookup.base import Lookup
 from specdec.proposers.lookup.ngram import NgramProposer
-from specdec.proposers.pacing.estimates import Learnt, PassCost
+from specdec.proposers.pacing.estimates import Estimates, PassCost
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import Verdict
@@ -28,15 +28,15 @@ FAR_AHEAD = 2.0  # times the other's tokens per second
 
 
 @dataclass
-class Rounds:
+class ProposerStats:
     """The other proposer's rounds in calls of one kind: moving averages per row.
 
     Attributes:
-        learnt: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
+        estimates: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
         seconds: of its draft and the target's pass.
     """
 
-    learnt: Learnt
+    estimates: Estimates
     count: int = 0
     tokens: float = 0.0
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class HybridProposer(Proposer):
     Who drafts depends on the text so far and on costs, never on what is drawn: the output stays the target's.
 
     Args:
-        other: an EAGLE-3 head, a draft model, or a proposer of your own (see `Proposer.follow`).
+        other: an EAGLE-3 head, a draft model, or a proposer of your own (see `Proposer.sync`).
         ngram: looks the text up: `NgramProposer()` by default, or a `SuffixProposer`.
     """
 
@@ -72,7 +72,9 @@ class HybridProposer(Proposer):
             )
         self.other = other
         self.ngram: Lookup = NgramProposer() if ngram is None else ngram
-        self._rounds: WeakKeyDictionary[Learnt, Rounds] = WeakKeyDictionary()  # by what calls of a kind learnt
+        self._rounds: WeakKeyDictionary[Estimates, ProposerStats] = (
+            WeakKeyDictionary()
+        )  # by what calls of a kind learnt
         self._looking_up = False  # in this round
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
@@ -98,31 +100,31 @@ class HybridProposer(Proposer):
         self._in_a_row = 0  # rounds that the other sat out
 
     def propose(self, context: Context) -> DraftTree:
-        rounds = self._rounds_of(context.pacer)
+        rounds = self._stats_of(context.pacer)
         gains = self.ngram.expect(context)
         self._context, self._looking_up = context, self._lookup_pays(gains, rounds, context)
         if self._looking_up:
             self._in_a_row += 1
-            self.follow(context)
+            self.sync(context)
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
         return self.other.propose(replace(context, pacer=self._pacer_of(context)))
 
-    def _rounds_of(self, pacer: Pacer) -> Rounds:
-        return self._rounds.setdefault(pacer.learnt, Rounds(pacer.learnt.apart()))
+    def _stats_of(self, pacer: Pacer) -> ProposerStats:
+        return self._rounds.setdefault(pacer.estimates, ProposerStats(pacer.estimates.apart()))
 
     def _pacer_of(self, context: Context) -> Pacer:
         """The other's, in this call."""
         if self._pacer is None:
-            self._pacer = context.pacer.apart(self._rounds_of(context.pacer).learnt)
+            self._pacer = context.pacer.apart(self._stats_of(context.pacer).estimates)
         return self._pacer
 
     @property
     def drafted_by(self) -> str:
         return (self.ngram if self._looking_up else self.other).drafted_by
 
-    def follow(self, context: Context) -> None:
-        self.other.follow(context)
+    def sync(self, context: Context) -> None:
+        self.other.sync(context)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         context = self._context
@@ -133,24 +135,24 @@ class HybridProposer(Proposer):
         if draft.size > 1 and self._reads_prompt:
             self._reads_prompt = False  # which is not what a round costs
         else:
-            self._book(self._rounds_of(context.pacer), context, draft.size, accepted)
+            self._book(self._stats_of(context.pacer), context, draft.size, accepted)
 
-    def _book(self, rounds: Rounds, context: Context, size: int, accepted: Sequence[int]) -> None:
+    def _book(self, rounds: ProposerStats, context: Context, size: int, accepted: Sequence[int]) -> None:
         """A round of the other's, with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify
         if rows and verify.known:
             seconds = context.pacer.drafting + verify(size)
-            gained = len(rows) + sum(accepted[b] for b in rows)
-            rounds.learnt.observe_pace(seconds, gained)
-            rounds.observe(gained / len(rows), seconds)
+            new_tokens = len(rows) + sum(accepted[b] for b in rows)
+            rounds.estimates.observe_pace(seconds, new_tokens)
+            rounds.observe(new_tokens / len(rows), seconds)
 
-    def _lookup_pays(self, gains: Sequence[float], rounds: Rounds, context: Context) -> bool:
+    def _lookup_pays(self, gains: Sequence[float], rounds: ProposerStats, context: Context) -> bool:
         """gains: per depth, how many of the rows' looked-up tokens are expected to be accepted."""
         rows, verify = context.rows, context.pacer.verify
         length = context.pacer.best_length(gains, context.batch_size)
         if length == 0 or not verify.known:
             return False
-        left, pacer = max(context.room), self._pacer_of(context)
+        left, pacer = max(context.budget), self._pacer_of(context)
         rate = rounds.rate if rounds.count else pacer.promise()
         if self._reads_prompt:  # seconds that the rest of the text has to pay for
             reading = sum(context.ends) * pacer.seconds_to_read

@@ -7,7 +7,7 @@ B rows, N nodes, V vocabulary, D path length (root included).
 
 | draft | rule | source |
 |---|---|---|
-| any | `walk` | the target's own choices: its argmax, or the winner of the column's race (`noise.Noise`) |
+| any | `accept_sequentially` | the target's own choices: its argmax, or the winner of the column's race (`noise.Noise`) |
 | deterministic, T > 0 | `point_mass` | Leviathan et al. 2211.17192 with q a point mass |
 | drawn chain | `speculative_sampling` | Leviathan et al. 2211.17192, Chen et al. 2302.01318 |
 | drawn chain | `block_verification` | Sun et al. 2403.10444, algorithm 2 |
@@ -44,7 +44,7 @@ def sample(probs: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold[..., None], right=True)[..., 0]
 
 
-def walk(
+def accept_sequentially(
     tree: DraftTree,
     choose: Callable[[Tensor, Tensor], Tensor | None],
     alive: Tensor,
@@ -85,7 +85,7 @@ def walk(
     return Verdict(torch.stack(places, 1), accepted, next_token)
 
 
-def follow(tree: DraftTree, choice: Tensor) -> Verdict:
+def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
     """Walk from the root to the child whose token the target chose, as long as there is one.
 
     Args:
@@ -125,7 +125,7 @@ def point_mass(tree: DraftTree, probs: Tensor) -> Verdict:
     Args:
         probs: (B, N, V) float32, p after each node.
     """
-    return follow(tree, sample(probs))
+    return longest_accepted_path(tree, sample(probs))
 
 
 def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
@@ -203,11 +203,11 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
         stays = node
         for c in range(children.shape[2]):
             child = children[rows, stays, c]  # (B,)
-            trying = walking & (child >= 0) & (accepted == depth - 1)
+            considered = walking & (child >= 0) & (accepted == depth - 1)
             token = tree.tokens[rows, child.clamp(min=0)][:, None]  # (B, 1)
             q_x = q.gather(1, token)[:, 0]
-            accept = trying & (torch.rand_like(q_x) * q_x < p.gather(1, token)[:, 0])
-            reject = trying & ~accept
+            accept = considered & (torch.rand_like(q_x) * q_x < p.gather(1, token)[:, 0])
+            reject = considered & ~accept
             node = torch.where(accept, child, node)
             accepted = accepted + accept
             path[:, depth] = torch.where(accept, child, path[:, depth])

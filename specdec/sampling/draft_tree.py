@@ -5,8 +5,9 @@ Owns the tree's shape: parents, depth, ancestors. Knows nothing of models, cache
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -27,7 +28,7 @@ class DraftTree:
             children of node n were *drawn* (in index order, without replacement); all zeros where nothing was drawn.
             None says that every node was chosen deterministically: its proposal is a point mass.
         chain: every node has at most one child and node n's parent is n - 1.
-        keys: optional (B, N) int64 labels of how sure the proposer was of each node, for `pacing.Acceptance`.
+        confidence_bins: optional (B, N) int64 labels of how sure the proposer was of each node, for `pacing.Acceptance`.
         levels: how deep the deepest node may lie, if whoever made the tree knows: else it has to be looked up.
         notes: (B, n) int64 or float32 tensors that the proposer wants to read when the round is over: they come to the
             host with the verdict (`outcome.Outcome.notes`), in the round's one copy.
@@ -37,11 +38,15 @@ class DraftTree:
     parents: Tensor
     probs: Tensor | None = None
     chain: bool = False
-    keys: Tensor | None = None
+    confidence_bins: Tensor | None = None
     levels: int | None = None
     notes: Mapping[str, Tensor] = field(default_factory=dict)
+    keys: InitVar[Tensor | None] = None  # the old name of `confidence_bins`, for one release
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, keys: Tensor | None) -> None:
+        if keys is not None:
+            warnings.warn("DraftTree(keys=...) is now DraftTree(confidence_bins=...)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "confidence_bins", keys)
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
             raise ValueError(
                 f"DraftTree needs tokens and parents of one shape (B, N), got {tuple(self.tokens.shape)} and "
@@ -60,7 +65,7 @@ class DraftTree:
         drafts: Tensor,
         lengths: Tensor | None = None,
         probs: Tensor | None = None,
-        keys: Tensor | None = None,
+        confidence_bins: Tensor | None = None,
     ) -> DraftTree:
         """One continuation per row.
 
@@ -69,7 +74,7 @@ class DraftTree:
             drafts: (B, K) int64, row b's first `lengths[b]` entries count.
             lengths: (B,) int64, or None when every row has K.
             probs: (B, K, V) float32, probs[:, i] is the q that drafts[:, i] was drawn from; None: deterministic.
-            keys: (B, K) int64 confidence labels of the drafts.
+            confidence_bins: (B, K) int64 confidence labels of the drafts.
         """
         B, K = drafts.shape
         tokens = torch.cat([root[:, None].to(drafts.device), drafts], dim=1)  # (B, K + 1)
@@ -81,15 +86,21 @@ class DraftTree:
             probs = torch.cat([probs, torch.zeros_like(probs[:, :1])], dim=1)  # nothing drawn at the last node
             if lengths is not None:  # nor at any row's own last node
                 probs = probs.masked_fill((index >= lengths[:, None])[..., None], 0.0)
-        if keys is not None:
-            keys = torch.cat([torch.zeros_like(keys[:, :1]), keys], dim=1)
-        return cls(tokens, parents.contiguous(), probs, chain=True, keys=keys)
+        if confidence_bins is not None:
+            confidence_bins = torch.cat([torch.zeros_like(confidence_bins[:, :1]), confidence_bins], dim=1)
+        return cls(tokens, parents.contiguous(), probs, chain=True, confidence_bins=confidence_bins)
 
     def first(self, size: int) -> DraftTree:
         """The first `size` nodes, the root included: parents come before their children."""
         probs = None if self.probs is None else self.probs[:, :size]
-        keys = None if self.keys is None else self.keys[:, :size]
-        return replace(self, tokens=self.tokens[:, :size], parents=self.parents[:, :size], probs=probs, keys=keys)
+        confidence_bins = None if self.confidence_bins is None else self.confidence_bins[:, :size]
+        return replace(
+            self,
+            tokens=self.tokens[:, :size],
+            parents=self.parents[:, :size],
+            probs=probs,
+            confidence_bins=confidence_bins,
+        )
 
     @property
     def size(self) -> int:

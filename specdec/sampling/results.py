@@ -1,6 +1,6 @@
-"""The result of a round: `Verdict` on the device, `Outcome` on the host, and `Gained`, the tokens each row gains.
+"""The result of a round: `Verdict` on the device, `Outcome` on the host, and `NewTokens`, the tokens each row gains.
 
-A proposer that needs no more than `Gained` can draft on before the host has read the verdict
+A proposer that needs no more than `NewTokens` can draft on before the host has read the verdict
 (`Proposer.draft_ahead`). Transcript, report, pacing and proposers read the `Outcome`, which comes in one copy.
 """
 
@@ -24,7 +24,7 @@ class Outcome:
 
     Attributes:
         accepted: drafted nodes on each row's path. tokens: what it may write: the accepted ones, then the next.
-        path: (B, D) as in the verdict. parents: (B, N) of the draft's nodes. keys: (B, N) of the draft, if it has any.
+        path: (B, D) as in the verdict. parents: (B, N) of the draft's nodes. confidence_bins: (B, N) of the draft, if it has any.
         notes: (B, n) each, by name: what the proposer wanted to know (`DraftTree.notes`).
     """
 
@@ -32,7 +32,7 @@ class Outcome:
     tokens: list[list[int]]
     path: list[list[int]]
     parents: list[list[int]]
-    keys: list[list[int]] | None
+    confidence_bins: list[list[int]] | None
     notes: Mapping[str, list[list[Any]]]
 
     @cached_property
@@ -80,7 +80,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Gained:
+class NewTokens:
     """Of B rows, padded on the left to D.
 
     Attributes:
@@ -92,15 +92,15 @@ class Gained:
     pads: Tensor
     states: Tensor | None
 
-    def padded(self, width: int) -> Gained:
+    def padded(self, width: int) -> NewTokens:
         """To a larger D."""
         more = width - self.tokens.shape[1]
         if not more:
             return self
         states = None if self.states is None else pad(self.states, (0, 0, more, 0))
-        return Gained(pad(self.tokens, (more, 0)), self.pads + more, states)
+        return NewTokens(pad(self.tokens, (more, 0)), self.pads + more, states)
 
 
-def of_nodes(features: Tensor, nodes: Tensor) -> Tensor:
+def features_at(features: Tensor, nodes: Tensor) -> Tensor:
     """(B, W, C) of nodes (B, W) int64 of the draft, from features (B, N, C) of all of them."""
     return features.gather(1, nodes.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))

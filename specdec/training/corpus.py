@@ -1,4 +1,4 @@
-"""The texts of a run: those that are learnt from, and those that are held out to evaluate on."""
+"""The texts of a run: those to learn from, and those held out to evaluate on."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
         checksum: of the entries, as `checksum_of_entries` gives it.
     """
     before = folder.identity() or {}
-    if before.get("texts") == checksum and folder.learnt.exists() and folder.held_out.exists():
+    if before.get("texts") == checksum and folder.training_texts.exists() and folder.held_out.exists():
         return
     marks, ends = marks_of(AutoConfig.from_pretrained(recipe.target)), ends_of(recipe.target)
     texts = read_texts(recipe.data, tokenizer, recipe.length, marks, ends, limit=recipe.max_texts)
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
-    learnt = keep(texts, folder.learnt)
+    training_texts = keep(texts, folder.training_texts)
     held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
-    seen = _among(held_out, learnt)
+    seen = _among(held_out, training_texts)
     if seen:
         warnings.warn(f"{seen} of the {len(held_out)} texts to evaluate on are learnt from, too")
 
@@ -70,12 +70,12 @@ def ends_of(target: str) -> list[int]:
 
 def corpus(folder: RunFolder) -> tuple[Texts, Texts]:
     """What `write_corpus` wrote: to learn from, and held out."""
-    return kept_texts(folder.learnt), kept_texts(folder.held_out)
+    return kept_texts(folder.training_texts), kept_texts(folder.held_out)
 
 
 def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
     """Held out are texts evenly over the data."""
-    every, count = folder.learnt.with_name("every_text"), recipe.held_out
+    every, count = folder.training_texts.with_name("every_text"), recipe.held_out
     whole = keep(texts, every)  # how many there are is known when all are read
     every.unlink()  # the system keeps what is still mapped
     if len(whole) <= count:
@@ -85,7 +85,7 @@ def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
         )
     apart = {i * len(whole) // count for i in range(count)}
     keep((whole[i] for i in sorted(apart)), folder.held_out)
-    keep((text for i, text in enumerate(whole) if i not in apart), folder.learnt)
+    keep((text for i, text in enumerate(whole) if i not in apart), folder.training_texts)
 
 
 def _among(some: Texts, others: Texts) -> int:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from specdec.data.conversations import context_of
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.kinds import Head
 from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.models.hidden_states import Taps
@@ -189,11 +189,11 @@ def _logits(
         for out in unroll_mtp(head, embeds, states, steps):
             yield nn.functional.linear(out, weight)
         return
-    lent = Lent.by(target, head)
+    embeddings = BorrowedEmbeddings.by(target, head)
     if isinstance(head, DFlashHead):
-        embed = partial(lent.embedded, head=head, normed=False)
+        embed = partial(embeddings.embedded, head=head, normed=False)
         weight = reading_weight(head)
         for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
             yield nn.functional.linear(place.read, weight)
     else:
-        yield from map(head.logits, unroll(head, lent.embedded(ids, head), states, steps, wanted=wanted))
+        yield from map(head.logits, unroll(head, embeddings.embedded(ids, head), states, steps, wanted=wanted))

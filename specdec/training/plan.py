@@ -45,7 +45,7 @@ class Plan:
     """What a run will take.
 
     Attributes:
-        texts: learnt from. tokens: of them. learnt: of these, the target's own. updates: of the head.
+        texts: learnt from. tokens: of them. training_texts: of these, the target's own. updates: of the head.
         target, head: numbers of parameters.
         memory: bytes on the device of each process, by what takes them. disk: bytes, likewise.
         work: floating-point operations of all processes, likewise.
@@ -54,7 +54,7 @@ class Plan:
 
     texts: int
     tokens: int
-    learnt: int
+    learned_tokens: int
     updates: int
     target: int
     head: int
@@ -65,11 +65,11 @@ class Plan:
     disk: dict[str, float]
     work: dict[str, float]
 
-    def in_words(self) -> str:
+    def summary(self) -> str:
         seconds = sum(self.work.values()) / self.speed / self.processes
         size = partial(in_bytes, digits=2)
         lines = [
-            f"{self.texts} texts to learn from, {self.tokens} tokens, {self.learnt} of them the target's own: "
+            f"{self.texts} texts to learn from, {self.tokens} tokens, {self.learned_tokens} of them the target's own: "
             f"{self.updates} updates",
             f"target of {_short(self.target)} parameters, head of {_short(self.head)}",
             "",
@@ -107,8 +107,8 @@ def plan(recipe: Recipe) -> Plan:
     target = _on_meta(recipe.target, processes.device)
     with TemporaryDirectory() as place:
         write_corpus(recipe, RunFolder(Path(place)), AutoTokenizer.from_pretrained(recipe.target), "")
-        learnt, _ = corpus(RunFolder(Path(place)))
-        return Arithmetic(recipe, target, _config(recipe, target), learnt, processes).plan()
+        training_texts, _ = corpus(RunFolder(Path(place)))
+        return Arithmetic(recipe, target, _config(recipe, target), training_texts, processes).plan()
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Arithmetic:
         return Plan(
             texts=len(self.texts),
             tokens=self.tokens,
-            learnt=self.learnt,
+            learned_tokens=self.learned_tokens,
             updates=self.updates,
             target=parameters(self.target),
             head=self.outline.weights,
@@ -143,7 +143,7 @@ class Arithmetic:
         return len(self.texts.ids)
 
     @property
-    def learnt(self) -> int:
+    def learned_tokens(self) -> int:
         return int(self.texts.learn.sum())
 
     @cached_property
@@ -201,12 +201,12 @@ class Arithmetic:
         passes = 1.0 if self.recipe.cache_states else epochs
         here = 0 if self.recipe.teacher else passes
         readout = parameters(self.target.get_output_embeddings())
-        scored = min(self.learnt, self.rows * self.outline.learnt_per_row)  # of each step
+        scored = min(self.learned_tokens, self.rows * self.outline.estimates_per_row)  # of each step
         return {
             "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * here,
-            "its whole vocabulary's logits": 2 * V * H * self.learnt * passes,
+            "its whole vocabulary's logits": 2 * V * H * self.learned_tokens * passes,
             "the head's passes, there and back": 3 * self.outline.forward_work() * self.rows * epochs,
-            "logits of drafts and their gradients": 2 * K * (H * self.learnt + 3 * steps * W * scored) * epochs,
+            "logits of drafts and their gradients": 2 * K * (H * self.learned_tokens + 3 * steps * W * scored) * epochs,
         }
 
     @property

@@ -49,7 +49,7 @@ def read_in(saved: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if emulated else saved
 
 
-def in_words(target: PreTrainedModel) -> str:
+def summary(target: PreTrainedModel) -> str:
     """What a run computes in: it may be several times slower in the other format."""
     trained = "bfloat16" if pays(target.device) else "float32"
     return f"the target reads in {str(target.dtype).removeprefix('torch.')}, the head is trained in {trained}"
@@ -71,12 +71,12 @@ def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
 
 def _seconds(dtype: torch.dtype) -> float:
     """Of the CPU for a product of many rows."""
-    race = _race()
-    return race[dtype] if dtype in race else min(_product(dtype) for _ in range(TRIES))
+    timings = _timings()
+    return timings[dtype] if dtype in timings else min(_product(dtype) for _ in range(TRIES))
 
 
 @cache
-def _race() -> dict[torch.dtype, float]:
+def _timings() -> dict[torch.dtype, float]:
     """Of float32 and bfloat16, taking turns: the best of a few. A training's speed hangs on who wins."""
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     for tries in range(1, 1 + MOST_TRIES):

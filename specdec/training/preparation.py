@@ -52,7 +52,7 @@ class Preparation:
     processes: PartialState
     given: StandAlone | None
     checksum: str
-    learnt: Texts
+    training_texts: Texts
     held_out: Texts
     deadline: float | None
 
@@ -83,10 +83,10 @@ class Preparation:
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
         identity = self._refuse_others(fingerprint(target))
-        head = starting_head(self.recipe, self.given, target, self.learnt, self.folder, self.processes)
+        head = starting_head(self.recipe, self.given, target, self.training_texts, self.folder, self.processes)
         if self.processes.is_main_process:
             if self.recipe.teacher is None:
-                print(precision.in_words(target))
+                print(precision.summary(target))
             self.folder.claim(identity)
         teacher = self._teacher(target, identity["weights"], head)
         if not self.recipe.cache_states:
@@ -131,21 +131,21 @@ class Preparation:
         """Are all states on the disk? Those of texts to learn from may be rounded."""
         reader: Teacher = teacher
         if self.recipe.rounded_states:
-            reader = LocalTeacher(in_eight_bits(target, self.learnt[0].ids), teacher.taps)
-        self._check_room(reader)
+            reader = LocalTeacher(in_eight_bits(target, self.training_texts[0].ids), teacher.taps)
+        self._check_disk_space(reader)
         self._extract(teacher, self.held_out, self.folder.held_out_states)
-        self._extract(reader, self.learnt, self.folder.states)
+        self._extract(reader, self.training_texts, self.folder.states)
         self.processes.wait_for_everyone()
         return all((place / DONE).exists() for place in (self.folder.states, self.folder.held_out_states))
 
-    def _check_room(self, teacher: Teacher) -> None:
-        tokens = len(self.learnt.ids)
+    def _check_disk_space(self, teacher: Teacher) -> None:
+        tokens = len(self.training_texts.ids)
         done = sum(path.stat().st_size for path in self.folder.states.glob("states-*.safetensors"))
         size = tokens * bytes_per_token(teacher.logits.weight.shape[-1], teacher.taps)
         free = shutil.disk_usage(self.folder.path).free
         if self.processes.is_local_main_process:
             place = self.folder.states
-            print(f"{len(self.learnt)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
+            print(f"{len(self.training_texts)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
         if size - done > 0.95 * free:
             raise ValueError(f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free")
 
@@ -153,8 +153,8 @@ class Preparation:
         """The processes of a machine, which have one disk, share the work; the first shows how far its own part is."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
-        out_of_room = self.folder.clear_failures("use a shorter --length")
-        with Progress(disable=not first) as bar, out_of_room, teacher.in_step():
+        disk_full = self.folder.clear_failures("use a shorter --length")
+        with Progress(disable=not first) as bar, disk_full, teacher.in_step():
             task = bar.add_task("states", total=len(texts.ids) / count)
             extract(
                 teacher,

@@ -14,34 +14,34 @@ from transformers import (
 )
 
 
-class ProgressInWords(ProgressCallback):
+class ProgressPrinter(ProgressCallback):
     """In place of transformers' own, which prints dictionaries."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.training_bar is not None and logs:
-            self.training_bar.write(in_words(logs, state))
+            self.training_bar.write(summary(logs, state))
 
 
-class PrinterInWords(PrinterCallback):
+class SummaryPrinter(PrinterCallback):
     """The same where bars are switched off."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero and logs:
-            print(in_words(logs, state))
+            print(summary(logs, state))
 
 
 def speak(trainer: Trainer) -> None:
     """Exchange the trainer's callbacks for these."""
-    for theirs, ours in {ProgressCallback: ProgressInWords, PrinterCallback: PrinterInWords}.items():
+    for theirs, ours in {ProgressCallback: ProgressPrinter, PrinterCallback: SummaryPrinter}.items():
         if trainer.pop_callback(theirs) is not None:
             trainer.add_callback(ours())
 
 
-def in_words(logs: dict[str, float], state: TrainerState) -> str:
+def summary(logs: dict[str, float], state: TrainerState) -> str:
     """A line on what `HeadTrainer` or `EvaluationCallback` logged, with what was measured last on held-out texts."""
     update = state.global_step
     if "decoder_tree_length" in logs:
@@ -56,7 +56,7 @@ def in_words(logs: dict[str, float], state: TrainerState) -> str:
             f"update {update}: loss {logs['loss']:.3f}, first choices right {shares} (step by step){_held_out(state)}"
         )
     if "eval_loss" in logs:
-        return f"update {update}: {_in_words_held_out(logs)}"
+        return f"update {update}: {_summary_held_out(logs)}"
     if "train_runtime" in logs:
         return f"trained and evaluated for {logs['train_runtime'] / 60:.1f} minutes"
     return ", ".join(f"{key} {value}" for key, value in logs.items())
@@ -65,11 +65,11 @@ def in_words(logs: dict[str, float], state: TrainerState) -> str:
 def _held_out(state: TrainerState) -> str:
     for entry in reversed(state.log_history):
         if "eval_loss" in entry:
-            return f"; {_in_words_held_out(entry)} at update {entry['step']}"
+            return f"; {_summary_held_out(entry)} at update {entry['step']}"
     return ""
 
 
-def _in_words_held_out(entry: dict[str, float]) -> str:
+def _summary_held_out(entry: dict[str, float]) -> str:
     return f"held-out texts: loss {entry['eval_loss']:.3f}, simulated length {entry['eval_simulated_length']:.2f}"
 
 

@@ -72,13 +72,13 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
             tokenizer = AutoTokenizer.from_pretrained(recipe.target)
         write_corpus(recipe, folder, tokenizer, checksum)
     processes.wait_for_everyone()
-    learnt, held_out = corpus(folder)
-    ready = Preparation(recipe, folder, processes, given, checksum, learnt, held_out, deadline).run()
+    training_texts, held_out = corpus(folder)
+    ready = Preparation(recipe, folder, processes, given, checksum, training_texts, held_out, deadline).run()
     if ready is None:
         return None
     rows, measured = [
         StateDataset(place, recipe.length) if recipe.cache_states else PackedTexts(texts, recipe.length)
-        for texts, place in ((learnt, folder.states), (held_out, folder.held_out_states))
+        for texts, place in ((training_texts, folder.states), (held_out, folder.held_out_states))
     ]
     trainer = _trainer(recipe, folder, *ready, rows, processes)
     prompts = [_prompt(text) for text in held_out]

@@ -37,10 +37,10 @@ class RunFolder:
         self.head, self.transferred, self.start = path / "head", path / "transferred", path / "start"
         self.states, self.checkpoints = path / "states", path / "run"
         self.held_out_states, self.teacher = self.states / "held_out", self.states / "teacher.safetensors"
-        self.learnt, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
+        self.training_texts, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
         self.evaluation, self.curve = path / "evaluation.json", path / "curve.png"
         self._recipe = path / "recipe.json"
-        files = [self.learnt, self.held_out, path / "every_text", self.evaluation, self.curve]
+        files = [self.training_texts, self.held_out, path / "every_text", self.evaluation, self.curve]
         self._written = [self.head, self.transferred, self.start, self.states, self.checkpoints, *files]
         self._written += [file.with_suffix(".part") for file in files]
 

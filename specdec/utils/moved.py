@@ -72,6 +72,16 @@ def moved_names(module: str) -> Callable[[str], Any]:
     return get
 
 
+def renamed_method(old: str, new: str) -> Callable[..., Any]:
+    """A method under its old name. old: with the class's name, as the warning shows it. new: the method's name."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
+        return getattr(self, new)(*args, **kwargs)
+
+    return method
+
+
 class OldModules(MetaPathFinder, Loader):
     """Finds the modules of `MOVED` whose files are gone."""
 

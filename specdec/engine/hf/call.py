@@ -13,11 +13,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDecoderOutput
 from transformers.generation.utils import GenerateOutput
 
-from specdec.engine.hf.prompt_layout import Conversation
+from specdec.engine.hf.prompt_layout import PromptLayout
 from specdec.engine.transcript import Records, Transcript
 from specdec.models.cache.ragged_rows import pads_of_part
 from specdec.models.compat import CACHE, pad_token
-from specdec.models.encoder import Source
+from specdec.models.encoder import EncoderOutputs
 from specdec.models.introspection import device_of
 from specdec.models.output import Output, joined
 from specdec.models.positions import counts_positions
@@ -30,7 +30,7 @@ class Call:
 
     Attributes:
         input_ids: (B, T) int64, the prompts, or what a decoder starts from. model_kwargs: for the model's passes.
-        source: what an encoder read. text_kwargs: `model_kwargs` without it, as if the decoder were alone.
+        encoder_outputs: what an encoder read. text_kwargs: `model_kwargs` without it, as if the decoder were alone.
     """
 
     input_ids: Tensor
@@ -39,7 +39,7 @@ class Call:
     config: GenerationConfig
     streamer: Any
     model_kwargs: dict[str, Any]
-    source: Source | None
+    encoder_outputs: EncoderOutputs | None
     text_kwargs: dict[str, Any]
 
     @property
@@ -47,41 +47,41 @@ class Call:
         return bool(self.config.do_sample)
 
 
-def transcript(call: Call, conversation: Conversation, model: PreTrainedModel, positions: int | None) -> Transcript:
+def transcript(call: Call, prompt_layout: PromptLayout, model: PreTrainedModel, positions: int | None) -> Transcript:
     """The call's text; positions: number of them that the model has, None: any."""
     B, config, criteria = len(call.input_ids), call.config, call.criteria
     wanted = config.return_dict_in_generate
     ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
     return Transcript(
         prompt=call.input_ids,
-        pads=conversation.text_pads,
-        order=conversation.text_order,
+        pads=prompt_layout.text_pads,
+        order=prompt_layout.text_order,
         criteria=criteria,
         pad_token=pad_token(config) if ends_on_tokens else None,
         streamer=call.streamer,
         max_length=criteria.max_length,
-        reach=None if positions is None else _reach(conversation, positions, counts_positions(model)),
+        reach=None if positions is None else _reach(prompt_layout, positions, counts_positions(model)),
         records=Records(
             scores=[[] for _ in range(B)] if wanted and config.output_scores else None,
             logits=[[] for _ in range(B)] if wanted and config.output_logits else None,
             hidden_states=[[] for _ in range(B)] if wanted and config.output_hidden_states else None,
-            wanted=conversation.cache is not None,
+            wanted=prompt_layout.cache is not None,
         ),
     )
 
 
-def _reach(conversation: Conversation, positions: int, padding_counts: bool) -> list[int]:
+def _reach(prompt_layout: PromptLayout, positions: int, padding_counts: bool) -> list[int]:
     """Columns that each row can fill: one more than it can be read up to. padding_counts: it has positions, too."""
-    taken, pads = conversation.real.sum(1, keepdim=True), conversation.pads
+    taken, pads = prompt_layout.real.sum(1, keepdim=True), prompt_layout.pads
     if padding_counts and pads is not None:
         taken = taken + pads
-    return (conversation.text + positions + 1 - taken)[:, 0].tolist()
+    return (prompt_layout.text + positions + 1 - taken)[:, 0].tolist()
 
 
-def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: Transcript) -> Output:
+def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: Transcript) -> Output:
     """Read what is new, in chunks of `prefill_chunk_size` if asked; logits (B, 1, V) after it."""
     embeds = call.text_kwargs.get("inputs_embeds")
-    given, pads = conversation.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
+    given, pads = prompt_layout.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
     chunk = call.config.prefill_chunk_size
     outputs, start = [], 0
@@ -91,20 +91,20 @@ def prefill(target: ModelRunner, call: Call, conversation: Conversation, text: T
         start += part.shape[1]
     hidden = outputs[-1].hidden_states  # of the last chunk, as plain decoding gives them
     if hidden is not None and len(outputs) == 1:
-        hidden = tuple(conversation.as_given(states) for states in hidden)
+        hidden = tuple(prompt_layout.as_given(states) for states in hidden)
     return replace(joined(outputs), hidden_states=hidden)
 
 
-def returned(text: Transcript, conversation: Conversation, source: Source | None) -> GenerateOutput:
+def returned(text: Transcript, prompt_layout: PromptLayout, encoder_outputs: EncoderOutputs | None) -> GenerateOutput:
     """As transformers' own decoding loops return it."""
     recorded = text.recorded()
-    if source is None:
-        return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: conversation.cache}, **recorded)
+    if encoder_outputs is None:
+        return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: prompt_layout.cache}, **recorded)
     hidden = recorded.pop("hidden_states")
     return GenerateEncoderDecoderOutput(
         sequences=text.sequences,
-        **{CACHE: source.together_with(conversation.cache)},
+        **{CACHE: encoder_outputs.together_with(prompt_layout.cache)},
         decoder_hidden_states=hidden,
-        encoder_hidden_states=None if hidden is None else source.states.get("hidden_states"),
+        encoder_hidden_states=None if hidden is None else encoder_outputs.states.get("hidden_states"),
         **recorded,
     )

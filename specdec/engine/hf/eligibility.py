@@ -75,10 +75,10 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
     return None
 
 
-def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks: bool) -> str | None:
+def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_target_choices: bool) -> str | None:
     """Why this call must run as plain decoding, or None. Raises for input that is wrong either way.
 
-    walks: it asks processors about reached nodes alone (`verification.Walk`).
+    uses_target_choices: it asks processors about reached nodes alone (`verification.SequentialVerifier`).
     """
     input_ids, processors, config, model_kwargs = call.input_ids, call.processors, call.config, call.text_kwargs
     mode = config.get_generation_mode()
@@ -116,8 +116,12 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, walks:
     if not capability.trees and len(input_ids) > 1:
         return capability.message(f"{type(model).__name__} in a batch")
     unknown = NodeProcessors(processors).unknown
-    if unknown and not (walks and len(input_ids) == 1):
-        why = "in a batch, whose rows run ahead of each other" if walks else "under a rule that needs all nodes' scores"
+    if unknown and not (uses_target_choices and len(input_ids) == 1):
+        why = (
+            "in a batch, whose rows run ahead of each other"
+            if uses_target_choices
+            else "under a rule that needs all nodes' scores"
+        )
         return (
             f"{unknown[0]} may follow the text with a state of its own and cannot be asked about drafts {why}: set its "
             "attribute `stateless` to True if its answers depend on its arguments alone"
@@ -131,7 +135,7 @@ def ignored_fields(config: GenerationConfig) -> list[str]:
 
 
 def _padding_problem(
-    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], with_pictures: bool
+    input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], with_images: bool
 ) -> str | None:
     """Raises for a batch or prompt of nothing; names what is unusual about mask or positions."""
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
@@ -156,7 +160,7 @@ def _padding_problem(
             "for generation, and pass attention_mask where a prompt's own last token is the padding token"
         )
     positions = model_kwargs.get("position_ids")
-    if positions is not None and not (with_pictures and positions.dim() == 3):  # the model's own, see `pictures`
+    if positions is not None and not (with_images and positions.dim() == 3):  # the model's own, see `pictures`
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
         ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
         if not ordered or not bool(((positions == expected) | ~real).all()):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from specdec.engine.hf.prompt_layout import Conversation, columns_in, left_padded, real_columns
+from specdec.engine.hf.prompt_layout import PromptLayout, columns_in, left_padded, real_columns
 from specdec.models.compat import CACHE, PREFILL_ONLY, cache_in
 from specdec.models.introspection import marks_of
 from specdec.models.output import Output
@@ -51,24 +51,24 @@ def problem(
     return None
 
 
-def look(
-    target: ModelRunner, input_ids: Tensor, talk: Conversation, model_kwargs: dict[str, Any]
-) -> tuple[Conversation, Output]:
+def multimodal_prefill(
+    target: ModelRunner, input_ids: Tensor, layout: PromptLayout, model_kwargs: dict[str, Any]
+) -> tuple[PromptLayout, Output]:
     """Read the whole prompt under the model's own masks and positions.
 
     Returns:
         The conversation to go on from, as if the prompt had been an earlier turn, and the pass's output.
     """
     model = target.model
-    cache = DynamicCache(config=model.config) if talk.cache is None else talk.cache
+    cache = DynamicCache(config=model.config) if layout.cache is None else layout.cache
     given = {**model_kwargs, CACHE: cache, "return_dict": True}
     inputs = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
-    output = target.look(inputs)
+    output = target.read_multimodal(inputs)
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3:
-        ends = talk.real.sum(1).to(positions.device)
+        ends = layout.real.sum(1).to(positions.device)
         target.planes = (positions[..., -1] + 1 - ends)[..., None]
-    return replace(talk, cached=talk.real.shape[1], cache=cache), output
+    return replace(layout, cached=layout.real.shape[1], cache=cache), output
 
 
 def _in_planes(model_kwargs: dict[str, Any]) -> bool:

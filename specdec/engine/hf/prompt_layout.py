@@ -1,4 +1,4 @@
-"""`Conversation`: what a call starts from, text whose keys and values are cached already and text that is new.
+"""`PromptLayout`: what a call starts from, text whose keys and values are cached already and text that is new.
 
 Owns the way between `generate()`'s columns, in which a `DynamicCache` lies, and rows, in which ours does: a row is its
 columns without those the attention mask rules out, on the left or between two turns.
@@ -29,7 +29,7 @@ from specdec.models.compat import (
 
 
 @dataclass(frozen=True)
-class Conversation:
+class PromptLayout:
     """B rows of C columns, of which the first `cached` are in `cache` and the others are still to be read.
 
     Attributes:
@@ -152,14 +152,14 @@ class Conversation:
                 fill_recurrent_layer(cache.layers[index], which, window, memory)
 
 
-def conversation(
+def prompt_layout(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
-) -> Conversation:
+) -> PromptLayout:
     """Of a call as transformers prepared it, in which there is no `problem`."""
     cache = cache_in(model_kwargs)
     wanted = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     kept = (cache if type(cache) is DynamicCache else DynamicCache(config=model.config)) if wanted else None
-    return Conversation(real_columns(input_ids, config, model_kwargs), columns_in(cache), input_ids.shape[1], kept)
+    return PromptLayout(real_columns(input_ids, config, model_kwargs), columns_in(cache), input_ids.shape[1], kept)
 
 
 def problem(

@@ -68,7 +68,7 @@ class BlockReader(ConfigReader):
         ids = self._said("aux_hidden_state_layer_ids" if self._speculators else "target_layer_ids")
         source = "config"
         if ids is None and not self._speculators and self.top.get("num_target_layers"):
-            ids, source = _spread_out(self.top["num_target_layers"], self.layer["num_hidden_layers"]), "assumed"
+            ids, source = _spaced_layers(self.top["num_target_layers"], self.layer["num_hidden_layers"]), "assumed"
         if not ids:
             raise ValueError(f"{self.folder}/config.json does not say which of the target's states are read")
         shift = 0 if self._speculators else 1
@@ -147,7 +147,7 @@ class BlockReader(ConfigReader):
         return bool(weight is not None and self._seen("confidence_with_markov", weight.shape[1] > hidden_size))
 
 
-def _spread_out(target_layers: int, layers: int) -> list[int]:
+def _spaced_layers(target_layers: int, layers: int) -> list[int]:
     """Where z-lab's drafters take the target's states if their config does not say."""
     if layers == 1:
         return [target_layers // 2]

@@ -14,17 +14,17 @@ from torch import Tensor
 from specdec.heads.base import AT_ONCE
 from specdec.heads.block import Block
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import Lent, beside
+from specdec.heads.embeddings import BorrowedEmbeddings, beside
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, Sight, pads_of_part
-from specdec.models.linear import quick
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.linear import with_fast_linears
 
 
 class DFlashRunner(CachedRows):
     """Runs one drafter.
 
     Args:
-        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
 
     Attributes:
         block: what the last pass drafted.
@@ -32,15 +32,17 @@ class DFlashRunner(CachedRows):
 
     block: Block
 
-    def __init__(self, head: DFlashHead, lent: Lent, fast: DFlashHead | None = None, sized: bool = False):
+    def __init__(
+        self, head: DFlashHead, embeddings: BorrowedEmbeddings, fast: DFlashHead | None = None, sized: bool = False
+    ):
         c, self.sized = head.config, sized
         # What a window's layers keep: what the block's last token sees, and the block.
         super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
         self.head = head
-        self._fast = quick(head if fast is None else fast)
+        self._fast = with_fast_linears(head if fast is None else fast)
         head.bring_frequencies()
-        self.lent = lent
-        self.lm_head = None if lent.lm_head is None else quick(lent.lm_head)
+        self.embeddings = embeddings
+        self.lm_head = None if embeddings.lm_head is None else with_fast_linears(embeddings.lm_head)
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
@@ -58,8 +60,8 @@ class DFlashRunner(CachedRows):
             part = states[:, start : start + AT_ONCE].to(head.device, head.dtype)
             width = part.shape[1]
             part_pads = pads_of_part(pads, start, width)
-            sight = self.place_known(width, part_pads, head.device)
-            self._fast.remember(part, sight.positions, self.cache)
+            visible_slots = self.place_known(width, part_pads, head.device)
+            self._fast.remember(part, visible_slots.positions, self.cache)
             self.commit([width - pad for pad in part_pads])
         self.block = self._pass(tokens[:, -1:])
         return self.behind(0, tokens[:, -1:], None)
@@ -68,8 +70,8 @@ class DFlashRunner(CachedRows):
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
         self.pending = 0
-        sight = self.place_behind(tokens.shape[1], pads)
-        self._fast.remember(states.to(self.head.device, self.head.dtype), sight.positions, self.cache)
+        visible_slots = self.place_behind(tokens.shape[1], pads)
+        self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
         return self.behind(0, tokens[:, -1:], None)
 
@@ -88,11 +90,11 @@ class DFlashRunner(CachedRows):
         assert c.mask_token_id is not None
         masks = anchor.new_full((B, c.block_size - 1), c.mask_token_id)
         # An embedding that norms is read without that, as by transformers' own (5.23, candidate_generator.py).
-        embeds = self.lent.embedded(torch.cat([anchor, masks], 1), self.head, normed=False)
+        embeds = self.embeddings.embedded(torch.cat([anchor, masks], 1), self.head, normed=False)
         place = torch.arange(c.block_size, device=self.head.device)
         whole = torch.ones(B, c.block_size, c.block_size, dtype=torch.bool, device=self.head.device)
-        sight = self.place_draft(place.expand(B, -1), whole)
-        h = self._fast(embeds, sight.positions, self._visible(sight, place, B), self.cache)
+        visible_slots = self.place_draft(place.expand(B, -1), whole)
+        h = self._fast(embeds, visible_slots.positions, self._visible(visible_slots, place, B), self.cache)
         drafting = h[:, c.block_size - c.drafted :]
         block = Block(self._logits(drafting), drafting, self._fast.markov_head, self._fast.confidence_head)
         if c.from_anchor or block.markov is None:
@@ -101,17 +103,17 @@ class DFlashRunner(CachedRows):
         before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
         return Block(block.logits, drafting, block.markov, block.confidence, block.markov(before, h[:, :1], None)[1])
 
-    def _visible(self, sight: Sight, place: Tensor, rows: int) -> list[Tensor]:
+    def _visible(self, visible_slots: VisibleSlots, place: Tensor, rows: int) -> list[Tensor]:
         """For each layer, (B, n, slots) bool: what is known of the text, and the block."""
         c, made = self.head.config, {}
         for window, span in zip(c.windows, self.spans, strict=True):
             if window in made:
                 continue
             held = self.cache.held(span, self.head.device)[:, None]  # (B or 1, 1, slots)
-            node = held - sight.base[..., None]  # place in the block, negative where known
+            node = held - visible_slots.base[..., None]  # place in the block, negative where known
             seen = node < c.block_size
             if window is not None:
-                first = sight.base[..., None] if c.window_from_anchor else sight.positions[..., None]
+                first = visible_slots.base[..., None] if c.window_from_anchor else visible_slots.positions[..., None]
                 seen = seen & (held >= first - window)
                 if c.causal_windows:
                     seen = seen & (node <= place[:, None])

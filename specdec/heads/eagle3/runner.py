@@ -13,27 +13,29 @@ from torch import Tensor
 
 from specdec.heads.base import AT_ONCE, PROMPT
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.embeddings import Lent, beside
+from specdec.heads.embeddings import BorrowedEmbeddings, beside
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, Sight, pads_of_part
-from specdec.models.linear import quick
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.linear import with_fast_linears
 
 
 class HeadRunner(CachedRows):
     """Runs one head.
 
     Args:
-        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
         sized: its passes are of few sizes, so that they can be recorded.
     """
 
-    def __init__(self, head: Eagle3Head, lent: Lent, fast: Eagle3Head | None = None, sized: bool = False):
+    def __init__(
+        self, head: Eagle3Head, embeddings: BorrowedEmbeddings, fast: Eagle3Head | None = None, sized: bool = False
+    ):
         self.sized = sized
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
-        self._fast = quick(head if fast is None else fast)
+        self._fast = with_fast_linears(head if fast is None else fast)
         head.bring_frequencies()
-        self.lent, self.lm_head = lent, lent.lm_head
+        self.embeddings, self.lm_head = embeddings, embeddings.lm_head
         self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
         self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
 
@@ -65,8 +67,8 @@ class HeadRunner(CachedRows):
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
         self.drop_draft()
-        sight = self.place_behind(tokens.shape[1], pads)
-        self._last = self._pass(tokens, self._fused(states), sight, sees_all=False)[:, -1:]
+        visible_slots = self.place_behind(tokens.shape[1], pads)
+        self._last = self._pass(tokens, self._fused(states), visible_slots, sees_all=False)[:, -1:]
         return self._logits(self._last)
 
     @torch.no_grad()
@@ -91,8 +93,8 @@ class HeadRunner(CachedRows):
             index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
             features = self._pending_features.gather(1, index)
         sees_all = not self.sized and self.sees_all(n, chain)
-        sight = self.place_draft(depth.to(device), ancestors.to(device))
-        h = self._pass(tokens, features, sight, sees_all)
+        visible_slots = self.place_draft(depth.to(device), ancestors.to(device))
+        h = self._pass(tokens, features, visible_slots, sees_all)
         self.pending += n
         pending = self._pending_features
         self._pending_features = h if pending is None else torch.cat([pending, h], 1)
@@ -105,23 +107,25 @@ class HeadRunner(CachedRows):
     def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
         """`extend` by tokens; drafts: something is going to be drafted behind the last of them."""
         sees_all = not any(pads) and self.sees_all(tokens.shape[1], chain=True)
-        sight, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
+        visible_slots, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
         if drafts or not self.head.can_remember:
-            self._last = self._pass(tokens, features, sight, sees_all)[:, -1:]
+            self._last = self._pass(tokens, features, visible_slots, sees_all)[:, -1:]
         else:
-            self._fast.remember(self.lent.embedded(tokens, self.head), features, sight.positions, self.cache)
+            self._fast.remember(
+                self.embeddings.embedded(tokens, self.head), features, visible_slots.positions, self.cache
+            )
         self.commit([tokens.shape[1] - pad for pad in pads])
 
     def _fused(self, states: Tensor) -> Tensor:
         return self._fast.fuse(states.to(self.head.device, self.head.dtype))
 
-    def _pass(self, tokens: Tensor, features: Tensor, sight: Sight, sees_all: bool) -> Tensor:
+    def _pass(self, tokens: Tensor, features: Tensor, visible_slots: VisibleSlots, sees_all: bool) -> Tensor:
         (span,) = self.spans
-        causal = sight.alone and (span.window is None or tokens.shape[1] <= span.window)
+        causal = visible_slots.alone and (span.window is None or tokens.shape[1] <= span.window)
         unmasked = causal or (sees_all and self.head.device.type != "cpu")
-        visible = None if unmasked else sight.visible(span).expand(len(tokens), -1, -1)
-        embeds = self.lent.embedded(tokens, self.head)
-        return self._fast(embeds, features, sight.positions, visible, self.cache)
+        visible = None if unmasked else visible_slots.visible(span).expand(len(tokens), -1, -1)
+        embeds = self.embeddings.embedded(tokens, self.head)
+        return self._fast(embeds, features, visible_slots.positions, visible, self.cache)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from specdec.heads.base import AT_ONCE, PROMPT
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads, PrefixLayer
 from specdec.models.cache.ragged_rows import CachedRows, pads_of_part
-from specdec.models.linear import quick
+from specdec.models.linear import with_fast_linears
 
 
 class HydraRunner:
     """Runs the heads.
 
     Args:
-        head: on any device, in any precision. lent: by its target. fast: a view of the head that drafts in its place.
+        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
     """
 
-    def __init__(self, head: HydraHeads, lent: Lent, fast: HydraHeads):
-        self.head, self._lent, self._fast = head, lent, quick(fast)
+    def __init__(self, head: HydraHeads, embeddings: BorrowedEmbeddings, fast: HydraHeads):
+        self.head, self._embeddings, self._fast = head, embeddings, with_fast_linears(fast)
         self._prefix = None if self._fast.prefix is None else PrefixRows(self._fast.prefix)
         self._paths: Tensor  # (B, n, (depth + 2) * H) of the newest depth's nodes: state and embeddings
         self._first = 0  # place of the first of these among all nodes
@@ -64,7 +64,7 @@ class HydraRunner:
         """Nothing is kept of it."""
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        return self._lent.embedded(tokens, self.head)
+        return self._embeddings.embedded(tokens, self.head)
 
 
 class PrefixRows(CachedRows):
@@ -89,11 +89,11 @@ class PrefixRows(CachedRows):
         """`read` of the columns from `start` on; whole: more than keys and values is wanted of them."""
         width, out = states.shape[1], None
         pads = pads_of_part(pads, start, width)
-        sight = self.place_known(width, pads, states.device)
+        visible_slots = self.place_known(width, pads, states.device)
         if whole:
-            visible = None if sight.alone else sight.visible(self.spans[0]).expand(len(states), -1, -1)
-            out = self.layer(states, sight.positions, visible, self.cache)
+            visible = None if visible_slots.alone else visible_slots.visible(self.spans[0]).expand(len(states), -1, -1)
+            out = self.layer(states, visible_slots.positions, visible, self.cache)
         else:
-            self.layer.remember(states, sight.positions, self.cache)
+            self.layer.remember(states, visible_slots.positions, self.cache)
         self.commit([width - pad for pad in pads])
         return out

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from specdec.heads.mtp.checkpoint import EMBED_NORM, FUSE, NORM, STATE_NORM, MtpTensors, names, read
 from specdec.heads.mtp.head import MtpHead, MtpLayer
 from specdec.models.hardware import DTYPES
-from specdec.models.introspection import decoder_layers, spread
+from specdec.models.introspection import decoder_layers, is_sharded
 from specdec.models.views import whole
 
 EXPERT = re.compile(r"\bexperts\.(?:\d+\.)?.*")
@@ -37,8 +37,8 @@ def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
     """
     found = read(path or _source(target), len(decoder_layers(target)))
     layers = [made(target, tensors, index).requires_grad_(False) for index, tensors in enumerate(found)]
-    lent = [target.get_input_embeddings(), target.get_output_embeddings()]
-    return MtpHead(layers, *(map(whole, lent) if spread(target) else lent))
+    embeddings = [target.get_input_embeddings(), target.get_output_embeddings()]
+    return MtpHead(layers, *(map(whole, embeddings) if is_sharded(target) else embeddings))
 
 
 def at_hand(target: PreTrainedModel) -> bool:

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from specdec.heads.mtp.head import MtpHead
 from specdec.models.cache.ragged_rows import CachedRows
-from specdec.models.linear import quick
+from specdec.models.linear import with_fast_linears
 from specdec.models.runner import ModelRunner
 from specdec.models.views import in_eval_mode
 from specdec.utils.device_copies import uploaded
@@ -28,7 +28,7 @@ class MtpRunner:
     """
 
     def __init__(self, head: MtpHead, sized: bool = False):
-        self.head = quick(head)
+        self.head = with_fast_linears(head)
         self.layers = [
             ModelRunner(in_eval_mode(layer.block), taps=layer.taps, sized=sized) for layer in self.head.layers
         ]
@@ -74,10 +74,10 @@ class MtpRunner:
                 break
             out = runner.extend(self.head.layers[k].fused(embeds, states), pads, embedded=True).features
             assert out is not None
-            gained = [count < W for count in pads]
+            has_new = [count < W for count in pads]
             self._last[k] = out[:, -1:]
-            if not all(gained):
-                self._last[k] = torch.where(uploaded(gained, out.device).bool()[:, None, None], out[:, -1:], before)
+            if not all(has_new):
+                self._last[k] = torch.where(uploaded(has_new, out.device).bool()[:, None, None], out[:, -1:], before)
             # The next layer pairs what this one put out before with the same tokens.
             states = out.roll(1, 1)
             for b, count in enumerate(pads):

@@ -27,7 +27,7 @@ class SpeculativeCache(Cache):
     Args:
         batch_size: B. spans: how far back each layer looks; where there are more layers, the last one's holds for them.
         keeps_all: keep also what no layer will look at again. sized: buffers come in few sizes, and a draft sees them
-            whole, so that its pass can be captured (`graphs`).
+            whole, so that its pass can be captured (`static_forward`).
 
     Attributes:
         lengths: committed tokens of each row, on the host. floors: what a row may still be rolled back to; None: to

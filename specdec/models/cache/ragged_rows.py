@@ -18,7 +18,7 @@ from specdec.utils.device_copies import uploaded
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleSlots:
     """What the n tokens of a pass see of the cache and of one another.
 
     Attributes:
@@ -78,12 +78,12 @@ class CachedRows:
 
     Attributes:
         cache: the keys and values. pending: draft nodes written behind the rows and not committed. sized: passes over
-            drafts are of tensors whose sizes are few. there: (B, 1) int64, the rows' lengths on the device, while a
+            drafts are of tensors whose sizes are few. device_lengths: (B, 1) int64, the rows' lengths on the device, while a
             pass is made that may be replayed for rows of other lengths; None: `lengths` say it.
     """
 
     sized = False
-    there: Tensor | None = None
+    device_lengths: Tensor | None = None
 
     def __init__(self, spans: Sequence[Span] = (Span(),)) -> None:
         self.spans = spans
@@ -114,29 +114,29 @@ class CachedRows:
         self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized)
         self.pending = 0
 
-    def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> Sight:
+    def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> VisibleSlots:
         """Place `width` known tokens behind the rows, row b's first `pads[b]` being padding."""
         if not any(pads) and self.aligned:
             start = self.lengths[0]
             positions = start + torch.arange(width, device=device).expand(len(pads), width)
             self.cache.place(positions[:1, :1], 0, None, pads, width, draft=False)
-            return Sight(self.cache, positions, positions[:1, :1], alone=start == 0)
+            return VisibleSlots(self.cache, positions, positions[:1, :1], alone=start == 0)
         base, padding = uploaded([self.lengths, list(pads)], device)[..., None]  # (B, 1) each
         place = torch.arange(width, device=device) - padding  # (B, width)
         # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten. It stands
         # at the row's last position: there may be none after it.
         self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
-        return Sight(self.cache, (base + place.clamp(min=-1)).clamp(min=0), base)
+        return VisibleSlots(self.cache, (base + place.clamp(min=-1)).clamp(min=0), base)
 
-    def place_behind(self, width: int, pads: Tensor) -> Sight:
-        """`place_known` behind the rows as they are `there`, which then are longer; pads: (B, 1) int64."""
-        assert self.there is not None
+    def place_behind(self, width: int, pads: Tensor) -> VisibleSlots:
+        """`place_known` behind the rows as they are `device_lengths`, which then are longer; pads: (B, 1) int64."""
+        assert self.device_lengths is not None
         place = torch.arange(width, device=pads.device) - pads
-        base, self.there = self.there, self.there + width - pads
+        base, self.device_lengths = self.device_lengths, self.device_lengths + width - pads
         self.cache.place(base, 0, base + place.remainder(width), [0] * len(pads), width, draft=True)
-        return Sight(self.cache, base + place.clamp(min=0), base)
+        return VisibleSlots(self.cache, base + place.clamp(min=0), base)
 
-    def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> Sight:
+    def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> VisibleSlots:
         """Place n draft nodes behind the rows and behind the M nodes already pending.
 
         Args:
@@ -145,14 +145,14 @@ class CachedRows:
         """
         n = ancestors.shape[1]
         together = self.aligned and not self.sized
-        if self.there is None:
+        if self.device_lengths is None:
             base = uploaded(self.lengths[:1] if together else self.lengths, depth.device)[:, None]
         else:
-            base = self.there
+            base = self.device_lengths
         order = None if together else base + self.pending + torch.arange(n, device=depth.device)
         self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
         self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
-        return Sight(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
+        return VisibleSlots(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
 
     def reserve(self, more: int) -> Hashable:
         """Make room for so many tokens more per row, that passes which are replayed need not; where they find it."""

@@ -13,7 +13,7 @@ from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.dflash.runner import DFlashRunner
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.parallel_runner import ParallelRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.loading import load
 from specdec.heads.medusa import MedusaHeads, MedusaRunner
@@ -54,17 +54,17 @@ class BlockProposer(HeadProposer):
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
 
-    def _runner(self, lent: Lent, sized: bool) -> DFlashRunner | ParallelRunner | MedusaRunner:
+    def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> DFlashRunner | ParallelRunner | MedusaRunner:
         if isinstance(self.head, DFlashHead):
-            return DFlashRunner(self.head, lent, self._fast, sized)
+            return DFlashRunner(self.head, embeddings, self._fast, sized)
         if isinstance(self.head, MedusaHeads):
             return MedusaRunner(self.head, self._fast)
         assert isinstance(self.head, Eagle3Head)
-        return ParallelRunner(self.head, lent, self._fast, sized)
+        return ParallelRunner(self.head, embeddings, self._fast, sized)
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        if not context.pacer.learnt.draft.reads_out:
+        if not context.pacer.estimates.draft.reads_out:
             context.pacer.observe_read_out(0.0)  # until it is measured
 
     def _backlog(self, context: Context) -> int:
@@ -88,7 +88,7 @@ class BlockProposer(HeadProposer):
 
     def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
         """No pass: the block's was the only one."""
-        context.pacer.observe_read_out(seconds + building if context.looks_are_free else 0.0)
+        context.pacer.observe_read_out(seconds + building if context.host_sync_is_free else 0.0)
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Without a Markov head the nodes of a depth have the same children."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.runner import HeadRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -31,8 +31,8 @@ class Eagle3Proposer(HeadProposer):
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(top_k=top_k)
 
-    def _runner(self, lent: Lent, sized: bool) -> HeadRunner:
-        return HeadRunner(self.head, lent, self._fast, sized)
+    def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> HeadRunner:
+        return HeadRunner(self.head, embeddings, self._fast, sized)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)

@@ -18,7 +18,7 @@ from specdec.proposers.base import Context
 from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
 from specdec.proposers.pacing.pacer import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import Gained, Verdict
+from specdec.sampling.results import NewTokens, Verdict
 from specdec.utils.timing import clock
 
 
@@ -61,12 +61,12 @@ class FollowingProposer(RecordedDrafts):
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
 
     def propose(self, context: Context) -> DraftTree:
-        self.follow(context)
+        self.sync(context)
         if not any(self._waiting):  # rows that waited for others have gained nothing to draft after
             return DraftTree.root_only(context.root)
         return super().propose(context)
 
-    def follow(self, context: Context) -> None:
+    def sync(self, context: Context) -> None:
         assert context.features is not None
         for b, count in enumerate(context.fresh):
             if count and context.active[b] and context.pacer.limit:
@@ -111,9 +111,9 @@ class FollowingProposer(RecordedDrafts):
         assert states is not None
         return self.recordable.extend_behind(tokens, states, pads).to(tokens.device)
 
-    def draft_ahead(self, context: Context, gained: Gained) -> None:
+    def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
         if self.recordable is not None and not any(self._waiting):
-            self._draft_ahead(context, gained)
+            self._draft_ahead(context, new_tokens)
 
     # Kernel by kernel
 

@@ -20,14 +20,14 @@ from specdec.heads.dflash.runner import DFlashRunner
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.parallel_runner import ParallelRunner
 from specdec.heads.eagle3.runner import HeadRunner
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.hydra.runner import HydraRunner
 from specdec.heads.medusa import MedusaHeads, MedusaRunner
 from specdec.models.hidden_states import Taps
 from specdec.models.int8_linear import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.models.int8_linear import int8_pays, with_int8_linears
-from specdec.models.introspection import decoder_layers, device_of, spread
+from specdec.models.introspection import decoder_layers, device_of, is_sharded
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_heads.feature_proposer import Follower, FollowingProposer, RecordableFollower
 from specdec.proposers.draft_models.autoregressive import top_children
@@ -71,7 +71,9 @@ class HeadProposer(FollowingProposer):
             tree = self._tree(DynamicTree().top_k)
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._fast = self.head
-        self._lent: WeakKeyDictionary[PreTrainedModel, Lent] = WeakKeyDictionary()  # by targets in several processes
+        self._embeddings: WeakKeyDictionary[PreTrainedModel, BorrowedEmbeddings] = (
+            WeakKeyDictionary()
+        )  # by targets in several processes
         self._ids: Tensor | None = None  # `known_tokens`, where they were wanted last
 
     # What a head does
@@ -89,7 +91,7 @@ class HeadProposer(FollowingProposer):
         """The trees that are drafted where nobody asked for a shape."""
 
     @abstractmethod
-    def _runner(self, lent: Lent, sized: bool) -> Runner:
+    def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> Runner:
         """What runs the head in a call; sized: its drafts may be recorded."""
 
     # The rest of a proposer
@@ -100,8 +102,8 @@ class HeadProposer(FollowingProposer):
             self.head.to(device_of(target))
         if self._automatic and device_of(target).type == "cpu":
             self.tree = self._tree(FEW_INT8_TOKENS)
-        if spread(target):
-            self._lent[target] = Lent.by(target, self.head)
+        if is_sharded(target):
+            self._embeddings[target] = BorrowedEmbeddings.by(target, self.head)
         self.taps(target)  # raises if the target has no such layers
         self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
 
@@ -144,8 +146,8 @@ class HeadProposer(FollowingProposer):
     def begin(self, context: Context) -> None:
         assert context.target is not None
         self._ids = None
-        lent = self._lent.get(context.target) or Lent.by(context.target, self.head)
-        self.runner = self._runner(lent, sized=context.recorder is not None)
+        embeddings = self._embeddings.get(context.target) or BorrowedEmbeddings.by(context.target, self.head)
+        self.runner = self._runner(embeddings, sized=context.recorder is not None)
         self.runner.start(context.batch_size)
         super().begin(context)
 
@@ -169,7 +171,7 @@ class HeadProposer(FollowingProposer):
         ids = self._targets(logits.device)
         if ids is None or not context.processors.fit_any_vocabulary:
             return super()._children(context, logits, stepped, n, k)
-        scores = context.raced(context.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
+        scores = context.coupled_scores(context.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
         tokens, log_probs = top_children(scores, k)
         return ids[tokens], log_probs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from specdec.heads.embeddings import Lent
+from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.checkpoint import read
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.hydra.runner import HydraRunner
@@ -32,8 +32,8 @@ class HydraProposer(HeadProposer):
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.head.config.drafted, top_k=top_k)
 
-    def _runner(self, lent: Lent, sized: bool) -> HydraRunner:
-        return HydraRunner(self.head, lent, self._fast)
+    def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> HydraRunner:
+        return HydraRunner(self.head, embeddings, self._fast)
 
     def _deepest(self, pacer: Pacer) -> int:
         return min(super()._deepest(pacer), self.head.config.drafted)

@@ -36,41 +36,47 @@ def sureness(scores: Tensor, q: Tensor | None) -> Tensor:
 
 def chances(context: Context, rate: float) -> list[float]:
     """`rate` for each row worth drafting for, 0 for the others: they take part in the passes for nothing."""
-    return [rate if active and room > 0 else 0.0 for active, room in zip(context.active, context.room, strict=True)]
+    return [
+        rate if active and budget > 0 else 0.0 for active, budget in zip(context.active, context.budget, strict=True)
+    ]
 
 
-def along_chain(context: Context, before: Sequence[float], keys: Tensor, drafted: int) -> list[float]:
+def along_chain(context: Context, before: Sequence[float], confidence_bins: Tensor, drafted: int) -> list[float]:
     """Per row, the chance that a chain's next token and all before it are accepted.
 
     Args:
-        before: per row, that of the tokens before it. keys: (B,) int64, how sure the draft is of this one.
+        before: per row, that of the tokens before it. confidence_bins: (B,) int64, how sure the draft is of this one.
     """
     acceptance, rows = context.pacer.acceptance, context.rows
-    if context.looks_are_free:
-        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in keys.tolist()]
+    if context.host_sync_is_free:
+        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in confidence_bins.tolist()]
         context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
     else:  # the round will tell
         rates = [context.pacer.expected_rate] * context.batch_size
     return [
-        chance * rate if room > drafted else 0.0 for chance, rate, room in zip(before, rates, context.room, strict=True)
+        chance * rate if budget > drafted else 0.0
+        for chance, rate, budget in zip(before, rates, context.budget, strict=True)
     ]
 
 
 def below(context: Context, candidates: Candidates, depth: int) -> list[float]:
     """Per row, the chance that one more depth of a tree has an accepted node."""
     rate = context.pacer.expected_rate
-    looks = context.looks_are_free
+    looks = context.host_sync_is_free
     reached = candidates.level_mass().tolist() if looks else [rate**depth] * context.batch_size
     return [
-        rate * min(1.0, mass) if active and room > depth else 0.0
-        for mass, active, room in zip(reached, context.active, context.room, strict=True)
+        rate * min(1.0, mass) if active and budget > depth else 0.0
+        for mass, active, budget in zip(reached, context.active, context.budget, strict=True)
     ]
 
 
-def book_chain(pacer: Pacer, keys: Sequence[Sequence[int]], size: int, rows: Sequence[int]) -> None:
-    """Of a chain of `size` nodes that was not looked at while it grew; keys: per row, node by node."""
+def record_chain(pacer: Pacer, confidence_bins: Sequence[Sequence[int]], size: int, rows: Sequence[int]) -> None:
+    """Of a chain of `size` nodes that was not looked at while it grew; confidence_bins: per row, node by node."""
     for depth in range(1, size):
-        rates = [pacer.acceptance.rate(keys[b][depth], prior=keys[b][depth] / CONFIDENCES) for b in rows]
+        rates = [
+            pacer.acceptance.rate(confidence_bins[b][depth], prior=confidence_bins[b][depth] / CONFIDENCES)
+            for b in rows
+        ]
         pacer.observe_expectation(sum(rates) / len(rates))
 
 
@@ -109,7 +115,7 @@ class TreeGains:
 
     def _of(self, context: Context, count: int, best: Ranking | None) -> list[float]:
         """Per rank among the candidates, how many of the rows' nodes are expected to be accepted."""
-        if context.looks_are_free and best is not None:
+        if context.host_sync_is_free and best is not None:
             return _summed(best.probabilities().tolist(), context.pacer, context.rows)
         if self._recent is None:  # as in a chain
             return [len(context.rows) * context.pacer.expected_rate ** (1 + rank) for rank in range(count)]

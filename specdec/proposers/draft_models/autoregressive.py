@@ -37,7 +37,7 @@ class AutoregressiveProposer(Proposer):
     """Drafts by running a model step by step.
 
     Drafts are made of top tokens: at T = 0 of the draft's own distribution q (temperature, top-k, penalties applied),
-    at T > 0 of the race that q and the target share the noise of (`Context.raced`). Under the rules "block" and "token"
+    at T > 0 of the race that q and the target share the noise of (`Context.coupled_scores`). Under the rules "block" and "token"
     chains and fixed trees are drawn from q instead, if `draw`. Drafting ends where the next pass is not worth its cost
     (see `Pacer`).
 
@@ -97,9 +97,9 @@ class AutoregressiveProposer(Proposer):
 
     def propose(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
-        limit = min(self._deepest(pacer), max((context.room[b] for b in context.rows), default=0))
+        limit = min(self._deepest(pacer), max((context.budget[b] for b in context.rows), default=0))
         self._stepped, self._rows = 0, context.rows
-        chances, left = acceptance_estimates.chances(context, pacer.expected_rate), max(context.room)
+        chances, left = acceptance_estimates.chances(context, pacer.expected_rate), max(context.budget)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
         return self._draft(context, limit)
@@ -129,8 +129,8 @@ class AutoregressiveProposer(Proposer):
             acceptance_estimates.book_tree(pacer, outcome, accepted, self._rows)
             if not looked:
                 self._gains.observe(pacer, outcome.notes["chances"], self._rows)
-        elif outcome.keys is not None and not looked and self._rows:
-            acceptance_estimates.book_chain(pacer, outcome.keys, draft.size, self._rows)
+        elif outcome.confidence_bins is not None and not looked and self._rows:
+            acceptance_estimates.record_chain(pacer, outcome.confidence_bins, draft.size, self._rows)
 
     def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
         """For each row, which of the draft model's steps of this round the accepted nodes were, as far as they were.
@@ -154,10 +154,10 @@ class AutoregressiveProposer(Proposer):
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
         draw = self._draws(context)
-        stepped = Stepped.none(context.root, context.short_room(limit))
+        stepped = Stepped.none(context.root, context.short_budget(limit))
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
-        keys: list[Tensor] = []
+        confidence_bins: list[Tensor] = []
         chances = acceptance_estimates.chances(context, 1.0)
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -167,8 +167,8 @@ class AutoregressiveProposer(Proposer):
         scores, q = read(logits)
         while True:
             if pacer.length is None:
-                keys.append(self._confidence(scores, q))
-                chances = acceptance_estimates.along_chain(context, chances, keys[-1], len(drafts))
+                confidence_bins.append(self._confidence(scores, q))
+                chances = acceptance_estimates.along_chain(context, chances, confidence_bins[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
             token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
@@ -186,9 +186,9 @@ class AutoregressiveProposer(Proposer):
         return DraftTree.from_chain(
             context.root,
             torch.stack(drafts, 1),
-            context.short_room(len(drafts)),
+            context.short_budget(len(drafts)),
             probs=torch.stack(probs, 1) if probs else None,
-            keys=torch.stack(keys[: len(drafts)], 1) if keys else None,
+            confidence_bins=torch.stack(confidence_bins[: len(drafts)], 1) if confidence_bins else None,
         )
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
@@ -200,7 +200,7 @@ class AutoregressiveProposer(Proposer):
         B, device = context.batch_size, context.tokens.device
         draw = self._draws(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context.root, context.short_room(limit))
+        stepped = Stepped.none(context.root, context.short_budget(limit))
         q_rows: list[Tensor] = []
         level = [0]  # node indices whose logits we have
 
@@ -238,7 +238,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable of all."""
         pacer = context.pacer
-        stepped = Stepped.none(context.root, context.short_room(limit))
+        stepped = Stepped.none(context.root, context.short_budget(limit))
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(acceptance_estimates.below(context, candidates, depth), depth, draft_steps=1):
@@ -251,7 +251,7 @@ class AutoregressiveProposer(Proposer):
             read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
             children = self._step_and(read, context, stepped, frontier.shape[1], above)
             candidates = candidates.expanded(frontier, *children)
-        best = candidates.ranked(tree.most_nodes - 1, context.short_room(limit))
+        best = candidates.ranked(tree.most_nodes - 1, context.short_budget(limit))
         size = self._size(context, tree, best.nodes.shape[1], best)
         if size == 0:
             return DraftTree.root_only(context.root)
@@ -319,7 +319,7 @@ class AutoregressiveProposer(Proposer):
             # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
             nothing = (scores == float("-inf")).all(-1, keepdim=True)
             scores = scores.masked_fill(nothing, 0.0)
-        return context.raced(scores, stepped.levels)
+        return context.coupled_scores(scores, stepped.levels)
 
 
 def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

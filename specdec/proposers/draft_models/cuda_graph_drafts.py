@@ -20,7 +20,7 @@ from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.noise import Noise
-from specdec.sampling.results import Gained
+from specdec.sampling.results import NewTokens
 from specdec.utils.device_copies import uploaded
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # that are recorded, where nobody set one
@@ -65,7 +65,7 @@ class RecordedDrafts(AutoregressiveProposer):
 
     @abstractmethod
     def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        """Take in tokens (B, W), row b left-padded by pads[b], behind the rows as they are `there`; logits (B, 1, K)
+        """Take in tokens (B, W), row b left-padded by pads[b], behind the rows as they are `device_lengths`; logits (B, 1, K)
         after them. pads: (B, 1) int64."""
 
     def begin(self, context: Context) -> None:
@@ -90,12 +90,12 @@ class RecordedDrafts(AutoregressiveProposer):
         launched = ahead or self._replayed(context, depth, chain, self._inputs(context, depth, missing, states))
         return self._taken(context, launched, chain, missing)
 
-    def _draft_ahead(self, context: Context, gained: Gained) -> None:
+    def _draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
         """See `Proposer.draft_ahead`: for what keeps nothing of its drafts."""
         chain = self._in_chains(context)
-        depth = self._depth(context, chain) if gained.tokens.shape[1] <= WIDTHS[-1] else 0
+        depth = self._depth(context, chain) if new_tokens.tokens.shape[1] <= WIDTHS[-1] else 0
         if depth:
-            self._ahead = self._replayed(context, depth, chain, self._inputs_ahead(context, depth, gained))
+            self._ahead = self._replayed(context, depth, chain, self._inputs_ahead(context, depth, new_tokens))
 
     def _book_recorded(self, context: Context, depth: int) -> None:
         for _ in range(depth):
@@ -123,9 +123,9 @@ class RecordedDrafts(AutoregressiveProposer):
         """What `_made` is of, as far as it is data."""
         width = self._wide_enough(max(missing))
         pads = [width - count for count in missing]
-        room = [room + count for room, count in zip(context.drafting_room, missing, strict=True)]
-        begins, room_there, pads_there = uploaded([self._begins(context), room, pads], context.tokens.device)
-        inputs = {"tokens": context.last_tokens(width), "begins": begins, "room": room_there, "pads": pads_there}
+        budget = [budget + count for budget, count in zip(context.drafting_budget, missing, strict=True)]
+        begins, device_budget, device_pads = uploaded([self._begins(context), budget, pads], context.tokens.device)
+        inputs = {"tokens": context.last_tokens(width), "begins": begins, "budget": device_budget, "pads": device_pads}
         if states is not None:
             more = width - states.shape[1]
             inputs["states"] = nn.functional.pad(states, (0, 0, more, 0)) if more >= 0 else states[:, -width:]
@@ -134,18 +134,18 @@ class RecordedDrafts(AutoregressiveProposer):
             inputs["noise"] = context.noise.ahead(first, depth)
         return inputs
 
-    def _inputs_ahead(self, context: Context, depth: int, gained: Gained) -> dict[str, Tensor]:
+    def _inputs_ahead(self, context: Context, depth: int, new_tokens: NewTokens) -> dict[str, Tensor]:
         """The same behind what the rows gain in this round."""
-        most = self._wide_enough(gained.tokens.shape[1])
-        gained = gained.padded(most)
-        begins, room = uploaded([self._begins(context), context.drafting_room], gained.pads.device)
-        inputs = {"tokens": gained.tokens, "begins": begins, "room": room, "pads": gained.pads}
-        if gained.states is not None:
-            inputs["states"] = gained.states
+        most = self._wide_enough(new_tokens.tokens.shape[1])
+        new_tokens = new_tokens.padded(most)
+        begins, budget = uploaded([self._begins(context), context.drafting_budget], new_tokens.pads.device)
+        inputs = {"tokens": new_tokens.tokens, "begins": begins, "budget": budget, "pads": new_tokens.pads}
+        if new_tokens.states is not None:
+            inputs["states"] = new_tokens.states
         if context.noise is not None:
             first = [end - context.start + 1 for end in context.ends]
             noise = context.noise.ahead(first, most - 1 + depth)
-            place = torch.arange(depth, device=noise.device) + (most - 1 - gained.pads)[:, None]
+            place = torch.arange(depth, device=noise.device) + (most - 1 - new_tokens.pads)[:, None]
             inputs["noise"] = noise.gather(1, place[..., None].expand(-1, -1, noise.shape[-1]))
         return inputs
 
@@ -193,12 +193,12 @@ class RecordedDrafts(AutoregressiveProposer):
         key: object,
         tokens: Tensor,
         begins: Tensor,
-        room: Tensor,
+        budget: Tensor,
         pads: Tensor,
         states: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What is recorded. begins, room: (B,) int64, length and room before the tokens (B, W). pads: (B,), theirs."""
+        """What is recorded. begins, budget: (B,) int64, length and room before the tokens (B, W). pads: (B,), theirs."""
         (B, W), rows = tokens.shape, self.rows
         still = replace(
             context,
@@ -206,19 +206,19 @@ class RecordedDrafts(AutoregressiveProposer):
             pads=[0] * B,
             ends=[W] * B,
             active=[True] * B,
-            room=[depth] * B,
-            room_there=(room - W + pads).clamp(min=0),
+            budget=[depth] * B,
+            device_budget=(budget - W + pads).clamp(min=0),
             pacer=Decided(depth, chain),
             features=None,
             noise=None if noise is None else GivenNoise(noise),
             start=W,
         )
-        rows.there, rows.pending = begins[:, None], 0
+        rows.device_lengths, rows.pending = begins[:, None], 0
         try:
             logits = self._read_behind(tokens, states, pads[:, None])
             draft = self._grown(still, logits, depth)
         finally:
-            rows.there = None
+            rows.device_lengths = None
         self._pending[key] = rows.pending
         return _as_tensors(draft)
 
@@ -246,15 +246,22 @@ class GivenNoise(Noise):
 
 def _as_tensors(draft: DraftTree) -> dict[str, Tensor]:
     """All of a deterministic draft, by name."""
-    keys = {} if draft.keys is None else {"keys": draft.keys}
+    confidence_bins = {} if draft.confidence_bins is None else {"confidence_bins": draft.confidence_bins}
     notes = {f"note {name}": note for name, note in draft.notes.items()}
-    return {"tokens": draft.tokens, "parents": draft.parents, **keys, **notes}
+    return {"tokens": draft.tokens, "parents": draft.parents, **confidence_bins, **notes}
 
 
 def _as_draft(made: Mapping[str, Tensor], chain: bool, depth: int) -> DraftTree:
     notes = {name.removeprefix("note "): note for name, note in made.items() if name.startswith("note ")}
     levels = None if chain else depth
-    return DraftTree(made["tokens"], made["parents"], chain=chain, keys=made.get("keys"), levels=levels, notes=notes)
+    return DraftTree(
+        made["tokens"],
+        made["parents"],
+        chain=chain,
+        confidence_bins=made.get("confidence_bins"),
+        levels=levels,
+        notes=notes,
+    )
 
 
 def _first(draft: DraftTree, size: int, context: Context) -> DraftTree:

@@ -18,10 +18,10 @@ from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.capability import Capability, capability, draft_positions
 from specdec.models.encoder import unfit
 from specdec.models.int8_linear import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
-from specdec.models.introspection import bare, device_of, end_tokens, require_lm_head, spread
+from specdec.models.introspection import device_of, end_tokens, is_sharded, require_lm_head, unwrap_model
 from specdec.models.loading import load
 from specdec.models.runner import ModelRunner
-from specdec.models.static_forward import Graphs, cannot_capture
+from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
 from specdec.proposers.base import LARGEST_PADDING, Context
 from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
@@ -64,19 +64,19 @@ class DraftModelProposer(RecordedDrafts):
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._path = model if isinstance(model, str) else None  # then it goes where the target is
-        self.model = load(model, like) if isinstance(model, str) else bare(model)
+        self.model = load(model, like) if isinstance(model, str) else unwrap_model(model)
         require_lm_head(self.model)
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
         self._settle()
 
-    _graphs: Graphs | None = None
+    _static_forward: StaticForward | None = None
 
     def check(self, target: PreTrainedModel) -> None:
         self._check_vocabulary(target)
         if reason := unfit(self.model, target):
             raise ValueError(f"{reason}: choose a draft model of the target's kind")
-        if spread(self.model):
+        if is_sharded(self.model):
             raise ValueError(
                 "the draft model's weights lie in several processes, which would have to draft together: load it whole "
                 "in each of them"
@@ -124,14 +124,16 @@ class DraftModelProposer(RecordedDrafts):
         sized: its drafts may be recorded.
         """
         view = in_eval_mode(self._view)
-        graphs = self._graphs if self._graphs is not None and not self._graphs.refused else None
+        static_forward = (
+            self._static_forward if self._static_forward is not None and not self._static_forward.refused else None
+        )
         if masks == "own" or view is not self._view:
-            graphs = None
-        return ModelRunner(view, masks, graphs=graphs, sized=sized and masks != "own")
+            static_forward = None
+        return ModelRunner(view, masks, static_forward=static_forward, sized=sized and masks != "own")
 
     def capture(self, compiled: bool) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
-            self._graphs = Graphs(self.model, compiled=compiled)
+            self._static_forward = StaticForward(self.model, compiled=compiled)
 
     def propose(self, context: Context) -> DraftTree:
         if self._idle:
@@ -164,7 +166,9 @@ class DraftModelProposer(RecordedDrafts):
         self._positions = min((most for most in (said, found) if most is not None), default=None)
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
-        self.runner.source = None if context.source is None else context.source.beside(in_eval_mode(self.model))
+        self.runner.encoder_outputs = (
+            None if context.encoder_outputs is None else context.encoder_outputs.beside(in_eval_mode(self.model))
+        )
         self.runner.start(context.batch_size)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
@@ -179,9 +183,9 @@ class DraftModelProposer(RecordedDrafts):
         if most is None:
             return context
         lengths = self._lengths(context)
-        room = [max(0, min(room, most - length)) for room, length in zip(context.room, lengths, strict=True)]
+        budget = [max(0, min(budget, most - length)) for budget, length in zip(context.budget, lengths, strict=True)]
         active = [alive and most > length for alive, length in zip(context.active, lengths, strict=True)]
-        return replace(context, room=room, active=active)
+        return replace(context, budget=budget, active=active)
 
     def _lengths(self, context: Context) -> list[int]:
         """Tokens of each row's text, as the draft model has them."""
@@ -214,7 +218,7 @@ class DraftModelProposer(RecordedDrafts):
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
-        if most is not None and self.runner.there is None and max(self.runner.lengths) >= most:
+        if most is not None and self.runner.device_lengths is None and max(self.runner.lengths) >= most:
             # A row that has no room may have been read up to the last position: its nodes are run there.
             left = [most - 1 - length for length in self.runner.lengths]
             depth = torch.minimum(depth, uploaded(left, depth.device)[:, None])

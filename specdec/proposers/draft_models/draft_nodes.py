@@ -30,10 +30,10 @@ class Stepped:
     levels: int = 0
 
     @classmethod
-    def none(cls, root: Tensor, room: Tensor | None) -> Stepped:
+    def none(cls, root: Tensor, budget: Tensor | None) -> Stepped:
         """Behind the roots (B,), with room for so many more tokens (B,); None: for whatever is drafted."""
         nothing = root[:, None][:, :0]
-        deepest = None if room is None else (room - 1).clamp(min=0)[:, None]
+        deepest = None if budget is None else (budget - 1).clamp(min=0)[:, None]
         return cls(nothing, nothing, nothing[..., None].bool(), deepest)
 
     def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from specdec.models.introspection import decoder_layers, spread
+from specdec.models.introspection import decoder_layers, is_sharded
 from specdec.models.recurrent_layers import has_states
 from specdec.models.runner import ModelRunner
 from specdec.models.views import view
@@ -61,7 +61,7 @@ class EarlyExitProposer(AutoregressiveProposer):
             raise ValueError(
                 f"{type(target).__name__} has recurrent layers, whose states a draft of its own layers would change"
             )
-        if spread(target):
+        if is_sharded(target):
             raise ValueError("the target's weights lie in several processes, which would have to draft together")
         self._shorter = shorter(target, self.layers)
 
@@ -72,7 +72,9 @@ class EarlyExitProposer(AutoregressiveProposer):
         super().begin(context)
         assert context.target is not None
         assert context.cache is not None
-        self.runner = ModelRunner(shorter(context.target, self.layers), context.masks, source=context.source)
+        self.runner = ModelRunner(
+            shorter(context.target, self.layers), context.masks, encoder_outputs=context.encoder_outputs
+        )
         self.runner.cache = context.cache
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
@@ -86,7 +88,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         """The target has read all but the root."""
         start, root = clock(), context.root[:, None]
         self.runner.pending = 0
-        deepest = [room if active else -1 for room, active in zip(context.room, context.active, strict=True)]
+        deepest = [budget if active else -1 for budget, active in zip(context.budget, context.active, strict=True)]
         self._deepest_nodes = uploaded(deepest, root.device)[:, None] if min(deepest) < 1 else None
         depth = self._placed(torch.zeros_like(root))
         logits = self.runner.grow(root, depth, torch.ones_like(root)[..., None].bool(), chain=True).logits

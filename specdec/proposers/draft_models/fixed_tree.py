@@ -35,7 +35,7 @@ def fitted(
 ) -> DraftTree:
     """The tree with each row cut to its room, and children that could not be drawn (-1) taken out."""
     B = len(tokens)
-    fits = [[level <= most for level in depth] for most in context.drafting_room]
+    fits = [[level <= most for level in depth] for most in context.drafting_budget]
     shape, fitting = uploaded([[list(parents)] * B, fits], tokens.device)
     above, below = uploaded(_relatives(parents), tokens.device).bool()  # (N, N) each
     possible = fitting.bool() & (tokens >= 0)

@@ -79,22 +79,22 @@ class TranslatedDraftProposer(DraftModelProposer):
     def begin(self, context: Context) -> None:
         super().begin(context)
         # Per row: tokens of the text that were spelled, and of those what the draft model has still to read.
-        self._told = [0] * context.batch_size
+        self._sent = [0] * context.batch_size
         self._unread = [list(self._begin_with) for _ in range(context.batch_size)]
 
     def propose(self, context: Context) -> DraftTree:
         for b, (end, pad, active) in enumerate(zip(context.ends, context.pads, context.active, strict=True)):
-            if active and end - pad > self._told[b]:
-                new = context.recent(b, end - pad - self._told[b])
+            if active and end - pad > self._sent[b]:
+                new = context.recent(b, end - pad - self._sent[b])
                 self._unread[b] += [token for word in new for token in self._spelled[word]]
-                self._told[b] = end - pad
+                self._sent[b] = end - pad
         return super().propose(context)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         before = list(self.runner.lengths)
         super().observe(draft, verdict, accepted)
-        self._told = [
-            told + after - had for told, after, had in zip(self._told, self.runner.lengths, before, strict=True)
+        self._sent = [
+            told + after - had for told, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
         ]
 
     def _lengths(self, context: Context) -> list[int]:

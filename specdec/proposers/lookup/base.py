@@ -41,7 +41,7 @@ class Lookup(Proposer):
         """As much as pays of what `expect` found. gains: what it returned."""
 
 
-def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
+def new_tokens(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
     """Of each row worth drafting for, the tokens behind the first `known[b]`."""
     lengths = context.lengths
     return {b: context.recent(b, lengths[b] - known[b]) for b in context.rows}
@@ -49,7 +49,7 @@ def gained(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
 
 def longest(context: Context, row: int) -> int:
     """How many tokens are looked up for a row: not many more than it can take, however long drafts may be."""
-    return min(context.pacer.limit, max(LONGEST, context.room[row]))
+    return min(context.pacer.limit, max(LONGEST, context.budget[row]))
 
 
 def kind_of(length: int) -> int:

@@ -14,10 +14,10 @@ from specdec.proposers.lookup.base import (
     LIKELY,
     Lookup,
     agreeing,
-    gained,
     kind_of,
     laid_out,
     longest,
+    new_tokens,
     writable,
 )
 from specdec.proposers.pacing.pacer import Pacer
@@ -65,7 +65,7 @@ class NgramProposer(Lookup):
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
             return []
-        for b, tokens in gained(context, self._known).items():
+        for b, tokens in new_tokens(context, self._known).items():
             self._read(b, tokens, pacer)
             self._found[b] = self._lookup(b, longest(context, b))
             self.guesses[b] = self._found[b][0] if self._found[b] else None
@@ -81,7 +81,7 @@ class NgramProposer(Lookup):
         if length == 0:
             return DraftTree.root_only(context.root)
         if self.continuations > 1 and not context.chains_only:
-            cut = [min(length, room) for room in context.room]
+            cut = [min(length, budget) for budget in context.budget]
             return laid_out(
                 context, [_side_by_side([g.tokens[: cut[b]] for g in row]) for b, row in enumerate(self._found)]
             )
@@ -92,7 +92,7 @@ class NgramProposer(Lookup):
         accepted where the text went the same way."""
         guess = self.guesses[b]
         if guess is not None:
-            pacer.observe_keys(guess.keys[: len(tokens)], agreeing(guess.tokens, tokens))
+            pacer.observe_confidence(guess.confidence_bins[: len(tokens)], agreeing(guess.tokens, tokens))
         text, index = self._texts[b], self._index[b]
         for token in tokens:
             text.append(token)
@@ -120,12 +120,12 @@ class NgramProposer(Lookup):
 
     def _gains(self, context: Context, pacer: Pacer) -> list[float]:
         """See `expect`; a row counts as far as it has room."""
-        found = [context.room[b] for b in context.rows if self.guesses[b] is not None]
+        found = [context.budget[b] for b in context.rows if self.guesses[b] is not None]
         gains = [0.0] * min(max(found, default=0), pacer.limit)  # room may be for millions
         for b in context.rows:
             guess, chance, rate = self.guesses[b], 1.0, None
             if guess is not None:
-                for depth, key in enumerate(guess.keys[: min(context.room[b], pacer.limit)]):
+                for depth, key in enumerate(guess.confidence_bins[: min(context.budget[b], pacer.limit)]):
                     # What is seldom seen is like the token before it; of the first, like other texts' was.
                     rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
                     chance *= rate
@@ -141,7 +141,7 @@ class Guess:
     tokens: list[int]
 
     @property
-    def keys(self) -> list[tuple[str, int]]:
+    def confidence_bins(self) -> list[tuple[str, int]]:
         """What tells its tokens' chances apart: a token that came true made the match longer."""
         return [("ngram", kind_of(self.length + depth)) for depth in range(len(self.tokens))]
 

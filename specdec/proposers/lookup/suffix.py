@@ -15,7 +15,7 @@ from itertools import count
 from transformers import PreTrainedModel
 
 from specdec.proposers.base import Context
-from specdec.proposers.lookup.base import LIKELY, Lookup, gained, kind_of, laid_out, longest, writable
+from specdec.proposers.lookup.base import LIKELY, Lookup, kind_of, laid_out, longest, new_tokens, writable
 from specdec.proposers.lookup.text_memory import Match, TextMemory
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
@@ -90,7 +90,7 @@ class SuffixProposer(Lookup):
         self._best = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
             return []
-        for b, tokens in gained(context, self._known).items():
+        for b, tokens in new_tokens(context, self._known).items():
             self._learn(self._found[b], tokens, pacer)
             self._known[b] += len(tokens)
             self.memory.write(self._numbers[b], tokens)
@@ -98,7 +98,7 @@ class SuffixProposer(Lookup):
             self._matches[b] = self.memory.matches(self._numbers[b], longest(context, b), near)
             self._found[b] = _grown(self._matches[b], context.vocab_size)
             chains_only = self.chains_only or context.chains_only
-            self._best[b] = _ranked(self._found[b], context.room[b], pacer, chains_only)
+            self._best[b] = _ranked(self._found[b], context.budget[b], pacer, chains_only)
         gains = [0.0] * max(map(len, self._best))
         for row in self._best:
             for i, (chance, *_) in enumerate(row):
@@ -140,13 +140,13 @@ def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
     return root
 
 
-def _ranked(root: Node, room: int, pacer: Pacer, chains_only: bool) -> list[tuple[float, int, int]]:
+def _ranked(root: Node, budget: int, pacer: Pacer, chains_only: bool) -> list[tuple[float, int, int]]:
     """The nodes that are likeliest to be accepted, best first: chance, token, place of the parent (-1: the root)."""
     out: list[tuple[float, int, int]] = []
     order = count()  # of equals, whoever came first
     waiting: list[tuple[float, int, float, int, int, Node]] = []
 
-    def look_at(node: Node, chance: float, rate: float | None, place: int, depth: int) -> None:
+    def visit(node: Node, chance: float, rate: float | None, place: int, depth: int) -> None:
         alone = rate if len(node.children) == 1 else None  # where places agree, the next token is as good as the last
         rates = [
             (pacer.acceptance.rate(child.key, like=child.likely if alone is None else alone), child)
@@ -157,10 +157,10 @@ def _ranked(root: Node, room: int, pacer: Pacer, chains_only: bool) -> list[tupl
         for rate, child in rates:
             heappush(waiting, (-chance * rate, next(order), rate, place, depth, child))
 
-    look_at(root, 1.0, None, -1, 1)
+    visit(root, 1.0, None, -1, 1)
     while waiting and len(out) < pacer.limit:
         chance, _, rate, parent, depth, node = heappop(waiting)
         out.append((-chance, node.token, parent))
-        if depth < room:
-            look_at(node, -chance, rate, len(out) - 1, depth + 1)
+        if depth < budget:
+            visit(node, -chance, rate, len(out) - 1, depth + 1)
     return out

@@ -1,4 +1,4 @@
-"""`KeptCosts`: what passes cost on this machine, kept between processes in the cache folder.
+"""`CostStore`: what passes cost on this machine, kept between processes in the cache folder.
 
 Owns a small file per kind of call, and what tells machines and models apart. Knows nothing of what costs are for. What
 cannot be read, or written, is as good as none: pacing then learns by itself, as it does where $SPECDEC_KEEP_COSTS is 0.
@@ -28,7 +28,7 @@ CHANGE = 1.25  # times what is kept: then it is worth another file
 UNSURE = 2  # passes of a size that a file vouches for at most: the next ones count
 
 
-class KeptCosts:
+class CostStore:
     """Of calls of one kind: a target, how many rows, and what drafts for it.
 
     Args:

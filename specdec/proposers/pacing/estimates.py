@@ -1,4 +1,4 @@
-"""`Learnt`: what passes cost here and what gets accepted, as earlier rounds showed it.
+"""`Estimates`: what passes cost here and what gets accepted, as earlier rounds showed it.
 
 Owns the estimates. Knows nothing of the decisions made from them (see `pacing`). Calls of one kind share them, threads
 too, without locks: each estimate is one value that is replaced whole. Of two updates at once one may be lost; none is
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import sqrt
 from statistics import median
 
-SIZES = tuple(2**i for i in range(8))  # nodes per row that captured passes are run in (`graphs.nodes_of_size`)
+SIZES = tuple(2**i for i in range(8))  # nodes per row that captured passes are run in (`static_forward.nodes_of_size`)
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes per row of passes that are taken to cost the same
 STEPS = 15  # recent draft passes that are remembered
 PRIOR_STEP = 0.25  # of a target pass: a draft pass that has not been measured yet
@@ -226,7 +226,7 @@ class DraftCost:
         self._read_out = (*self._read_out[1 - STEPS :], seconds)
 
 
-class Learnt:
+class Estimates:
     """What calls of one kind, a batch size and sampling or not, learn from each other, also at the same time.
 
     Attributes:
@@ -241,9 +241,9 @@ class Learnt:
         self._expected = (0.75, 2)
         self._pace = (0.0, 0.0)  # seconds and tokens of recent rounds, moving sums
 
-    def apart(self) -> Learnt:
+    def apart(self) -> Estimates:
         """For a proposer that drafts in some of the rounds: all the same, but a pace of its own."""
-        other = Learnt(self.verify, self.draft)
+        other = Estimates(self.verify, self.draft)
         other.acceptance, other.budget = self.acceptance, self.budget
         return other
 
@@ -272,7 +272,7 @@ class Learnt:
         seconds, tokens = self._pace
         return seconds / tokens if tokens else None
 
-    def observe_pace(self, seconds: float, gained: float) -> None:
+    def observe_pace(self, seconds: float, new_tokens: float) -> None:
         """Book what a round took and how many tokens it gained over all rows."""
         old_seconds, old_tokens = self._pace
-        self._pace = (0.9 * old_seconds + seconds, 0.9 * old_tokens + gained)
+        self._pace = (0.9 * old_seconds + seconds, 0.9 * old_tokens + new_tokens)

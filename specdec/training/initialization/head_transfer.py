@@ -102,12 +102,12 @@ def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     Args:
         weight: (N,) of the rows; None: all alike.
     """
-    spread = _spread(x)
-    x = x / spread
+    is_sharded = _spread(x)
+    x = x / is_sharded
     weighted = x if weight is None else x * (weight / weight.mean())[:, None]
     square = weighted.T @ x
     ridge = RIDGE * len(x) * torch.eye(len(square), device=x.device)
-    return torch.linalg.solve(square + ridge, weighted.T @ y).T / spread
+    return torch.linalg.solve(square + ridge, weighted.T @ y).T / is_sharded
 
 
 def _spread(x: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ def _last_attending(target: PreTrainedModel) -> nn.Module:
 
 def _neutral(norm: nn.Module) -> Tensor:
     """(H,) weight with which a norm like this one only norms: some multiply by 1 + weight."""
-    trial = copy.deepcopy(norm)
-    weight: Tensor = trial.weight  # type: ignore[assignment]
+    candidate = copy.deepcopy(norm)
+    weight: Tensor = candidate.weight  # type: ignore[assignment]
     unit = torch.ones_like(weight)
     for value in (1.0, 0.0):
         weight.fill_(value)
-        if torch.allclose(trial(unit), unit, atol=0.05):
+        if torch.allclose(candidate(unit), unit, atol=0.05):
             return weight.detach()
     raise ValueError(f"it is not known how to make a neutral {type(norm).__name__}")

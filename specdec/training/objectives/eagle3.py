@@ -122,20 +122,20 @@ class Objective(nn.Module):
         target_logits = self._target_logits.to(ids.device)
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
-        learnt = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
+        is_learned = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
         read, sure = [], []
         for first, step in enumerate(
             self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2)), start=2
         ):
-            read.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[learnt])
+            read.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[is_learned])
             if step.sure is not None:
-                sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[learnt])
-        rows = self.drafts(ids, learn, documents)[:, learnt]  # (steps, N) bool, of N learnt tokens
+                sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[is_learned])
+        rows = self.drafts(ids, learn, documents)[:, is_learned]  # (steps, N) bool, of N learnt tokens
         counts = rows.sum(-1) if counts is None else counts
         weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
         scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(read)]
         # The target chose a token from its state at the one before.
-        before, over_all = final.roll(1, 1)[learnt], over_all.roll(1, 1)[learnt]
+        before, over_all = final.roll(1, 1)[is_learned], over_all.roll(1, 1)[is_learned]
         choice = places(over_all[:, 1].long(), head.draft_to_target)
         truth = Truth(before, over_all[:, 0], choice, target_logits)
         out = torch.stack(read)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from specdec.data.packed_dataset import PADDING
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import beside, looked_up
+from specdec.heads.embeddings import beside, embed_tokens
 from specdec.heads.kinds import Head
 from specdec.models.hidden_states import FINAL
 from specdec.models.introspection import decoder_layers
@@ -86,7 +86,7 @@ class LocalTeacher(Teacher):
     """A target that is loaded here, also on several devices.
 
     Args:
-        normed: see `looked_up`. batch_tokens: see `Reader`.
+        normed: see `embed_tokens`. batch_tokens: see `Reader`.
     """
 
     def __init__(
@@ -132,11 +132,11 @@ def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
     """(V, H) as the target's embedding module gives it: Gemma's scales its rows.
 
     Args:
-        normed: see `looked_up`.
+        normed: see `embed_tokens`.
     """
     module = plain(target.get_input_embeddings())
     rows = beside(module.weight, torch.arange(module.weight.shape[0]))
-    return torch.cat([looked_up(module, part, normed) for part in rows.split(4096)])
+    return torch.cat([embed_tokens(module, part, normed) for part in rows.split(4096)])
 
 
 def fingerprint(target: PreTrainedModel) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.models.views import twin, view
+from specdec.models.views import shallow_copy_as, view
 
 CLOSE = 0.02  # of a product's size, by which it may be off in the row in the middle
 
@@ -33,7 +33,7 @@ class ByteLinear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> ByteLinear:
-        layer = twin(linear, cls)
+        layer = shallow_copy_as(linear, cls)
         layer.quantized, layer.scale = _rounded(linear.weight.detach().float())
         return layer
 

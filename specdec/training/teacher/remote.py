@@ -65,7 +65,7 @@ class ServedTeacher(LocalTeacher):
         lengths = [len(text) for text in texts]
         asked = {"fingerprint": self.fingerprint, "taps": self.taps, "texts": [text.tolist() for text in texts]}
         body = json.dumps(asked).encode()
-        states = _tried(self._address, lambda: load(_answer(f"{self._address}/states", body))["states"])
+        states = _with_retries(self._address, lambda: load(_answer(f"{self._address}/states", body))["states"])
         wide = (len(self.taps) + 1) * self.logits.weight.shape[-1]
         if tuple(states.shape) != (sum(lengths), wide):
             raise ValueError(
@@ -77,7 +77,7 @@ class ServedTeacher(LocalTeacher):
 
 def described(address: str) -> dict[str, Any]:
     """What a server says of its target: its name and fingerprint."""
-    found = _tried(address, lambda: json.loads(_answer(f"{address}/target")), tries=1)
+    found = _with_retries(address, lambda: json.loads(_answer(f"{address}/target")), tries=1)
     if not isinstance(found, dict) or "fingerprint" not in found:
         raise ValueError(f"{address} is no server of states: it answers {str(found)[:80]!r} to /target")
     return found
@@ -88,7 +88,7 @@ def _answer(address: str, body: bytes | None = None) -> bytes:
         return answer.read()
 
 
-def _tried(address: str, ask: Callable[[], Any], tries: int = TRIES) -> Any:
+def _with_retries(address: str, ask: Callable[[], Any], tries: int = TRIES) -> Any:
     """What is asked for, again if the line drops or the server is restarted."""
     for left in reversed(range(tries)):
         try:

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import align_module_device
 from torch import Tensor, nn
 
-from specdec.models.introspection import spread
+from specdec.models.introspection import is_sharded
 from specdec.models.views import whole
 
 M = TypeVar("M", bound=nn.Module)
@@ -19,7 +19,7 @@ def plain(module: M) -> M | nn.Linear:
     """The module itself, if it is so; else a copy: of one in several processes, all of which must ask, of one that
     accelerate keeps elsewhere, or of a linear layer that is quantised, in the format in which it multiplies.
     """
-    if spread(module):
+    if is_sharded(module):
         return whole(module)
     if any(type(weight) is nn.Parameter and weight.is_meta for weight in module.parameters(recurse=False)):
         with align_module_device(module):
