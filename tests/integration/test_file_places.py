@@ -8,7 +8,7 @@ import specdec
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
 from specdec.cli import common, errors
 from specdec.engine.hub import generate
-from specdec.engine.loop import SpeculativeLoop
+from specdec.engine.loop import Loop
 from specdec.heads import shipped
 from specdec.utils import namesake
 from tests.support import tiny
@@ -19,13 +19,13 @@ PACKAGE = Path(specdec.__file__).resolve().parent
 
 def test_only_proposers_from_elsewhere_have_their_drafts_checked(monkeypatch):
     """Checking a draft synchronises the host with the device once a call."""
-    checked, first_token = [], SpeculativeLoop._first_token
+    checked, first_token = [], Loop._first_token
 
     def noting(loop, prefill):
         checked.append(loop._unseen)
         first_token(loop, prefill)
 
-    monkeypatch.setattr(SpeculativeLoop, "_first_token", noting)
+    monkeypatch.setattr(Loop, "_first_token", noting)
     model = tiny.model("llama")
     for proposer in (NgramProposer(), DraftModelProposer(model), tiny.Garbage()):
         SpeculativeGenerator(model, proposer).generate(**tiny.prompts(5), max_new_tokens=2)
