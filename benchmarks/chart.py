@@ -1,6 +1,6 @@
 """A picture of the speed-ups that stand in tables of `benchmarks/results`.
 
-    python benchmarks/chart.py docs/images/speed-up.svg
+    python -m benchmarks.chart docs/images/speed-up.svg
 
 Reads the first table of each file, as `compare.py` printed it, and the line above it that names the machine: new
 tables, new picture.

@@ -1,7 +1,7 @@
 """What a GPU makes of specdec, unattended: speed over both of transformers' ways, rounds, launches, memory, parity.
 
-    python benchmarks/gpu.py --out results             # on a GPU, under 8 minutes, nothing is downloaded
-    python benchmarks/gpu.py --out results --small     # anywhere: tiny models, to see that it runs
+    python -m benchmarks.gpu --out results             # on a GPU, under 8 minutes, nothing is downloaded
+    python -m benchmarks.gpu --out results --small     # anywhere: tiny models, to see that it runs
 
 Models have real shapes and random weights (`counting`), acceptance is set (`Replay`), and verification real. Each part
 is a process of its own, within a time of its own, and writes a line of JSON per measurement as it comes: what fails or
@@ -24,17 +24,16 @@ from time import perf_counter
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import counting
-import machine
 import torch
 import typer
-from methods import assisted as in_assisted
-from replay import Replay
-from table import number, table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import counting, machine
+from benchmarks.harness.methods import assisted as in_assisted
+from benchmarks.harness.replay import Replay
+from benchmarks.harness.table import number, table
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec.engine.report import Report
 from specdec.heads.eagle3.head import Eagle3Head
@@ -403,7 +402,7 @@ def run_all(out: Path, setting: Setting, seconds: float) -> None:
 
 def command(out: Path, part: str, setting: Setting) -> list[str]:
     options = ["--out", str(out), "--part", part, "--new-tokens", str(setting.new_tokens)]
-    return [sys.executable, __file__, *options, *(["--small"] if setting.small else [])]
+    return [sys.executable, "-m", __spec__.name, *options, *(["--small"] if setting.small else [])]
 
 
 def run_part(command: list[str], seconds: float) -> str | None:

@@ -21,7 +21,7 @@ from specdec.utils.device_copies import uploaded
 
 LENGTHS = (1, 2, 3, 5, 8, 16)  # of matches that are told apart, in tokens; the last kind is of longer ones
 # How often the next token was the one that stood behind a match of these kinds, of answers that nobody knew before
-# (Qwen2.5-Coder-0.5B-Instruct's: `benchmarks/lookups.py --matches`). What texts show soon counts for more.
+# (Qwen2.5-Coder-0.5B-Instruct's: `benchmarks/regression/lookups.py --matches`). What texts show soon counts for more.
 LIKELY = (0.23, 0.52, 0.62, 0.72, 0.79, 0.87, 0.97)
 
 

@@ -1,7 +1,7 @@
 """Memory over long prompts: at most while generating, and what the cache holds per kind of layer, beside plain.
 
-    python benchmarks/long_prompts.py --target full --target windows --lengths 1024,8192,32768
-    python benchmarks/long_prompts.py --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
+    python -m benchmarks.regression.long_prompts --target full --target windows --lengths 1024,8192,32768
+    python -m benchmarks.regression.long_prompts --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
 
 `full` and `windows` are small random models: all layers see everything, or five of six the last 512 tokens (Gemma 3).
 Each figure is of a process of its own, over what it held before it generated. Ragged rows: each an eighth shorter.
@@ -17,14 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from memory import status
-from table import table
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.memory import status
+from benchmarks.harness.table import table
 from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
 from specdec.models.capability import capability
 from specdec.models.compat import CACHE
@@ -149,7 +149,8 @@ def _apart(name: str, dtype: str, method: str, length: int, batch: int, new: int
     what = json.dumps([method, length, batch])
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        __spec__.name,
         "--target",
         name,
         "--dtype",

@@ -1,7 +1,7 @@
 """Other libraries' speculative decoding as methods of the catalogue, where they are installed: economize and flashspec.
 
     python -m venv peers && peers/bin/pip install -c constraints.txt -e '.[demo]' economize==0.3.2 flashspec==0.3.1
-    peers/bin/python benchmarks/spec_bench.py ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
+    peers/bin/python -m benchmarks.spec_bench ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
 
 Both draft a fixed number of tokens a round: of several settings a reader takes the best. economize's names end with a
 round's tokens, the one behind the draft among them; flashspec's with what lookups draft, its composites' with that (g)
@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from options import Bench
+
+from benchmarks.harness.options import Bench
 
 Generate = Callable[..., Any]
 NAMES = ("economize-", "flashspec-")  # that their methods' names begin with

@@ -1,6 +1,6 @@
 """What lookups find in calls that repeat each other, counted: the same on every machine, however busy.
 
-    python benchmarks/lookups.py --target PATH
+    python -m benchmarks.regression.lookups --target PATH
 
 The calls of repeated.py are answered once, or --texts gives answers. Then n-grams and the memory of earlier calls draft
 for these very texts, with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most"
@@ -18,11 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from repeated import JOBS
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness.table import table
+from benchmarks.regression.repeated import JOBS
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
 from specdec.proposers.base import Context

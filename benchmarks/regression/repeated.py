@@ -1,6 +1,6 @@
 """Calls that repeat each other, as agents make them: plain decoding, n-grams, and a memory of earlier calls, in turns.
 
-    python benchmarks/repeated.py --target PATH --dtype float32
+    python -m benchmarks.regression.repeated --target PATH --dtype float32
 
 Three jobs, all of text that comes with Python: the same file edited call after call, a table queried again and again,
 questions about the same passages. Every method sees the same calls in the same order.
@@ -16,13 +16,13 @@ from itertools import islice
 from time import perf_counter
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.table import table
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
 from specdec.evaluation.timing import Clock

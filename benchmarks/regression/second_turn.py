@@ -1,6 +1,6 @@
 """A conversation's second turn: seconds to its first token and in all, with the first turn's cache and without.
 
-    python benchmarks/second_turn.py --target PATH --proposer ngram --proposer eagle3
+    python -m benchmarks.regression.second_turn --target PATH --proposer ngram --proposer eagle3
 
 With the first turn's cache only the new turn is read. All methods go on from the very same first turn, plain
 decoding's, and must write the same second one.
@@ -13,13 +13,13 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.table import table
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.evaluation.timing import Clock

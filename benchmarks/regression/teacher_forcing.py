@@ -1,6 +1,6 @@
 """How many tokens of heads' drafts are right in what the target itself writes, by group of questions.
 
-    python benchmarks/teacher_forcing.py --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
+    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
 
 Behind every position of the target's greedy answers a chain is drafted, in a few passes over the text: minutes where
 decoding takes an hour, all heads at the same positions, and the same counts however busy the machine is. At T = 1 a
@@ -17,13 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
-from options import Bench, Options
-from prompts import Job
-from table import number, table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.table import number, table
 from specdec import SpeculativeGenerator
 from specdec.heads.kinds import Head
 from specdec.models.hidden_states import Taps

@@ -1,8 +1,8 @@
 """What a round asks of a GPU: times the host waits, kernels launched, copies sent to it. Counted, not timed: no GPU.
 
-    python benchmarks/launches.py
-    python benchmarks/launches.py --proposer "eagle3 tree" --where      # which lines
-    python benchmarks/launches.py --recorded --max-new-tokens 60        # rounds that are replayed
+    python -m benchmarks.regression.launches
+    python -m benchmarks.regression.launches --proposer "eagle3 tree" --where      # which lines
+    python -m benchmarks.regression.launches --recorded --max-new-tokens 60        # rounds that are replayed
 
 Tiny models on a pretended device (`tests/support/pretend.py`): counts outside of models hold for any model but for what is done
 once per layer (writing and moving keys and values), those inside are of 4 layers.
@@ -11,7 +11,6 @@ once per layer (writing and moving keys and values), those inside are of 4 layer
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Annotated
 import pytest
 import torch
 import typer
-from table import number, table
+
+from benchmarks.harness.table import number, table
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support import launches, pretend, static
 
