@@ -1,7 +1,7 @@
 """Properties of a transformers model that follow from its class and config, without running it.
 
-These are the model inside PEFT adapters or `torch.compile`, its device, its layers and their attention kinds, the
-parameters of its forward pass, its end tokens and its placeholder tokens of images, videos and audio.
+These are the model inside PEFT adapters or `torch.compile`, its device, layers and attention kinds. Also the parameters
+of its forward pass, its end tokens, and its placeholder tokens of images, videos and audio.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def is_sharded(model: nn.Module) -> bool:
     """Return whether other processes hold parts of the weights.
 
     Sharded weights are DTensors (tensor parallelism, FSDP2) or have DeepSpeed's ZeRO-3 attributes (0.19). During a pass
-    FSDP2 replaces gathered weights by plain tensors, so its modules are checked as well.
+    FSDP2 replaces gathered weights with plain tensors, so its modules are checked as well.
     """
     split = any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters())
     return split or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())

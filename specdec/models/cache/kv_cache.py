@@ -22,7 +22,7 @@ class SpeculativeCache(Cache):
     """KV cache with preallocated buffers (B, heads, slots, dim) per layer and a committed length per row.
 
     Before a forward pass, `place` sets where its tokens go. Each layer's `update` writes there and returns the keys and
-    values that attention may see; `held` gives their positions. `commit` then makes a part of the tokens count.
+    values that attention may see; `held` gives their positions. Tokens count only once `commit` has grown the row.
 
     Args:
         batch_size: B.
@@ -170,7 +170,7 @@ class SpeculativeCache(Cache):
         return None if positions is None else positions[..., :count]
 
     def adopt(self, row: int, other: SpeculativeCache) -> None:
-        """Replace row `row` by the only row of `other`, a cache of the same model."""
+        """Replace row `row` with the only row of `other`, a cache of the same model."""
         self.states.settle(self.lengths)
         other.states.settle(other.lengths)
         self.states.adopt(row, other.states)

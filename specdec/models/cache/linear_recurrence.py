@@ -4,7 +4,7 @@ A recurrence lets a state S (K, V) decay, and adds the outer product of a key an
 
     S_i = exp(g_i) S_parent(i) + k_i u_i^T      g_i: one number (gated delta net, Mamba2), or one for each of K (KDA)
 
-Along a path, S_i = exp(c_i) S + sum_j exp(c_i - c_j) k_j u_j^T over node i and its ancestors j. Here S is the state
+Along a path S_i = exp(c_i) S + sum_j exp(c_i - c_j) k_j u_j^T, summed over node i and its ancestors j. S is the state
 before the draft, and c_i is the sum of g from there down to i. Neither an order of nodes nor a state per node is
 needed: a matrix of ancestors replaces the triangle of chunked kernels (STree, 2505.14969, for Mamba2). In a delta rule
 u_i is beta_i (v_i - k_i^T exp(g_i) S_parent(i)), a triangular system over the same matrix.

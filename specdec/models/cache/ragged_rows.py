@@ -115,7 +115,7 @@ class CachedRows:
         return width == 1 and self.aligned and near and (chain or not self.pending)
 
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
-        """Replace the rows by `batch_size` empty ones; keeps_all: see `SpeculativeCache`."""
+        """Replace the rows with `batch_size` empty ones; keeps_all: see `SpeculativeCache`."""
         self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized)
         self.pending = 0
 

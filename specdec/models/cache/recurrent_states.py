@@ -314,7 +314,7 @@ class States:
             part.state = part.state[list(rows)]
 
     def adopt(self, row: int, other: States) -> None:
-        """Replace row `row` by the only row of `other`. Call `settle` on both first."""
+        """Replace row `row` with the only row of `other`. Call `settle` on both first."""
         self._at[row] = other._at[0]
         for place, window in other.windows.items():
             if place not in self.windows:
