@@ -986,7 +986,7 @@ def test_a_draft_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("layout", get_args(HeadLayout))
 def test_a_draft_that_is_a_head(layout, tmp_path):
     save(eagle3.head(), tmp_path, layout)
-    with pytest.raises(ValueError, match='is an EAGLE head, no model of its own: pass "eagle3:'):
+    with pytest.raises(ValueError, match='is an EAGLE head, not a model: pass "eagle3:'):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path}")
 
 
