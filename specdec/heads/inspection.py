@@ -1,4 +1,4 @@
-"""`describe`: a checkpoint in words, as `specdec inspect` prints it."""
+"""`describe`: text summary of a checkpoint, as `specdec inspect` prints it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SURE = {"config": "its config says so", "weights": "its weights show it", "assum
 
 
 def describe(checkpoint: Understood) -> str:
-    """Every key used, missing and unused, every field and how sure it is."""
+    """List every config field with its source, and every tensor that is used, ignored or borrowed."""
     lines = [f"{checkpoint.path}: {checkpoint.format}", "", "fields"]
     width = max(len(field.name) for field in checkpoint.fields)
     for field in checkpoint.fields:
