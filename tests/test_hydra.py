@@ -300,12 +300,12 @@ def without(*ends):
     [
         (without("hydra_mlp.1.0.res_connection.bias"), {}, "lacks heads.1.blocks.0.res_connection.bias"),
         (without("q_proj.weight"), {}, "lacks prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
-        (lambda tensors: tensors | {"other": torch.zeros(2)}, {}, "holds other, which this kind of head has no place"),
+        (lambda tensors: tensors | {"other": torch.zeros(2)}, {}, "holds other, which this kind of head does not have"),
         (lambda tensors: {"other": torch.zeros(2)}, {}, "these are no Hydra heads"),
         (
             lambda tensors: tensors | {"hydra_lm_head.0.1.weight": torch.zeros(2)},
             {},
-            "two tensors are heads.0.lm_head.weight",
+            "two tensors map to heads.0.lm_head.weight",
         ),
         (
             lambda tensors: tensors | {"hydra_lm_head.0.bias": torch.tensor([float("nan")])},
