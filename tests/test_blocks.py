@@ -317,7 +317,7 @@ def test_a_drafter_of_another_target(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask_token_id": None}, "needs a mask_token_id"),
+        ({"mask_token_id": None}, "a block drafter needs one"),
         ({"block_size": 1}, "leaves no token to draft"),
         ({"windows": (None,)}, "1 windows for 2 layers"),
         ({"windows": (3, None)}, "smaller than a block of 5"),

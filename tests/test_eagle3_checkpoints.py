@@ -438,7 +438,7 @@ def broken(folder, change):
         (lambda w, c: w["d2t"].fill_(60), "outside the vocabulary, or two to the same token"),
         (lambda w, c: w.update({"d2t": torch.zeros(7, dtype=torch.long)}), "d2t has shape"),
         (lambda w, c: w.update({"norm.weight": torch.ones(7)}), r"norm.weight has shape \(7,\)"),
-        (lambda w, c: w.update({"fc.weight": torch.ones(32, 97)}), "97 values, which are not 3 equal states"),
+        (lambda w, c: w.update({"fc.weight": torch.ones(32, 97)}), "97 values, which are not 3 states of equal width"),
         (lambda w, c: c.update({"head_dim": 7}), "head_dim 7 does not divide"),
         (lambda w, c: [c.pop(k) for k in ("head_dim", "num_attention_heads")], "neither num_attention_heads nor"),
         (lambda w, c: c.pop("vocab_size"), "has no vocab_size"),
