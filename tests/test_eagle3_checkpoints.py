@@ -708,7 +708,7 @@ def test_a_head_is_not_exported_over_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bias", "options", "said"),
     [
-        (True, [], "SGLang's code leaves out"),
+        (True, [], "SGLang's code ignores the biases"),
         (False, [], ""),
         (True, ["--layout", "speculators", "--target", "some/model"], ""),
         (False, ["--layout", "speculators"], "give --target"),
@@ -725,9 +725,9 @@ def test_export_says_what_others_would_miss(bias, options, said, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fc_bias": True}, "the bias of this head's fc:"),
-        ({"qk_norm": True, "output_bias": True}, "the bias of this head's o_proj, in a Qwen3"),
-        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc ahead of fc_norm"),
+        ({"fc_bias": True}, "ignores the bias of this head's fc,"),
+        ({"qk_norm": True, "output_bias": True}, "ignores the bias of this head's o_proj in a Qwen3"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc before fc_norm"),
     ],
 )
 def test_export_says_what_vllm_would_miss(changes, said, tmp_path):

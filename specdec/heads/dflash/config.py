@@ -33,8 +33,8 @@ class DFlashConfig(LayerConfig):
         ValueError: fields contradict each other.
 
     Example:
-        >>> shape = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-        >>> shape |= dict(vocab_size=100, draft_vocab_size=100, target_hidden_size=64, mask_token_id=99)
+        >>> shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+        >>> shape |= dict(vocab_size=9, draft_vocab_size=9, target_hidden_size=32, mask_token_id=8)
         >>> DFlashConfig(**shape, tap_ids=(1, 3), windows=(None,), block_size=8).drafted
         7
     """
