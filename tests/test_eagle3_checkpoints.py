@@ -525,7 +525,7 @@ def test_files_that_are_damaged(tmp_path):
     save(eagle3.head(), tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged or cut short"):
+    with pytest.raises(ValueError, match="damaged or truncated"):
         load(tmp_path)
     file.unlink()
     with pytest.raises(ValueError, match="holds no weights"):
@@ -678,7 +678,7 @@ def test_inspect_says_what_is_wrong(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 2
-    assert "damaged or cut short" in result.output
+    assert "damaged or truncated" in result.output
 
 
 def test_export_from_the_command_line(tmp_path):

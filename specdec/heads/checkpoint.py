@@ -124,14 +124,14 @@ def check_shapes(folder: Path, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         dims = 2 if name.endswith(MATRICES) else 1 if name.endswith(VECTORS) else tensor.dim()
         if tensor.dim() != dims or not tensor.numel():
-            expected = f"{dims} dimension{'s' if dims > 1 else ''} and values in it"
+            expected = f"{dims} dimension{'s' if dims > 1 else ''} and at least one value"
             raise ValueError(
                 f"{folder}: {name} has shape {tuple(tensor.shape)}, expected {expected}: the file is damaged"
             )
 
 
 def check_vocabulary(folder: Path, d2t: Tensor | None, config: LayerConfig) -> None:
-    """Raise ValueError unless d2t maps each draft token to a token of the target's vocabulary of its own."""
+    """Raise ValueError unless d2t maps the draft tokens to distinct tokens of the target's vocabulary."""
     if d2t is None:
         raise ValueError(
             f"{folder} drafts {config.draft_vocab_size} of {config.vocab_size} tokens but has no d2t that maps them to "

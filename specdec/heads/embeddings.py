@@ -62,7 +62,7 @@ class BorrowedEmbeddings:
         embedding: Any = self.embedding if head.embed_tokens is None else head.embed_tokens
         assert embedding is not None
         weight = next(embedding.parameters())
-        if head.embed_tokens is not None:  # it may lack a target's padding tokens
+        if head.embed_tokens is not None:  # the head may lack the target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
         tokens = beside(weight, tokens)
         return embed_tokens(embedding, tokens, normed).to(head.device, head.dtype)

@@ -47,7 +47,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         where = f": it is a training run, use its head in {trained}" if (trained / "config.json").exists() else ""
         raise ValueError(f"{folder} has no config.json{where}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{folder}/config.json holds a {type(config).__name__}, expected an object")
+        raise ValueError(f"{folder}/config.json holds {type(config).__name__}, expected an object")
     return config
 
 
@@ -90,7 +90,7 @@ def _read_file(file: Path) -> dict[str, Tensor]:
             return load_file(file)
         loaded = torch.load(file, map_location="cpu", weights_only=True)
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}") from error
+        raise ValueError(f"{file} is damaged or truncated: {error}") from error
     except Exception as error:  # torch's unpickler raises many types on bytes that are not a pickle
         raise ValueError(
             f"{file} is damaged or contains more than weights; nothing in it was executed: "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from specdec.heads.checkpoint import Understood
 
-SURE = {"config": "its config says so", "weights": "its weights show it", "assumed": "ASSUMED"}
+SURE = {"config": "from its config", "weights": "from its weights", "assumed": "ASSUMED"}
 
 
 def describe(checkpoint: Understood) -> str:
@@ -14,10 +14,10 @@ def describe(checkpoint: Understood) -> str:
     for field in checkpoint.fields:
         note = f"; {field.note}" if field.note else ""
         lines.append(f"  {field.name:{width}}  {field.value}  ({SURE[field.source]}{note})")
-    lines += ["", "tensors in use"]
+    lines += ["", "tensors used"]
     width = max(map(len, checkpoint.used))
     lines += [f"  {name:{width}}  {list(shape)}" for name, shape in sorted(checkpoint.used.items())]
-    lines += ["", "tensors left out"] + [f"  {name}: {why}" for name, why in sorted(checkpoint.ignored.items())]
+    lines += ["", "tensors ignored"] + [f"  {name}: {why}" for name, why in sorted(checkpoint.ignored.items())]
     if not checkpoint.ignored:
         lines.append("  none")
     missing = [f"{name} (the target's is used)" for name in checkpoint.borrowed]

@@ -29,7 +29,7 @@ class MarkovHead(nn.Module):
 
     def embedded(self, before: Tensor) -> Tensor:
         """Embed tokens (...) int64. Returns (..., r)."""
-        return self.markov_w1(before.clamp(max=self.markov_w1.num_embeddings - 1))  # targets may have padding tokens
+        return self.markov_w1(before.clamp(max=self.markov_w1.num_embeddings - 1))  # a target may pad its vocabulary
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Compute the bias for the tokens after n previous tokens.

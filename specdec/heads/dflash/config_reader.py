@@ -74,7 +74,8 @@ class BlockReader(ConfigReader):
             ids, source = _spaced_layers(self.top["num_target_layers"], self.layer["num_hidden_layers"]), "assumed"
         if not ids:
             raise ValueError(
-                f"{self.folder}/config.json does not say which of the target's states are read: add target_layer_ids"
+                f"{self.folder}/config.json does not say which of the target's states are read: add target_layer_ids, "
+                "or aux_hidden_state_layer_ids in the speculators layout"
             )
         shift = 0 if self._speculators else 1
         taps = tuple(int(i) + shift for i in ids)

@@ -1,9 +1,9 @@
 """`DFlashHead`: drafts a block of tokens in one pass that attends to the target's states. DFlash, 2602.06036.
 
-    context = hidden_norm(fc([tap, tap, ...]))        # one entry per known token before the anchor
-    x = [embed(anchor), embed(mask), embed(mask), ...] # the anchor is the last known token
-    x = layer(x)                                       # attends to the context and to all of x, not causally
-    logits = lm_head(norm(x))                          # of the tokens after the anchor
+    context = hidden_norm(fc([tap, tap, ...]))          # one entry per known token before the anchor
+    x = [embed(anchor), embed(mask), embed(mask), ...]  # the anchor is the last known token
+    x = layer(x)                                        # attends to the context and to all of x, not causally
+    logits = lm_head(norm(x))                           # of the tokens after the anchor
 
 The context's keys and values do not depend on x, so they are computed once per token and cached. Embeddings and
 attention masks are passed in.

@@ -146,7 +146,7 @@ class ConfigReader:
         usual = "entering" if self.format == "vLLM speculators" else "output"
         convention = said or self.top.get("tap_convention_assumed") or usual
         how = "config" if said else "assumed"
-        note = "" if said else "replaced once the target is known if one convention gives the paper's layers"
+        note = "" if said else "overridden by the target's number of layers if one convention gives the paper's taps"
         self._note("tap_convention", convention, how, note)
         return tuple(int(i) for i in ids), convention, bool(said)
 

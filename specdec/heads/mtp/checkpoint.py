@@ -126,11 +126,11 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
         else:
             ends[index] = tensor
     firsts = sorted(begins) or sorted(blocks)
-    for first, behind in zip(firsts, [*firsts[1:], max(blocks, default=0) + 1], strict=True):
+    for first, end in zip(firsts, [*firsts[1:], max(blocks, default=0) + 1], strict=True):
         layer = begins.get(first, MtpTensors())
         layer.own = shared.own | layer.own
         layer.states_first |= shared.states_first
-        for index in range(first, behind):
+        for index in range(first, end):
             layer.block.append(blocks.get(index, {}))
             if index in ends:
                 layer.own[NORM] = ends[index]

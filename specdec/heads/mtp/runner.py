@@ -134,10 +134,10 @@ class MtpRunner:
         k = min(level, len(self.layers) - 1)
         fresh = level == k  # this layer has not run in this draft yet
         source, run = (k - 1, M) if fresh else (k, n)
-        put_out = torch.cat([self._last[source], self._drafted[source]], 1)  # at the root and the nodes
-        index = self._parents[:, M - run :, None].expand(-1, -1, put_out.shape[-1])
+        outputs = torch.cat([self._last[source], self._drafted[source]], 1)  # at the root and the nodes
+        index = self._parents[:, M - run :, None].expand(-1, -1, outputs.shape[-1])
         embeds = self._embedded(tokens[:, M - run :])
-        x = self.head.layers[k].fused(embeds, put_out.gather(1, index))
+        x = self.head.layers[k].fused(embeds, outputs.gather(1, index))
         out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
         assert out is not None
         self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)
