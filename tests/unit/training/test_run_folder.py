@@ -231,7 +231,7 @@ def test_two_runs_do_not_share_a_folder(files, tmp_path):
 
 def test_a_trainings_folder_is_no_head_but_holds_one(files, tmp_path):
     save(initialize(tiny.model("llama", num_hidden_layers=4), torch.arange(20)), tmp_path / "head")
-    with pytest.raises(ValueError, match=f"has no config.json: it is a training's, whose head is {tmp_path}/head"):
+    with pytest.raises(ValueError, match=f"has no config.json: it is a training run, use its head in {tmp_path}/head"):
         load(tmp_path)
 
 
