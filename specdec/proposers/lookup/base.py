@@ -51,7 +51,7 @@ def new_tokens(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
 
 
 def longest(context: Context, row: int) -> int:
-    """The number of tokens to look up for a row: the pacer's limit, at most LONGEST or the row's larger budget."""
+    """The number of tokens to look up for a row: the pacer's limit, capped at max(LONGEST, the row's budget)."""
     return min(context.pacer.limit, max(LONGEST, context.budget[row]))
 
 
