@@ -1,7 +1,7 @@
 """`RecordedDrafts`: captures whole drafts as CUDA graphs: catching up with the text, a pass per depth, and the tree.
 
 A draft's depth is fixed before capture, from the acceptance of past rounds, because a replayed graph cannot branch on
-values. The captured code is `AutoregressiveProposer`'s. It runs over buffers with fixed addresses (`models.cuda_graphs`).
+values. The captured code is `AutoregressiveProposer`'s, run over buffers with fixed addresses (`models.cuda_graphs`).
 """
 
 from __future__ import annotations
