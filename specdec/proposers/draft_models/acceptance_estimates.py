@@ -65,8 +65,8 @@ def along_chain(context: Context, before: Sequence[float], confidence_bins: Tens
 def below(context: Context, candidates: Candidates, depth: int) -> list[float]:
     """The probability of each row that one more depth of a tree has an accepted node."""
     rate = context.pacer.expected_rate
-    looks = context.host_sync_is_free
-    reached = candidates.level_mass().tolist() if looks else [rate**depth] * context.batch_size
+    may_read = context.host_sync_is_free
+    reached = candidates.level_mass().tolist() if may_read else [rate**depth] * context.batch_size
     return [
         rate * min(1.0, mass) if active and budget > depth else 0.0
         for mass, active, budget in zip(reached, context.active, context.budget, strict=True)

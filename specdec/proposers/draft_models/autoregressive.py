@@ -129,12 +129,12 @@ class AutoregressiveProposer(Proposer):
         outcome, pacer = verdict.outcome, self._pacer
         if outcome is None or pacer is None:
             return
-        looked = draft.tokens.device.type == "cpu"
+        on_cpu = draft.tokens.device.type == "cpu"
         if "chances" in outcome.notes:
             acceptance_estimates.book_tree(pacer, outcome, accepted, self._rows)
-            if not looked:
+            if not on_cpu:
                 self._gains.observe(pacer, outcome.notes["chances"], self._rows)
-        elif outcome.confidence_bins is not None and not looked and self._rows:
+        elif outcome.confidence_bins is not None and not on_cpu and self._rows:
             acceptance_estimates.record_chain(pacer, outcome.confidence_bins, draft.size, self._rows)
 
     def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:

@@ -113,7 +113,7 @@ class TranslatedDraftProposer(DraftModelProposer):
         before = list(self.runner.lengths)
         super().observe(draft, verdict, accepted)
         self._sent = [
-            told + after - had for told, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
+            sent + after - had for sent, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
         ]
 
     def _lengths(self, context: Context) -> list[int]:
