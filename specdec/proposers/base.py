@@ -94,7 +94,7 @@ class Context:
         """Rank tokens by q / E, using the exponential noise E that the target will sample with.
 
         The target's token is argmax(p / E). If log p is log q plus Gumbel noise of scale s, this token is x with
-        probability softmax((log q - log E) / s)[x] (Gumbel coupling, arXiv 2408.07978).
+        probability softmax((log q - log E) / s)[x]. See Gumbel coupling, arXiv 2408.07978.
 
         Args:
             scores: (B, n, K) float32, log q up to a constant.

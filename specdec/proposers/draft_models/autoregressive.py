@@ -37,10 +37,10 @@ Same = TypeVar("Same", bound="AutoregressiveProposer")
 class AutoregressiveProposer(Proposer):
     """Drafts by running a model step by step. Without `branching` and `tree`, drafts are chains.
 
-    A draft consists of the best tokens: at T = 0 those of the draft's distribution q (after temperature, top-k and
-    penalties), at T > 0 those of q / E with the target's exponential noise E (`Context.coupled_scores`). Under the
-    rules "block" and "token", chains and fixed trees are drawn from q instead, if `draw` is True. Drafting stops when
-    the next pass is not worth its cost (see `Pacer`).
+    At T = 0 a draft consists of the best tokens of the draft's distribution q, after temperature, top-k and penalties.
+    At T > 0 it consists of the best tokens of q / E, with the target's exponential noise E (`Context.coupled_scores`).
+    Under the rules "block" and "token", chains and fixed trees are drawn from q instead, if `draw` is True. Drafting
+    stops when the next pass is not worth its cost (see `Pacer`).
 
     Args:
         branching: the number of children per node at each depth of a fixed tree, for example (3, 2, 1).
@@ -138,7 +138,7 @@ class AutoregressiveProposer(Proposer):
             acceptance_estimates.record_chain(pacer, outcome.confidence_bins, draft.size, self._rows)
 
     def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
-        """For each row, the indices of the accepted nodes among those that the draft model has processed.
+        """The indices of each row's accepted nodes among the nodes that the draft model has processed.
 
         Nodes of the last depth have not been processed. If accepted, the next catch-up processes them.
         """
