@@ -306,7 +306,7 @@ def test_a_trained_drafter_accepts_what_the_naive_one_drafts(name):
         ({"vocab_size": 5000, "draft_vocab_size": 5000}, "vocabulary of 5000 tokens, the target's has 64"),
         ({"hidden_size": 48}, "embeddings 48 wide and has none of its own"),
         ({"tap_ids": (0, 7)}, "2 layers: there is no tap 7"),
-        ({"mask_token_id": 64}, "mask token 64 is none of the 64"),
+        ({"mask_token_id": 64}, "mask token 64 is outside the 64"),
     ],
 )
 def test_a_drafter_of_another_target(changes, message):

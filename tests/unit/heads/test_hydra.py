@@ -357,7 +357,7 @@ def test_they_are_inspected(tmp_path):
     ("make", "message"),
     [
         (lambda: HydraProposer(blocks.hydra(hidden=16)), "hidden states of 16, this one's have 32"),
-        (lambda: HydraProposer(blocks.medusa()), "a MedusaHeads: Hydra's heads are of another kind"),
+        (lambda: HydraProposer(blocks.medusa()), "needs Hydra's heads, got MedusaHeads: use BlockProposer"),
         (lambda: BlockProposer(blocks.hydra()), 'pass "hydra:PATH"'),
         (lambda: "hydra", '"hydra" needs to know which, "hydra:PATH_OR_ID"'),
     ],
