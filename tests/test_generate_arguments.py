@@ -207,7 +207,7 @@ def test_criteria_that_never_end_what_they_promised_to_end_raise(spec, single):
 
     text = Transcript(single["input_ids"], [0], StoppingCriteriaList([Unending(11)]), pad_token=0, max_length=11)
     text.append([[3, 4]], [1])
-    with pytest.raises(RuntimeError, match="no row can gain a token behind column 11.*Unending"):
+    with pytest.raises(RuntimeError, match="no row can grow after column 11.*Unending"):
         text.settle()
 
 
@@ -488,7 +488,7 @@ def test_empty_values_that_plain_decoding_refuses(single, name, value, place):
 
 
 def test_prompt_lookup_of_no_tokens(spec, single):
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be at least 1, got 0: None switches it off"):
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be at least 1, got 0: None turns it off"):
         spec.generate(**single, prompt_lookup_num_tokens=0)
 
 
