@@ -1006,13 +1006,13 @@ def test_warnings_point_at_the_callers_line():
 
 
 def test_one_prompt_is_a_batch_of_one(llama):
-    with pytest.raises(ValueError, match=r"takes prompts \(B, T\), got 5 tokens of one: give them as ids\[None\]"):
+    with pytest.raises(ValueError, match=r"takes prompts of shape \(B, T\), got one of shape \(5,\): pass ids\[None\]"):
         SpeculativeGenerator(llama, "ngram").generate(torch.arange(5))
 
 
 def test_a_generators_own_settings_are_no_arguments_of_a_call():
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
-    with pytest.raises(TypeError, match=r"draft_length is no argument of a call, but of SpeculativeGenerator"):
+    with pytest.raises(TypeError, match=r"draft_length is an argument of SpeculativeGenerator\(...\), not of generate"):
         spec.generate(**tiny.prompts(5), draft_length=3)
     assert spec.report.num_calls == 0
 

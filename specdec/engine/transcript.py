@@ -243,8 +243,8 @@ class Transcript:
         if self._stuck:
             raise RuntimeError(
                 f"no row can grow after column {self.settled}, but the stopping criteria do not end the text: "
-                f"{', '.join(type(criterion).__name__ for criterion in self.criteria)}. Each must stop a row at its own "
-                "end tokens (eos_token_id) and all rows at its own max_length."
+                f"{', '.join(type(criterion).__name__ for criterion in self.criteria)}. Each must stop a row at "
+                "its own end tokens (eos_token_id) and all rows at its own max_length."
             )
 
     @property
