@@ -261,7 +261,7 @@ def test_a_mask_longer_than_the_prompt(spec, inputs):
 
 def test_a_generator_is_not_copied(spec):
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="make another one of the model and the proposer"):
+        with pytest.raises(TypeError, match="make another one from the model and the proposer"):
             copied(spec)
 
 
