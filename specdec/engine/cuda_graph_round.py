@@ -67,9 +67,9 @@ class RecordedPass:
     def takes(self, draft: DraftTree, text: Transcript) -> bool:
         """Return True if this round can be captured: its result depends on tensors only."""
         known = draft.probs is None and (draft.chain or draft.levels is not None)
-        alone = self.verify.processors.read_scores_alone and not text.records.wanted
+        scores_only = self.verify.processors.read_scores_alone and not text.records.wanted
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
-        return known and alone and not self.recorder.refused and scores <= BatchedVerifier.MOST
+        return known and scores_only and not self.recorder.refused and scores <= BatchedVerifier.MOST
 
     def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
         """Launch the round, by a replay if one was captured for its shape."""

@@ -117,26 +117,26 @@ class Draftings:
         Raises:
             ValueError: `prompt_lookup_num_tokens` below 1.
         """
-        asked: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
+        requested: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
         lookup = config.prompt_lookup_num_tokens
         if lookup is not None:
             if lookup < 1:
                 raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None turns it off")
-            asked = "ngram"
-        elif asked is None and assistant is not None:
-            asked = unwrap_model(assistant)
+            requested = "ngram"
+        elif requested is None and assistant is not None:
+            requested = unwrap_model(assistant)
         own = self.own
-        if asked is None or _drafts_with(own.proposer, asked):
+        if requested is None or _drafts_with(own.proposer, requested):
             return own
-        state = tokenizers, self._state_with(None if isinstance(asked, str) else asked)
-        before, drafting = self.asked_for.get(asked, (None, None))
+        state = tokenizers, self._state_with(None if isinstance(requested, str) else requested)
+        before, drafting = self.asked_for.get(requested, (None, None))
         if before != state:
             try:
-                drafting = Drafting(as_proposer(asked, self._target, tokenizers), self._target)
+                drafting = Drafting(as_proposer(requested, self._target, tokenizers), self._target)
             except ValueError as error:
-                drafting, field = None, "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
+                drafting, field = None, "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
                 warn(f"{field} is ignored, and {type(own.proposer).__name__} drafts instead: {error}")
-            self.asked_for[asked] = state, drafting
+            self.asked_for[requested] = state, drafting
         return drafting or own
 
     def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:
@@ -151,8 +151,8 @@ def _state(model: nn.Module) -> tuple[Any, ...]:
     return weight is not None and (weight.device, weight.dtype), getattr(text, "vocab_size", None)
 
 
-def _drafts_with(proposer: Proposer, asked: Any) -> bool:
+def _drafts_with(proposer: Proposer, requested: Any) -> bool:
     """Return True if the proposer is the one that a call requests: "ngram" or a draft model."""
-    if asked == "ngram":
+    if requested == "ngram":
         return isinstance(proposer, NgramProposer)
-    return isinstance(proposer, DraftModelProposer) and proposer.model is asked
+    return isinstance(proposer, DraftModelProposer) and proposer.model is requested

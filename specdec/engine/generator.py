@@ -378,9 +378,9 @@ class SpeculativeGenerator:
             call = replace(call, criteria=group.stopping(call.criteria))
         layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, layout, self.model, able.positions)
-        pictures = shown(call.text_kwargs)
+        media = shown(call.text_kwargs)
         static_forward = (
-            None if step is not None or group is not None or pictures else self._static_forward(drafting, able)
+            None if step is not None or group is not None or media else self._static_forward(drafting, able)
         )
         recorder = Recorder(drafting.recorded) if static_forward is not None and self._launches else None
         target = ModelRunner(self.model, able.masks, drafting.taps, step, static_forward, call.encoder_outputs)
@@ -388,11 +388,11 @@ class SpeculativeGenerator:
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
             group.share_random_numbers(device)
-        fresh, looked = layout.fresh, None
-        if pictures:
-            layout, looked = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
+        fresh, media_output = layout.fresh, None
+        if media:
+            layout, media_output = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
         with layout.in_rows(target) as columns:
-            read = looked or prefill(target, call, layout, text)
+            read = media_output or prefill(target, call, layout, text)
             coupled = sampling and uses_target_choices(self.rule, sampling)
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, device) if coupled else nullcontext() as noise:

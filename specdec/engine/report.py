@@ -291,14 +291,14 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def __repr__(self) -> str:
-        odd = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
-        of_them = ", ".join(f"{count} {what}" for what, count in odd.items() if count)
-        said = [f"{self.num_calls} calls" + (f" ({of_them})" if of_them else ""), f"{self.num_output_tokens} tokens"]
+        exceptions = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
+        details = ", ".join(f"{count} {what}" for what, count in exceptions.items() if count)
+        parts = [f"{self.num_calls} calls" + (f" ({details})" if details else ""), f"{self.num_output_tokens} tokens"]
         if self.total_seconds:
-            said.append(f"{self.tokens_per_second:.1f} tokens/s")
+            parts.append(f"{self.tokens_per_second:.1f} tokens/s")
         if self.num_drafts:
-            said.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
-        return f"<Report: {', '.join(said)}>"
+            parts.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
+        return f"<Report: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""

@@ -137,8 +137,8 @@ class Transcript:
         """
         if self.reach is None:
             return None
-        gaining = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
-        return [budget if gains else -1 for budget, gains in zip(self.budget, gaining, strict=True)]
+        growing = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
+        return [budget if grows else -1 for budget, grows in zip(self.budget, growing, strict=True)]
 
     def append(
         self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None = None
@@ -260,11 +260,13 @@ class Transcript:
         stops = [token in self._stop_tokens for token in self._column(column)]
         for criterion in self._others:
             if type(criterion) in (MaxLengthCriteria, MaxTimeCriteria):
-                said = criterion(torch.zeros((), dtype=torch.long, device="cpu").expand(len(stops), column + 1), scores)
+                result = criterion(
+                    torch.zeros((), dtype=torch.long, device="cpu").expand(len(stops), column + 1), scores
+                )
             else:
-                said = criterion(self.tokens[:, : column + 1], scores)
-            said = torch.as_tensor(said).expand(len(stops)).tolist()  # some return one value for all rows
-            stops = [stop or bool(also) for stop, also in zip(stops, said, strict=True)]
+                result = criterion(self.tokens[:, : column + 1], scores)
+            result = torch.as_tensor(result).expand(len(stops)).tolist()  # some return one value for all rows
+            stops = [stop or bool(also) for stop, also in zip(stops, result, strict=True)]
         return stops
 
     def _stream(self, column: int) -> None:

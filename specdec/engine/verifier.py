@@ -86,10 +86,10 @@ class SequentialVerifier:
             # `max` returns the first of equal maxima like `argmax`, and is 4x faster on bfloat16.
             return scores.max(-1).indices
         probs = scores.softmax(-1)
-        race = (probs / self.noise.at(columns).to(probs.device)).max(-1)
-        if race.values.device.type == "cpu" and bool((race.values.isnan() & alive).any()):
+        perturbed = (probs / self.noise.at(columns).to(probs.device)).max(-1)
+        if perturbed.values.device.type == "cpu" and bool((perturbed.values.isnan() & alive).any()):
             torch.multinomial(probs[alive], 1)  # raises the error of plain decoding for such scores
-        return race.indices
+        return perturbed.indices
 
 
 class _Step:

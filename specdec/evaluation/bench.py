@@ -173,19 +173,19 @@ def bench(
         done += 1
         progress(done, total)
 
-    asked = [prompt for prompt in prompts for _ in range(repeats)]
+    all_prompts = [prompt for prompt in prompts for _ in range(repeats)]
     with torch.random.fork_rng():
         for run in runs:
             run.warm_up(prompts[0])
             step()
-        answered = take_turns(runs, asked, step)
+        answered = take_turns(runs, all_prompts, step)
     answered -= answered % repeats  # complete prompts only
     if not answered:
         raise KeyboardInterrupt
     for run in runs:
         del run.calls[answered:]
     found = tuple(_answered(run, runs[0], repeats) for run in runs)
-    return Bench(found, answered // repeats, repeats, stopped=answered < len(asked))
+    return Bench(found, answered // repeats, repeats, stopped=answered < len(all_prompts))
 
 
 def _answered(run: Runs, plain: Runs, repeats: int) -> Answered:

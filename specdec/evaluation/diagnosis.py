@@ -211,8 +211,8 @@ class Diagnosis:
             )
         if by_a_model and self._unusual:
             return "Your prompts differ from the draft's training data, or they lack the chat template."
-        beside = "" if self.uses_lookup else ', or n-grams together with either ("ngram+eagle3", "ngram+draft:PATH")'
-        return f"More is accepted with an EAGLE-3 head trained on text like yours, or a larger draft model{beside}."
+        lookup = "" if self.uses_lookup else ', or n-grams together with either ("ngram+eagle3", "ngram+draft:PATH")'
+        return f"More is accepted with an EAGLE-3 head trained on text like yours, or a larger draft model{lookup}."
 
     @property
     def _drafting(self) -> str:

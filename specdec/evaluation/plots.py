@@ -58,10 +58,10 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         ax.plot(*ends, style, color=colour, linewidth=2 if colour == ACCEPTED else 1, zorder=1)
 
     def node(number: int, token: int, colour: str, chance: float | None) -> None:
-        said = shown(token, tokenizer).replace("$", r"\$") + ("" if chance is None else f"\np={chance:.2f}")
+        label = shown(token, tokenizer).replace("$", r"\$") + ("" if chance is None else f"\np={chance:.2f}")
         box = {"boxstyle": "round", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
         place = depths[number], -heights[number]
-        ax.text(*place, said, color=colour, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
+        ax.text(*place, label, color=colour, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
 
     for below, above in enumerate(round.parents):
         colour = ACCEPTED if below in round.path else REJECTED

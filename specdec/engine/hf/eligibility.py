@@ -64,9 +64,11 @@ def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
         TypeError: an argument of `SpeculativeGenerator`, or inputs that are not a tensor.
         ValueError: a prompt without a batch dimension.
     """
-    ours = SETTINGS & kwargs.keys()
-    if ours and "custom_generate" not in kwargs:  # it may have arguments of these names
-        raise TypeError(f"{min(ours)} is an argument of SpeculativeGenerator(...), not of generate(): pass it there")
+    misplaced = SETTINGS & kwargs.keys()
+    if misplaced and "custom_generate" not in kwargs:  # it may have arguments of these names
+        raise TypeError(
+            f"{min(misplaced)} is an argument of SpeculativeGenerator(...), not of generate(): pass it there"
+        )
     if inputs is not None and not isinstance(inputs, Tensor):
         raise TypeError(
             f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
@@ -118,8 +120,8 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
     if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
         return f"cache_implementation={config.cache_implementation!r} stores keys and values in its own format"
-    beside = multimodal.shown(model_kwargs)
-    known = KNOWN_KWARGS | beside
+    media = multimodal.shown(model_kwargs)
+    known = KNOWN_KWARGS | media
     strange = [key for key, value in model_kwargs.items() if key not in known and not _empty(key, value)]
     if strange:
         return f"the model argument {strange[0]} is not supported for drafted tokens"
@@ -127,8 +129,8 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return f"input_ids has {input_ids.dim()} dimensions, expected 2"
     windows, states = set(spans(model, capability.masks)) != {Span()}, has_states(model)
     reason = (
-        _padding_problem(input_ids, config, model_kwargs, bool(beside))
-        or (multimodal.problem(model, input_ids, config, model_kwargs) if beside else None)
+        _padding_problem(input_ids, config, model_kwargs, bool(media))
+        or (multimodal.problem(model, input_ids, config, model_kwargs) if media else None)
         or prompt_layout.problem(input_ids, config, model_kwargs, windows, states)
         or _counting_problem(model, input_ids, config, model_kwargs)
         or _rope_problem(model, input_ids, config, model_kwargs)

@@ -153,8 +153,8 @@ class PromptLayout:
                 layer.indexer_keys = indexed
                 layer.indexer_position_ids = rows.cache.take_positions(columns)
         if columns != self.cached:  # otherwise the call failed, and the cache's states are unchanged
-            behind = columns - self.real.shape[1]  # rows may have grown past the end of the text
-            rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])
+            extra = columns - self.real.shape[1]  # rows may have grown past the end of the text
+            rows.cache.states.settle([length + extra for length in self.real.sum(1).tolist()])
             for (index, which), (window, memory) in rows.cache.states.held.items():
                 fill_recurrent_layer(cache.layers[index], which, window, memory)
 
