@@ -83,6 +83,7 @@ class Loop:
             self.text.streamer.end()
 
     def _round(self) -> None:
+        """Run one round: propose, one target pass, verify, commit."""
         text, start = self.text, self.stopwatch.elapsed()
 
         # Propose a draft.
