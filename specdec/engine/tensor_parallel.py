@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -156,5 +156,5 @@ class Agreed(StoppingCriteria):
 
 def _fields(draft: DraftTree) -> dict[str, Any]:
     """Arguments of `DraftTree` for a copy of the draft on the CPU."""
-    given = {name: getattr(draft, name) for name in ("tokens", "parents", "probs", "chain", "keys", "levels")}
+    given = {field.name: getattr(draft, field.name) for field in fields(draft) if field.name != "notes"}
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}
