@@ -212,11 +212,11 @@ def test_other_layers_are_said(target):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --evaluate-every 0, too"),
-        ([*NOT_DECODED, "--kind", "mtp"], "--kind mtp wants the target here"),
-        ([*NOT_DECODED, "--rounded-states", "--cache-states"], "--rounded-states wants the target here"),
-        ([*NOT_DECODED, "--shard", "devices"], "--shard devices wants the target here"),
-        ([*NOT_DECODED, "--teacher", "host:8100"], "--teacher is an address, as in http://host:8100; got 'host:8100'"),
+        ([], "give --evaluate-every 0 too"),
+        ([*NOT_DECODED, "--kind", "mtp"], "--kind mtp needs the target here"),
+        ([*NOT_DECODED, "--rounded-states", "--cache-states"], "--rounded-states needs the target here"),
+        ([*NOT_DECODED, "--shard", "devices"], "--shard devices needs the target here"),
+        ([*NOT_DECODED, "--teacher", "host:8100"], "--teacher must be an address such as http://host:8100; got 'host:8100'"),
     ],
 )
 def test_what_wants_the_target_here_is_said(files, tmp_path, options, message):

@@ -400,4 +400,4 @@ def test_the_probe_says_when_hardly_anything_is_accepted(files, tmp_path):
     command = ["inspect", str(tmp_path / "head"), "--target", str(files / "model"), "--probe"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "Hardly a draft is accepted: this head is of another model, or was not trained." in result.output
+    assert "Hardly any draft is accepted: this head belongs to another model, or was not trained." in result.output
