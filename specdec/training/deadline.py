@@ -30,5 +30,8 @@ class Deadline(TrainerCallback):
         if bool(up) and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
             if state.is_world_process_zero:
-                print(f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to resume")
+                print(
+                    f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to "
+                    "resume"
+                )
         return control
