@@ -189,7 +189,7 @@ def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
     command += ["--from-target", str(files / "model")]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "carrying" in result.output
+    assert "transferring" in result.output
     config = load(out / "head").config
     assert (config.hidden_size, config.target_hidden_size) == (32, 48)
     kept = (out / "transferred" / "model.safetensors").stat().st_mtime_ns

@@ -331,7 +331,7 @@ def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkey
 def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatch):
     monkeypatch.setattr("specdec.training.run.EvaluationCallback", lambda *rest, **more: 1 / 0)
     options = ["--held-out-data", str(files / "data.jsonl")]
-    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are learnt from, too"):
+    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are also trained on"):
         run(files, tmp_path / "out", *options)
     again = run(files, tmp_path / "out", "--held-out", "1")
     assert "(held_out was a file of its own, is 1)" in again.output.replace("\n", " ")

@@ -67,7 +67,7 @@ class Recipe:
         seed: random seed.
         device: "cpu", or None for an accelerator if there is one.
 
-    Example:
+    Examples:
         >>> recipe = Recipe("Qwen/Qwen3-0.6B", Path("answers.jsonl"), Path("out"), kind="dspark")
         >>> recipe.drafted, recipe.loss_name
         (7, 'tv')

@@ -24,12 +24,10 @@ MIX = 1_000_003
 
 
 class BlockObjective(Objective):
-    """Objective of a block drafter.
+    """Objective of a block drafter. Takes the arguments of `Objective`, and:
 
     Args:
-        decay: see `Objective`.
         anchors: maximum number of anchors per row of texts.
-        args, kwargs: arguments of `Objective`.
     """
 
     head: DFlashHead

@@ -156,9 +156,10 @@ class Objective(nn.Module):
 class Eagle3Objective(Objective):
     """EAGLE-3's objective: the input of each step is the head's output at the step before.
 
+    Takes the arguments of `Objective`, and:
+
     Args:
         flex: use flex attention, see `unroll`.
-        args, kwargs: arguments of `Objective`.
     """
 
     head: Eagle3Head

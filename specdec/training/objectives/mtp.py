@@ -23,10 +23,7 @@ from specdec.training.objectives.unroll import positions_in
 
 
 class MtpObjective(Objective):
-    """Objective of MTP layers.
-
-    Args:
-        args, kwargs: arguments of `Objective`.
+    """Objective of MTP layers. Takes the arguments of `Objective`.
 
     Raises:
         ValueError: The target's logits have a bias or a cap.
