@@ -144,7 +144,7 @@ def test_the_linear_map_is_weighted_least_squares(monkeypatch):
 
 def test_a_head_that_cannot_be_carried_over():
     model = tiny.model("llama")
-    with pytest.raises(ValueError, match="P-EAGLE head's .* cannot be carried over"):
+    with pytest.raises(ValueError, match="P-EAGLE head's .* cannot be transferred"):
         transfer_head(eagle3.head(mask_token_id=3), model, model, some_texts(model))
 
 

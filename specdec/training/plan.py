@@ -73,6 +73,7 @@ class Plan:
     work: dict[str, float]
 
     def summary(self) -> str:
+        """Format the plan as text."""
         seconds = sum(self.work.values()) / self.speed / self.processes
         size = partial(in_bytes, digits=2)
         lines = [
