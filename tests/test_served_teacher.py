@@ -187,8 +187,7 @@ def test_another_target_is_said(files, target, tmp_path):
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert f"serves another target than {files / 'model'}" in said
-    assert f"the fingerprint of its weights is {fingerprint(other)}, here it is {fingerprint(target)}. Start" in said
-    assert "Start `specdec serve-states" in said
+    assert f"weights is {fingerprint(other)}, here it is {fingerprint(target)}. Start `specdec serve-states" in said
     with served(target) as teacher._address, pytest.raises(ValueError, match="refuses .* is for another target"):
         list(teacher.read(texts(5)))  # it was started anew, with another one
 

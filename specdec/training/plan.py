@@ -189,7 +189,7 @@ class Arithmetic:
             "a copy of its embedding and LM head": (V + K) * H * theirs,
             "the head, its gradients and their moments": 4 * (own * (2 + several) + self._moments) + halves,
             f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
-            "what the head keeps for its gradients": self.outline.kept_for_gradients(rows),
+            "activations of the head kept for gradients": self.outline.kept_for_gradients(rows),
             "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
         }
 

@@ -12,10 +12,8 @@ from transformers import PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 ROWS, WIDTH, TRIES = 512, 1024, 3  # size of the measured product, and measurements
-MOST_TRIES, CLEAR = (
-    20,
-    2.0,
-)  # other programs disturb: measure up to MOST_TRIES times, until one format is CLEAR times faster
+# Other programs disturb: measure up to MOST_TRIES times, until one format is CLEAR times faster.
+MOST_TRIES, CLEAR = 20, 2.0
 
 
 def pays(device: torch.device) -> bool:

@@ -50,7 +50,7 @@ class Recipe:
         batch_size: rows per update, over all processes. The loss is a mean over the tokens of an update, however
             passes and processes share them.
         rows_at_once: rows per process and pass. None: all.
-        cache_states: compute the target's states once and keep them on disk, instead of anew in every epoch.
+        cache_states: compute the target's states once and keep them on disk, instead of computing them in every epoch.
         rounded_states: compute cached states in 8 bits, see `in_eight_bits`.
         shard: where the target's weights are. "none": all of them on each process's device. "devices": divided among
             the devices of a single process. "tp" and "fsdp": divided among processes, by layer parts or by weight.

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the training objective of a draft head."""
+"""Trainer of draft heads, based on transformers' `Trainer`."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_voca
     _copy_norm(head.norm, _part(target.get_decoder(), "norm"))
     if head.fc.weight.shape[0] == H:
         if isinstance(head, Eagle3Head):
-            head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as what it is added to
+            head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as the identity added below
         head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts as the highest state
 
 

@@ -58,7 +58,7 @@ class FullyShardedTeacher(LocalTeacher):
         step.wait(self._idle)
 
     def _idle(self) -> None:
-        """Run a pass without use of its own, because other processes still need one."""
+        """Run a dummy pass, because other processes still run theirs."""
         list(self.reader.read([torch.zeros(1, dtype=torch.long)]))
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ M = TypeVar("M", bound=nn.Module)
 def plain(module: M) -> M | nn.Linear:
     """Return a module whose weights can be copied: the module itself if possible, otherwise a copy.
 
-    A copy is made of a sharded module (all processes must call this), of a module offloaded by accelerate, and of a
-    quantised linear layer, in the format in which it multiplies.
+    Sharded modules, modules offloaded by accelerate and quantised linear layers are copied. The copy of a quantised
+    layer has the format in which it multiplies. For a sharded module all processes must call this.
     """
     if is_sharded(module):
         return whole(module)
