@@ -237,7 +237,7 @@ def test_what_wants_the_target_here_is_said(files, tmp_path, options, message):
         (b"{", "line 1 column"),
         (b"[]", 'expected {"taps": [1, 2], "texts": [[5, 6, 7]]}'),
         (b'{"taps": [1], "texts": []}', "no texts"),
-        (b'{"taps": [1], "texts": [[]]}', "a text has 1 to 1024 tokens"),
+        (b'{"taps": [1], "texts": [[]]}', "a text must have 1 to 1024 tokens"),
         (b'{"taps": [1], "texts": [[64]]}', "each from 0 to 63"),
         (b'{"taps": [1], "texts": [[-1]]}', "each from 0 to 63"),
         (b'{"taps": [9], "texts": [[1]]}', "there is no tap 9"),
