@@ -1,10 +1,11 @@
-"""`Recorder`: what one call asks of a device again and again, recorded once and replayed as one launch (CUDA graphs).
+"""`Recorder`: captures functions that a call repeats as CUDA graphs, and replays each as one launch.
 
-Owns the memory that recordings read from, and when to record. Knows nothing of drafts or models: a function of tensors
-is recorded, which may also write to buffers that stay where they are. Of Python's state nothing is asked in a replay.
+A captured function takes and returns tensors. It may also write to buffers with a fixed address. No Python runs during
+a replay.
 
-What one call found to be recordable, later ones record at once, without a run before and without looking whether the
-replay gives the same: an eager round of a large model takes several times a replayed one.
+The first call runs a function eagerly before it is captured, and checks that the replay gives the same result. Later
+calls capture known functions at once and without a check: an eager round of a large model takes several times as long
+as a replay.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-WARM = 1  # runs of a function before it is recorded; it is run once more then, by which what it compiles is compiled
-MOST = 24  # recordings of a call
-WRONG = 1e-2  # by so much, relatively, what a replay gives may differ from what the run before it gave
+WARM = 1  # eager runs before capture, not counting the one that the first replay is checked against
+MOST = 24  # captured functions per call
+WRONG = 1e-2  # tolerance, relative and absolute, between a replay and the eager run before it
 
 Named = dict[str, Tensor]
 Function = Callable[..., Named]
-Like = Mapping[str, tuple[torch.Size, torch.dtype]]  # of what a function gives
-Known = MutableMapping[Hashable, Like]  # by what functions do
+Like = Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes of a function's outputs
+Known = MutableMapping[Hashable, Like]  # by key and inputs of the function
 
 
 class Recorder:
-    """Of one call.
+    """Captures and replays the functions of one call.
 
     Args:
-        known: what calls of the same models have recorded and found right; what this one does is added.
+        known: functions that calls with the same models have captured and checked; this call adds its own.
 
     Attributes:
-        refused: why nothing is recorded any more; empty while it is.
+        refused: the reason why capture is disabled; empty while it is enabled.
     """
 
     def __init__(self, known: Known | None = None) -> None:
@@ -44,18 +45,23 @@ class Recorder:
         self._known: Known = {} if known is None else known
         self._runs: dict[Hashable, int] = {}
         self._captured: dict[Hashable, CapturedFunction] = {}
-        self._pool: Any = None  # memory for what is made on the way: of all recordings, as no two run at once
+        self._pool: Any = None  # memory for intermediate tensors, shared by all graphs since no two run at once
 
     def __len__(self) -> int:
         return len(self._captured)
 
     def __call__(self, owner: object, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
-        """What the function gives for the inputs; valid until the same owner and key come again.
+        """Run a function, by a replay where it is captured.
 
         Args:
-            owner: of the buffers that the function writes to, which are there; it lives as long as the call.
-            key: what the function does but for its inputs and their sizes: everything in it that is Python's.
-            function: of the inputs by name. It may be run twice in a row, the second time over what the first wrote.
+            owner: object that holds the buffers to which the function writes; it lives as long as the call.
+            key: identifies what the function does, apart from its inputs and their shapes: all Python state it uses.
+            function: takes the inputs by name and returns tensors by name. It may be run twice in a row, the second
+                time on buffers that the first run has written.
+            inputs: tensors on the device, by name.
+
+        Returns:
+            The function's outputs, valid until the next call with the same owner and key.
         """
         if self.refused:
             return function(**inputs)
@@ -74,44 +80,43 @@ class Recorder:
         ours = self._recording(mine, function, inputs, like)
         differ = [] if ours is None else [name for name, given in right.items() if not _same(ours[name], given)]
         if differ:
-            self._refuse(f"a replay gave other {', '.join(differ)}")
+            self._refuse(f"a replay gave different values of {', '.join(differ)}")
         elif ours is not None:
             self._known[kind] = like
         return right
 
     def _recording(self, mine: Hashable, function: Function, inputs: Mapping[str, Tensor], like: Like) -> Named | None:
-        """Record, and replay for the first time; None, and nothing is recorded any more, where that fails."""
+        """Capture a function and replay it once. None if this fails, which also disables capture."""
         try:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             recording = CapturedFunction(function, inputs, like, self._pool)
             ours = recording.replay(inputs)
         except (RuntimeError, AttributeError, TypeError) as error:
-            # It waits for the device, or does what cannot be recorded; or torch's interface for graphs is another than
-            # in 2.9 to 2.15.
+            # A host sync or another operation that cannot be captured, or torch's interface differs from 2.9 to 2.15.
             first = _cause(error)
             self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
             return None
         self._captured[mine] = recording
-        log.info("recorded %s", mine)
+        log.info("captured %s", mine)
         return ours
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
         self._captured = {}
-        warnings.warn(f"specdec: drafts and verdicts run without graphs: {reason}", stacklevel=2)
+        warnings.warn(f"specdec: drafting and verification run without CUDA graphs: {reason}", stacklevel=2)
 
 
 class CapturedFunction:
-    """One function's kernels, and the memory in which they find their inputs and leave what they give.
+    """A function's CUDA graph with its static input and output tensors.
 
-    Neither lies in the pool: of what does, the replay of any other recording leaves nothing as it was.
+    Neither is in the shared memory pool, which the replay of any other graph overwrites.
     """
 
     def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Like, pool: Any):
         self._inputs = {name: given.clone() for name, given in inputs.items()}
         device = next(iter(inputs.values())).device
         self._outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in like.items()}
-        dtypes = {given.dtype for given in inputs.values()}  # tensors of one are copied by one launch
+        dtypes = {given.dtype for given in inputs.values()}  # tensors of the same dtype are copied in one launch
         self._alike = [[name for name, given in inputs.items() if given.dtype == dtype] for dtype in dtypes]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -119,6 +124,7 @@ class CapturedFunction:
                 self._outputs[name].copy_(given)
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
+        """Copy the inputs, replay the graph and return its static outputs."""
         for names in self._alike:
             _copy_all([self._inputs[name] for name in names], [inputs[name] for name in names])
         self._graph.replay()
@@ -126,7 +132,7 @@ class CapturedFunction:
 
 
 def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of one dtype, in one launch where torch has its internal operator for that (2.9 to 2.15)."""
+    """Copy tensors of the same dtype, in one launch where torch has its internal operator for it (2.9 to 2.15)."""
     if hasattr(torch, "_foreach_copy_"):
         torch._foreach_copy_(targets, sources)
         return
@@ -135,13 +141,14 @@ def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong first: that a recording ended badly is said behind it."""
+    """The first error of a chain: the failure of the capture is only its consequence."""
     while error.__context__ is not None:
         error = error.__context__
     return error
 
 
 def _same(ours: Tensor, right: Tensor) -> bool:
+    """Return whether a replay's output equals the eager one, within `WRONG` for floating-point tensors."""
     if not right.is_floating_point():
         return bool(torch.equal(ours, right))
     return bool(torch.allclose(ours.float(), right.float(), rtol=WRONG, atol=WRONG, equal_nan=True))

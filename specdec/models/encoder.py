@@ -1,7 +1,7 @@
-"""`EncoderOutputs`: what an encoder made of a call's input, for a decoder to read beside its own text.
+"""`EncoderOutputs`: the encoder's outputs for a call's input, which the decoder reads in addition to its own text.
 
-Owns the names under which encoder-decoder models take the parts of a decoder's pass. With them a decoder runs as any
-causal LM: `generate()`'s arguments become those of a text alone, and a runner's passes the model's.
+Maps the argument names of encoder-decoder models to those of a causal LM and back, so that a decoder runs as any causal
+LM does.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from transformers.modeling_outputs import BaseModelOutput
 from specdec.models.compat import cache_name
 from specdec.models.introspection import PREFIX, decoders_name, forward_parameters
 
-EXTRAS = ("output_router_logits", "output_hidden_states", "output_attentions")  # a pass's outputs beside its logits
+EXTRAS = ("output_router_logits", "output_hidden_states", "output_attentions")  # outputs of a pass besides its logits
 
 
 @dataclass(frozen=True)
 class EncoderOutputs:
-    """Of B rows.
+    """Encoder outputs of B rows.
 
     Attributes:
-        states: the encoder's output, states (B, S, H) first. mask: (B, S) of them, where there is padding.
-        given: what the encoder was given; None where a call brought its states instead.
-        keys: of cross-attention, by layer: the first pass fills them in.
+        states: the encoder's output; its first entry has the states (B, S, H).
+        mask: (B, S), attention mask of the states; None without padding.
+        given: the encoder's input; None if the call passed `encoder_outputs` instead.
+        keys: keys and values of cross-attention, by layer; the first pass fills them.
     """
 
     states: Any
@@ -37,18 +38,18 @@ class EncoderOutputs:
     keys: DynamicCache = field(default_factory=DynamicCache)
 
     def text(self, row: int) -> list[int]:
-        """The tokens that its encoder read for a row of the batch; none where that was sound or a picture."""
+        """The tokens that the encoder read for a row of the batch; empty for audio and images."""
         if self.given is None or self.given.dim() != 2 or self.given.is_floating_point():
             return []
         tokens = self._of_rows(self.given)[row]
         return (tokens if self.mask is None else tokens[self.mask[row].bool()]).tolist()
 
     def _of_rows(self, given: Tensor) -> Tensor:
-        """A call's own rows, each as often as it has sequences (`num_return_sequences`)."""
+        """Repeat each row of the call for its `num_return_sequences` sequences."""
         return given.repeat_interleave(len(self.states[0]) // len(given), 0)
 
     def read_by(self, model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a pass of `model` over its own tokens, with all of this beside them."""
+        """Add these encoder outputs to the arguments of a decoder pass of `model`, under its argument names."""
         named = {decoders_name(model, name): value for name, value in inputs.items()} | {"encoder_outputs": self.states}
         if model.config.is_encoder_decoder:
             named["attention_mask"] = self.mask
@@ -58,16 +59,20 @@ class EncoderOutputs:
         return named
 
     def beside(self, model: PreTrainedModel) -> EncoderOutputs | None:
-        """For another model that drafts, by the same input; None if it reads none.
+        """The encoder outputs that a draft model reads for the same input; None if it reads none.
 
-        A decoder that borrows an encoder's states (distil-whisper's) gets these, another model its own encoder's.
+        A decoder that reads the target's encoder states (distil-whisper) gets these, another model those of its own
+        encoder.
+
+        Raises:
+            ValueError: the draft model has its own encoder, but the call did not pass the encoder's input.
         """
         if not model.config.is_encoder_decoder:
             return EncoderOutputs(self.states) if "encoder_outputs" in forward_parameters(model) else None
         if self.given is None:
             raise ValueError(
-                f"{type(model).__name__} drafts by the input itself, and the call gave encoder_outputs alone: give it "
-                "as well, or draft with n-grams"
+                f"{type(model).__name__} drafts with its own encoder, which needs the input, but the call passed only "
+                "encoder_outputs: pass the input as well, or draft with n-grams"
             )
         with torch.no_grad():
             given = self._of_rows(self.given).to(model.device)
@@ -77,13 +82,15 @@ class EncoderOutputs:
         return EncoderOutputs(states, self.mask, self.given)
 
     def together_with(self, cache: Any) -> Any:
-        """A decoder's cache as its model has it."""
+        """The decoder's cache combined with the cross-attention cache, as the model expects it."""
         return None if cache is None else EncoderDecoderCache(cache, self.keys)
 
 
 def declined(model: PreTrainedModel) -> dict[str, bool]:
-    """Arguments by which a pass goes without what the model's config asks of every pass, where it asks: of experts'
-    routers, for instance, whose loss takes no mask of ours."""
+    """Arguments that turn off extra outputs which the model's config turns on for every pass.
+
+    An example are router logits of experts, whose loss does not accept our masks.
+    """
     asked = [name for name in EXTRAS if any(getattr(config, name, None) for config in _configs(model))]
     if not asked:
         return {}
@@ -93,17 +100,17 @@ def declined(model: PreTrainedModel) -> dict[str, bool]:
 
 
 def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
-    """Why a draft model cannot read what a target does, or None."""
+    """The reason why a draft model cannot read the target's input, or None if it can."""
     if not model.config.is_encoder_decoder:
         borrows = target.config.is_encoder_decoder and "encoder_outputs" in forward_parameters(model)
         ours, theirs = (m.config.get_text_config(decoder=True).hidden_size for m in (model, target))
         return (
-            f"the draft model reads states of {ours} numbers, the target's have {theirs}"
+            f"the draft model reads encoder states of size {ours}, the target's have size {theirs}"
             if borrows and ours != theirs
             else None
         )
     if not target.config.is_encoder_decoder:
-        return "the draft model has an encoder, and the target none"
+        return "the draft model has an encoder, but the target has none"
     inputs = [(m.main_input_name, getattr(m.config, "num_mel_bins", None)) for m in (model, target)]
     if inputs[0] == inputs[1]:
         return None
@@ -113,7 +120,17 @@ def unfit(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
 def encoder_outputs_of(
     model: PreTrainedModel, input_ids: Tensor, given: Tensor | None, model_kwargs: dict[str, Any]
 ) -> tuple[EncoderOutputs | None, dict[str, Any]]:
-    """A call's source, None for a decoder alone, and the call's other arguments by the names of a causal LM's."""
+    """Split a call's arguments into encoder outputs and the arguments of a causal LM.
+
+    Args:
+        model: the target.
+        input_ids: (B, T) int64, the decoder's prompt.
+        given: the encoder's input, if the call has one.
+        model_kwargs: the model arguments that `generate()` prepared.
+
+    Returns:
+        The encoder outputs, None for a decoder-only model, and the other arguments under a causal LM's names.
+    """
     if not model.config.is_encoder_decoder:
         return None, model_kwargs
     own = {name: value for name, value in model_kwargs.items() if name not in ("attention_mask", "inputs_embeds")}
@@ -124,13 +141,13 @@ def encoder_outputs_of(
         kwargs[name], keys = cache.self_attention_cache, cache.cross_attention_cache
         kwargs[name]._is_user_defined = getattr(cache, "_is_user_defined", False)  # as generate() marks it
     if given is not None and not given.is_floating_point() and bool((given < 0).any()):
-        given = None  # transformers fills in for inputs that a call has not
+        given = None  # a placeholder of transformers for a missing input
     kwargs.setdefault("attention_mask", torch.ones_like(input_ids))  # an encoder's mask has another width
     return EncoderOutputs(kwargs.pop("encoder_outputs"), model_kwargs.get("attention_mask"), given, keys), kwargs
 
 
 def stand_in(model: PreTrainedModel, rows: int) -> EncoderOutputs | None:
-    """For a model that reads one, to try it out with: states (rows, 3, H), always the same."""
+    """Fixed encoder states (rows, 3, H) for probing a model; None if it has no encoder."""
     if not model.config.is_encoder_decoder:
         return None
     width = getattr(model.get_encoder(), "config", model.config).hidden_size
@@ -141,7 +158,7 @@ def stand_in(model: PreTrainedModel, rows: int) -> EncoderOutputs | None:
 
 @dataclass
 class _Output(BaseModelOutput):
-    """With what some encoders give besides (NLLB's and Switch's experts, Moonshine)."""
+    """`BaseModelOutput` with the extra outputs of some encoders (NLLB's and Switch's experts, Moonshine)."""
 
     attention_mask: Tensor | None = None
     router_logits: Any = None

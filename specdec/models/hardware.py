@@ -1,4 +1,4 @@
-"""The machine at hand: its best device, its memory, and the number format that it computes in."""
+"""Properties of this machine: its best device, its available memory, and the fastest dtype."""
 
 from __future__ import annotations
 
@@ -20,43 +20,51 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-INTO, OUT = 1024, 2048  # of the layer that formats are tried on
+INTO, OUT = 1024, 2048  # inputs and outputs of the linear layer that dtypes are timed on
 DECODING = (1, 8)  # tokens in a pass without and with a draft
-CROWDED = 2.0  # times one thread's time that several take where cores are not free
-WORTH_ITS_MEMORY = 0.9  # of bfloat16's time, or less: float32 takes twice the memory
+CROWDED = 2.0  # the time of all threads, relative to one thread, from which on other programs use the cores
+WORTH_ITS_MEMORY = 0.9  # float32 takes twice the memory: it must need less than this share of bfloat16's time
 
 
 def best_device() -> torch.device:
-    """A GPU if there is one."""
+    """The accelerator if there is one, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return accelerator or torch.device("cpu")
 
 
 def started_together(on_cpu: bool = False) -> PartialState:
-    """Those that were started together, by `accelerate launch` or torchrun. Who is done may wait for days."""
+    """The process group started by `accelerate launch` or torchrun, with a timeout of one day.
+
+    Processes that finish early wait for the others.
+
+    Args:
+        on_cpu: use the CPU even if there is an accelerator.
+    """
     from accelerate import PartialState
 
     return PartialState(cpu=on_cpu or best_device().type == "cpu", timeout=timedelta(days=1))
 
 
 def number_format(dtype: NumberFormat | str, device: torch.device) -> torch.dtype:
-    """`dtype` by its name, "auto" for the best one."""
+    """The torch dtype of a name; "auto" is the best one for the device."""
     check_choice("dtype", dtype, NumberFormat)
     return best_dtype(device) if dtype == "auto" else DTYPES[dtype]
 
 
 def best_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16, or what is faster where it is emulated: float16 on a GPU, float32 on a CPU if the clock says so."""
+    """bfloat16, or where it is emulated: float16 on a GPU, float32 on a CPU on which it is measured to be faster."""
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return computed_in(torch.bfloat16, device)
 
 
 def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = DECODING) -> torch.dtype:
-    """The format to compute in with weights of `saved`: float32 in place of bfloat16 on a CPU that is faster in it.
+    """The dtype to compute in for weights saved as `saved`: float32 instead of bfloat16 on a CPU that is faster in it.
 
     Args:
-        rows: tokens that the passes are over; by default a single one, and one with a short draft.
+        saved: dtype of the saved weights.
+        device: device to compute on.
+        rows: numbers of tokens per pass to time; by default one token, and one with a short draft.
     """
     if device.type != "cpu" or saved != torch.bfloat16:
         return saved
@@ -66,16 +74,16 @@ def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = 
 
 @cache
 def name_of(device: torch.device) -> str:
-    """Of a device what its speed goes by: a GPU's name, or a CPU's and its vectors' width."""
+    """Hardware identifier for stored timings: GPU name, or CPU model and SIMD instruction set."""
     if device.type != "cpu":
-        module = getattr(torch, device.type, None)  # none of "meta", where accelerate leaves what it offloads
+        module = getattr(torch, device.type, None)  # None for "meta", where accelerate keeps offloaded weights
         named = getattr(module, "get_device_name", None)
         return named(device) if named else device.type
     return f"{_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _cpu() -> str:
-    """As Linux has it; elsewhere the best that Python knows."""
+    """The CPU's model name on Linux; elsewhere the processor name that Python reports."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -87,11 +95,13 @@ def _cpu() -> str:
 def format_for(
     dtype: NumberFormat | str, saved: torch.dtype, device: torch.device, numbers: int = 0
 ) -> tuple[torch.dtype, str]:
-    """The format to compute in with weights of `saved`, and why.
+    """The dtype to compute in for weights saved as `saved`, and the reason in words.
 
     Args:
-        dtype: its name; "auto": what is the fastest here in place of bfloat16, everything else as saved.
-        numbers: in the weights, of which twice as many bytes must be available for float32 in place of bfloat16.
+        dtype: name of the dtype. "auto" replaces bfloat16 with the fastest dtype, and keeps any other as saved.
+        saved: dtype of the saved weights.
+        device: device to compute on.
+        numbers: number of weights. float32 instead of bfloat16 needs twice as many bytes of available memory.
     """
     if dtype != "auto":
         return number_format(dtype, device), "as asked for"
@@ -100,11 +110,11 @@ def format_for(
     best, available = best_dtype(device), available_memory()
     if best == torch.float32 and available is not None and available < 2 * numbers:
         return saved, f"as saved: float32 takes {2 * numbers / 1e9:.1f} GB more, {available / 1e9:.1f} GB are available"
-    return best, summary(device) or ("as saved" if best == saved else "bfloat16 is only emulated there")
+    return best, summary(device) or ("as saved" if best == saved else "bfloat16 is emulated on this device")
 
 
 def available_memory() -> int | None:
-    """Bytes of memory a new program can have; None where the system does not say."""
+    """Bytes of memory available to a new program; None if unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -112,14 +122,14 @@ def available_memory() -> int | None:
     except OSError:
         pass  # not Linux
     try:
-        # All memory, used or not: macOS gives much of it back under pressure and does not say how much.
+        # Total memory: macOS frees much of the used memory under pressure, but does not report how much.
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None  # Windows
 
 
 def summary(device: torch.device) -> str:
-    """What `best_dtype` went by, on a CPU: "1 and 8 tokens take ... in float32, ... in bfloat16"; else nothing."""
+    """The timings that decide `best_dtype` on a CPU, in words: "1 and 8 tokens take ... ms in float32"; else empty."""
     if device.type != "cpu":
         return ""
     taken = [
@@ -131,9 +141,9 @@ def summary(device: torch.device) -> str:
 
 
 def crowded(device: torch.device) -> str:
-    """In words that one thread is faster here than several, as others use the CPU's cores; else nothing.
+    """A warning if one thread is faster than several because other programs use the CPU's cores; else empty.
 
-    torch's threads wait for one another at every operation.
+    torch's threads wait for each other at every operation.
     """
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
@@ -147,21 +157,21 @@ def crowded(device: torch.device) -> str:
     if together < CROWDED * alone:
         return ""
     return (
-        f"other programs use this machine's cores: a product takes {1e3 * together:.2g} ms with {threads} threads and "
-        f"{1e3 * alone:.2g} ms with one. Timings mean little; OMP_NUM_THREADS=1 makes all of it faster"
+        f"other programs use this machine's cores: a matrix product takes {1e3 * together:.2g} ms with {threads} "
+        f"threads and {1e3 * alone:.2g} ms with one. Timings are unreliable; set OMP_NUM_THREADS=1 to run faster"
     )
 
 
 @cache
 def product_seconds(dtype: torch.dtype, rows: int) -> float:
-    """Of the CPU, for so many rows by a layer's weights of this type, in the best way that there is here."""
+    """Seconds that the CPU's fastest kernel takes for a linear layer of this dtype over this number of rows."""
     return timed_product(dtype, rows)
 
 
 def timed_product(dtype: torch.dtype, rows: int) -> float:
-    """`product_seconds` now.
+    """Measure `product_seconds` anew, which takes a tenth of a second.
 
-    Measured, in a tenth of a second: several layers take turns, so that weights come from memory as they do in a model.
+    Several layers run in turns, so that their weights are read from memory as in a model, not from the CPU's cache.
     """
     layers = [FastLinear(INTO, OUT, bias=False, dtype=dtype, device="meta").to_empty(device="cpu") for _ in range(8)]
     x, taken = torch.ones(rows, INTO, dtype=dtype), []

@@ -1,7 +1,7 @@
-"""`Taps`: hidden states taken from a model's layers while it runs.
+"""`Taps`: hidden states of a model's layers, captured by hooks during a forward pass.
 
-Owns finding the layers and the hooks on them. A tap k is the state *entering* layer k, transformers'
-`hidden_states[k]`; tap n of n layers is what the last one puts out, before the final norm.
+Tap k is the state *entering* layer k, transformers' `hidden_states[k]`. Tap n of n layers is the output of the last
+layer, before the final norm.
 """
 
 from __future__ import annotations
@@ -20,21 +20,31 @@ from transformers import PreTrainedModel
 
 from specdec.models.introspection import decoder_layers
 
-# Who is running a pass in this thread, and what it took so far: another thread's pass is none of its business.
+# The listening `Taps`' key and its states so far, for each thread: passes of other threads are not captured.
 _listener: ContextVar[tuple[int, dict[int, Tensor]] | None] = ContextVar("listener", default=None)
-_traced: tuple[int, dict[int, Tensor]] | None = None  # while `torch.compile` traces, which takes no ContextVar
+_traced: tuple[int, dict[int, Tensor]] | None = None  # the same while `torch.compile` traces: it supports no ContextVar
 _keys = count()
 FINAL = -1  # tap of the state that enters the LM head, after the final norm (EAGLE-1 and 2)
 
 
 class Taps:
-    """Costs the captured layers' tensors and nothing else: no `output_hidden_states`.
+    """Captures the hidden states of some layers, without the memory that `output_hidden_states` needs for all layers.
 
-    The hooks stay on the model's layers for as long as this object lives, and do nothing outside of `listening`.
+    The hooks stay on the model's layers as long as this object exists, and do nothing outside of `listening`.
 
     Args:
-        model: a decoder-only causal LM. at: taps, in the order in which their states are concatenated.
-        device: where the states go; None: where the first one is.
+        model: a decoder-only causal LM.
+        at: taps, in the order in which their states are concatenated.
+        device: device of the features; None: that of the first state.
+
+    Raises:
+        ValueError: the model has fewer layers than a tap needs.
+
+    Example:
+        taps = Taps(model, at=(2, 14, 25))
+        with taps.listening() as taken:
+            model(input_ids)
+        features = taps.features(taken)  # (B, T, 3 * hidden_size)
     """
 
     def __init__(self, model: PreTrainedModel, at: Sequence[int], device: torch.device | None = None):
@@ -49,7 +59,7 @@ class Taps:
 
     @contextmanager
     def listening(self) -> Iterator[dict[int, Tensor]]:
-        """Take the states of a forward pass that this thread runs within the context: (B, W, H) by tap."""
+        """Capture the states of a forward pass that this thread runs within the context: (B, W, H) by tap."""
         taken: dict[int, Tensor] = {}
         if torch.compiler.is_compiling():
             _trace((self._key, taken))
@@ -63,7 +73,7 @@ class Taps:
             _listener.reset(before)
 
     def features(self, taken: dict[int, Tensor]) -> Tensor:
-        """(B, W, C): the taps' states side by side. taken: what `listening` gave."""
+        """(B, W, C), the concatenated states of the taps. taken: the states from `listening`."""
         device = self.device or taken[self.at[0]].device
         return torch.cat([taken[tap].to(device) for tap in self.at], -1)
 
@@ -74,7 +84,7 @@ def _trace(listener: tuple[int, dict[int, Tensor]] | None) -> None:
 
 
 def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: int) -> Any:
-    """Knows the taps by their key alone, so that they can go when nobody holds them; a model is pickled with it."""
+    """Register a tap's hook. It refers to its `Taps` by key, so that they can be freed and the model be pickled."""
     if tap == FINAL:
         return model.get_decoder().register_forward_hook(partial(_keep_output, tap, key))
     if tap == len(layers):
@@ -85,8 +95,7 @@ def _hook(model: PreTrainedModel, layers: Sequence[nn.Module], tap: int, key: in
 def _keep_input(
     tap: int, key: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> None:
-    """Without kwargs: the hook was taken away between torch's listing of the layer's hooks and this call, as garbage
-    collection may. Nobody listens then."""
+    """Keep a layer's input. Torch passes no kwargs if garbage collection has just removed the hook: do nothing then."""
     if kwargs is not None:
         _keep(tap, key, args[0] if args else kwargs["hidden_states"])
 

@@ -1,6 +1,6 @@
 """Cheaper views of a draft model: fewer tokens in its LM head, 8-bit weights for passes over few tokens.
 
-A draft need not be exact, it is verified; a view shares the model's weights and leaves the model itself as it was.
+A draft need not be exact since it is verified. A view shares the model's weights and leaves the model unchanged.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from specdec.models.linear import FastLinear, Kernel, is_plain, product_in_block
 from specdec.models.views import shallow_copy_as, view
 
 M = TypeVar("M", bound=nn.Module)
-FEW_TOKENS = 4  # up to here the 8-bit product is the fastest (2 CPU cores, AVX-512 as AVX2)
-INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (2.9 to 2.15)
-VECTOR = 32  # numbers: of rows that are no whole vectors, torch's 8-bit product reads beyond the end (2.13, bfloat16)
+FEW_TOKENS = 4  # up to so many tokens the 8-bit product is the fastest (2 CPU cores, AVX-512 and AVX2)
+INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (torch 2.9 to 2.15)
+VECTOR = 32  # torch's 8-bit product reads beyond the end of rows that are not a multiple of this (2.13, bfloat16)
 
 
 class Int8Linear(FastLinear):
-    """A linear layer whose weights may be read as int8, one scale per output, where that is the fastest way.
+    """A linear layer that can also read its weights as int8, with one scale per output, where that is fastest.
 
-    Decoding is bound by reading weights: half the bytes of bfloat16 take 0.4 of the time for one token (896 x 4864, 2
-    CPU cores, AVX-512), a quarter of float32's 0.3 (8960 x 1536, 2 CPU cores, AVX2). Passes over more tokens go through
-    the original weights, which are shared, not copied.
+    Decoding is bound by reading weights. For one token int8 takes 0.4 of bfloat16's time (896 x 4864, 2 CPU cores,
+    AVX-512) and 0.3 of float32's (8960 x 1536, 2 CPU cores, AVX2). Passes over more tokens use the original weights,
+    which are shared, not copied.
     """
 
     quantized: Tensor  # (out, in) int8
@@ -33,6 +33,7 @@ class Int8Linear(FastLinear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Linear:
+        """Quantise the weights of a linear layer."""
         layer, weight = shallow_copy_as(linear, cls), linear.weight.detach()
         layer.scale = (weight.float().abs().amax(1).clamp(min=1e-12) / 127).bfloat16()
         layer.quantized = (weight.float() / layer.scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
@@ -44,7 +45,7 @@ class Int8Linear(FastLinear):
 
 
 class Int8Alone(Int8Linear):
-    """An `Int8Linear` whose original weights are not kept: passes over many tokens, too, read the integers."""
+    """An `Int8Linear` without the original weights: passes over many tokens read the int8 weights as well."""
 
     @classmethod
     def of(cls, linear: nn.Linear) -> Int8Alone:
@@ -60,26 +61,28 @@ class Int8Alone(Int8Linear):
 
 
 def by_int8(rows: Tensor, layer: Int8Linear) -> Tensor:
-    """rows (n, in) times the weights as integers, in bfloat16: the float32 kernel is several times slower (AVX2)."""
+    """Multiply rows (n, in) by the int8 weights in bfloat16: the float32 kernel is several times slower (AVX2)."""
     result = torch._weight_int8pack_mm(rows.bfloat16(), layer.quantized, layer.scale).to(rows.dtype)
     return result if layer.bias is None else result + layer.bias
 
 
 def by_int8_blocks(rows: Tensor, layer: Int8Linear) -> Tensor:
-    """The same in float32."""
+    """Multiply rows (n, in) by the int8 weights in float32, converting a block of weights at a time."""
     result = (product_in_blocks(layer.quantized, rows) * layer.scale.float()[:, None]).T
     return (result if layer.bias is None else result + layer.bias).to(rows.dtype).contiguous()
 
 
 def by_unpacked(rows: Tensor, layer: Int8Linear) -> Tensor:
-    """The same by weights made of the integers for this product."""
+    """Multiply rows (n, in) by weights that are dequantised for this product."""
     return nn.functional.linear(rows, layer.quantized.to(rows.dtype) * layer.scale[:, None], layer.bias)
 
 
 def with_int8_linears(model: M, alone: bool = False) -> M:
-    """A view of `model` with `Int8Linear` in place of its linear layers: a byte for each of their weights on top.
+    """A view of `model` with `Int8Linear` layers, which take one more byte per weight.
 
-    alone: the view does without those weights, where no other layer has them; they are gone when `model` is.
+    Args:
+        model: the model, which is not changed.
+        alone: leave out original weights that no other layer shares, so that they are freed together with `model`.
     """
     shared = {
         id(weight)
@@ -97,7 +100,11 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
 
 
 def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
-    """A view of `model` whose LM head knows only the tokens `vocab` (K,) int64, in that order."""
+    """A view of `model` whose LM head has only the tokens `vocab` (K,) int64, in that order.
+
+    Raises:
+        ValueError: the LM head is not a plain linear layer.
+    """
     head = model.get_output_embeddings()
     if not is_plain(head):
         raise ValueError(
@@ -113,7 +120,7 @@ def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
 
 
 def int8_pays(model: nn.Module) -> bool:
-    """Whether 8-bit decoding is to be had and worth its memory: on a CPU, with 10M parameters or more."""
+    """Return whether 8-bit decoding is available and worth its memory: on a CPU, with at least 10M parameters."""
     weights = list(model.parameters())
     return (
         hasattr(torch, "_weight_int8pack_mm")

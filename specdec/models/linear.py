@@ -1,9 +1,9 @@
-"""`with_fast_linears`: a view of a model whose linear layers multiply in whichever way is fastest on this machine.
+"""`with_fast_linears`: a view of a model whose linear layers use the fastest matrix product kernel on this machine.
 
-Owns the ways to multiply, and finding out by the clock, while the model works, which is best for how many rows.
-Decoding multiplies few rows by large weights, and CPUs differ in how well their libraries do that: without AVX-512
-torch's `linear` takes twice as long for two rows as for one in float32, and n times as long for n in bfloat16. The ways
-differ in how sums are rounded, as torch's own for different numbers of rows do.
+Decoding multiplies few rows by large weights, and CPU libraries differ in how well they do that. Without AVX-512
+torch's `linear` takes twice as long for two rows as for one in float32, and n times as long for n rows in bfloat16.
+The kernels are autotuned for each number of rows while the model runs. They round sums differently, as torch's own
+kernels for different numbers of rows do.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from specdec.utils.timing import lose
 M = TypeVar("M", bound=nn.Module)
 Kernel = Callable[[Tensor, Any], Tensor]  # rows (n, in) and the layer: (n, out)
 
-SMALLEST = 2**16  # numbers in a weight from which on it matters how it is multiplied
-MANY = 64  # rows; more are multiplied in the way that is best for so many
-LONG = 2**11  # outputs; longer matrices with as many inputs are taken for alike: none is tried on an LM head
-TRIES = 5  # of each way; its fastest counts
-HOPELESS = 2.0  # times the fastest: a way that takes so long, twice, is not tried again
-BLOCK = 2**18  # numbers converted to float32 at a time: they stay in the processor's cache
+SMALLEST = 2**16  # entries of the smallest weight whose kernel is autotuned
+MANY = 64  # rows; more use the kernel that is fastest for this many
+LONG = 2**11  # outputs; longer layers with the same inputs share a result, so that no kernel is timed on an LM head
+TRIES = 5  # measurements per kernel; the fastest counts
+HOPELESS = 2.0  # a kernel that twice takes this many times the fastest's time is not measured again
+BLOCK = 2**18  # weights converted to float32 at a time, which fit into the processor's cache
 
 
 def with_fast_linears(model: M) -> M:
-    """A view of `model` with `FastLinear` in place of its large linear layers on CPUs; without any, `model` itself."""
+    """A view of `model` with `FastLinear` for its large linear layers on CPUs; `model` itself if it has none."""
     return view(model, lambda layer: shallow_copy_as(layer, FastLinear) if _matters(layer) else layer)
 
 
 class FastLinear(nn.Linear):
-    """A linear layer for inference, made of one whose parameters it shares."""
+    """A linear layer for inference with an autotuned kernel. Shares the parameters of the layer it is made from."""
 
-    _settled: Mapping[tuple[torch.Size, int], Kernel] = {}  # what is best for rows of a shape, by so many threads
+    _settled: Mapping[tuple[torch.Size, int], Kernel] = {}  # fastest kernel by input shape and number of threads
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """To multiply by its weights."""
+        """Kernels for this layer's weights."""
         return kernels(self.weight.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         settled_by = x.shape, torch.get_num_threads()
         kernel = self._settled.get(settled_by)
-        if kernel is by_rows:  # torch's own takes whatever x is; asking on cost 4% of a pass, over all layers
+        if kernel is by_rows:  # torch's own takes any x; the checks below cost 4% of a pass over all layers
             return nn.functional.linear(x, self.weight, self.bias)
         if x.dtype != self.weight.dtype or torch.is_grad_enabled() or not x.numel():
             return super().forward(x)
@@ -63,7 +63,7 @@ class FastLinear(nn.Linear):
         return kernel(rows, self).view(*x.shape[:-1], -1)
 
     def _best(self, rows: Tensor) -> Kernel:
-        """What is best for so many rows (n, in); the trial, while that is not known."""
+        """The fastest kernel for this number of rows (n, in); the autotuner while it is not known."""
         autotuner = self._autotuner(min(len(rows), MANY))
         while autotuner.best is None and len(rows) > MANY:
             autotuner(rows[:MANY], self)
@@ -76,7 +76,7 @@ class FastLinear(nn.Linear):
 
 
 class Autotuner:
-    """Ways take turns at products that are needed anyway until the best is known."""
+    """Finds the fastest kernel by using each in turn for products that are needed anyway."""
 
     def __init__(self, kernels: Sequence[Kernel]):
         self.best: Kernel | None = None
@@ -84,7 +84,7 @@ class Autotuner:
         self._seconds: dict[Kernel, list[float]] = {}  # per output
 
     def __call__(self, rows: Tensor, layer: nn.Linear) -> Tensor:
-        kernel = self._waiting.pop(0) if self._waiting else by_rows  # none: another thread took the last
+        kernel = self._waiting.pop(0) if self._waiting else by_rows  # empty if another thread took the last one
         start = perf_counter()
         result = kernel(rows, layer)
         self._book(kernel, perf_counter() - start, layer.out_features)
@@ -104,19 +104,19 @@ class Autotuner:
             self.best = best
 
 
-_autotuners: dict[tuple[object, ...], Autotuner] = {}  # what this process has found
+_autotuners: dict[tuple[object, ...], Autotuner] = {}  # results of this process
 
 
 def is_plain(layer: nn.Module | None) -> TypeGuard[nn.Linear]:
-    """Whether it is torch's own linear layer, and its weights are numbers.
+    """Return whether a layer is torch's own linear layer with an ordinary weight tensor.
 
-    Where they are quantised, the layer is of a class of its own (bitsandbytes) or its weights are made of several
-    tensors (torchao), which know the operators that their library has given them.
+    Quantised layers have a class of their own (bitsandbytes), or weights of a tensor subclass (torchao).
     """
     return type(layer) is nn.Linear and not is_traceable_wrapper_subclass(layer.weight)
 
 
 def _matters(layer: nn.Module) -> bool:
+    """Return whether autotuning a layer is worthwhile: it is large, on a CPU, and has several kernels."""
     if not is_plain(layer):
         return False
     weight = layer.weight
@@ -125,36 +125,36 @@ def _matters(layer: nn.Module) -> bool:
 
 @cache
 def kernels(dtype: torch.dtype) -> tuple[Kernel, ...]:
-    """To multiply by weights of this type."""
+    """Kernels for weights of a dtype."""
     if dtype == torch.float32:
         return (by_rows, by_columns, by_onednn) if _onednn_works() else (by_rows, by_columns)
     return (by_rows, by_blocks) if dtype in (torch.bfloat16, torch.float16) else (by_rows,)
 
 
 def by_rows(rows: Tensor, layer: nn.Linear) -> Tensor:
-    """As torch does it."""
+    """Torch's `linear`."""
     return nn.functional.linear(rows, layer.weight, layer.bias)
 
 
 def by_columns(rows: Tensor, layer: nn.Linear) -> Tensor:
-    """The other way round: with few columns instead of few rows MKL takes half the time (AVX2)."""
+    """The transposed product: with few columns instead of few rows MKL takes half the time (AVX2)."""
     result = (layer.weight @ rows.T).T
     return (result if layer.bias is None else result + layer.bias).contiguous()
 
 
 def by_onednn(rows: Tensor, layer: nn.Linear) -> Tensor:
-    """oneDNN's product where torch takes MKL's, on the weights as they are: half the time for a single row (AVX2)."""
+    """oneDNN's product, where torch uses MKL's, without repacking the weights: half the time for one row (AVX2)."""
     return torch.ops.mkldnn._linear_pointwise(rows, layer.weight, layer.bias, "none", [], "")
 
 
 def by_blocks(rows: Tensor, layer: nn.Linear) -> Tensor:
-    """In float32, the weights converted a block at a time: for processors that do not multiply their type."""
+    """The product in float32, converting a block of weights at a time, for processors that only emulate their dtype."""
     result = product_in_blocks(layer.weight, rows)
     return (result.T if layer.bias is None else result.T + layer.bias).to(rows.dtype).contiguous()
 
 
 def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
-    """(out, n) float32 of a weight (out, in) of any type and rows (n, in)."""
+    """(out, n) float32, the product of a weight (out, in) of any dtype and rows (n, in), a block at a time."""
     out, into = weight.shape
     columns, height = rows.float().T.contiguous(), max(16, BLOCK // into)
     block, result = torch.empty(height, into), torch.empty(out, len(rows))
@@ -165,8 +165,8 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _onednn_works() -> bool:
-    """Its operator is torch's own affair (2.9 to 2.15 have it): asked for one product before it is relied on."""
-    # On "meta": a layer that is initialised elsewhere draws from the generator that calls sample with.
+    """Return whether torch's internal oneDNN operator (2.9 to 2.15) computes a small product correctly."""
+    # On "meta", since initialising weights would draw from the generator that calls sample with.
     layer, rows = nn.Linear(3, 2, device="meta"), torch.ones(2, 3)
     layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
     layer.bias = nn.Parameter(torch.tensor([1.0, -1.0]))

@@ -1,8 +1,8 @@
-"""`with_states`: a view of a model whose recurrent layers can be run over drafts.
+"""`with_states`: a view of a model whose recurrent layers can run over draft trees.
 
-Owns finding the functions by which a model's layers mix tokens, known by their parameters, and what stands in for them
-in the view: over known tokens the model's own, over a draft's nodes ours. The model itself stays as it was. Without
-`States` to hand (`States.passing`) the stand-ins pass everything on.
+Finds the functions with which the layers mix tokens (convolutions, delta rule, Mamba) by their parameters, and replaces
+them in the view. The replacements call the model's own function for known tokens and our kernels for a draft's nodes.
+Outside of a pass with `States` (`passing_states`) they only call the model's own. The model itself is not changed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ StandIn = Callable[[States, Callable[..., Any], dict[str, Any]], Any]
 
 
 def with_states(model: M) -> M:
-    """A view of `model`, by its weights; `model` itself where no layer mixes tokens by a function known here."""
+    """A view of `model` that shares its weights; `model` itself if no layer has a known token-mixing function."""
     return view(model, _rewired)
 
 
 def has_states(model: nn.Module) -> bool:
-    """Whether some layer of it mixes tokens by a function known here."""
+    """Return whether any layer has a known token-mixing function."""
     return any(_rewired(module) is not module for module in model.modules())
 
 
@@ -42,7 +42,7 @@ def _rewired(module: nn.Module) -> nn.Module:
 
 @cache
 def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    """A class whose methods call stand-ins where those of `kind` call functions of their file; None: they call none."""
+    """A subclass of `kind` whose methods call replacements of known functions; None if `kind` calls none of them."""
     if kind.__module__.startswith("torch."):
         return None
     methods = {}
@@ -50,21 +50,17 @@ def _rewired_class(kind: type[nn.Module]) -> type[nn.Module] | None:
         for name, method in vars(base).items():
             if not isinstance(method, FunctionType):
                 continue
-            unwrap_model = inspect.unwrap(method)  # what transformers wraps it in is for offloading
-            ours = {
-                f: made for f in unwrap_model.__code__.co_names if (made := _stand_in(unwrap_model.__globals__.get(f)))
-            }
+            unwrapped = inspect.unwrap(method)  # transformers wraps methods for offloading
+            ours = {f: made for f in unwrapped.__code__.co_names if (made := _stand_in(unwrapped.__globals__.get(f)))}
             if ours:
-                code, defaults = unwrap_model.__code__, unwrap_model.__defaults__
-                methods[name] = FunctionType(
-                    code, unwrap_model.__globals__ | ours, name, defaults, unwrap_model.__closure__
-                )
-                methods[name].__kwdefaults__ = unwrap_model.__kwdefaults__
+                code, defaults = unwrapped.__code__, unwrapped.__defaults__
+                methods[name] = FunctionType(code, unwrapped.__globals__ | ours, name, defaults, unwrapped.__closure__)
+                methods[name].__kwdefaults__ = unwrapped.__kwdefaults__
     return type(kind.__name__, (kind,), methods) if methods else None
 
 
 def _stand_in(native: Any) -> Callable[..., Any] | None:
-    """What stands in for a function; None where it is none of those known here."""
+    """The replacement for a function; None if the function is not known."""
     if not isinstance(native, FunctionType):
         return None
     signature = inspect.signature(native)
@@ -93,7 +89,7 @@ def _convolution(states: States, native: Callable[..., Tensor], given: dict[str,
 
 
 def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """query, key (B, T, H, K), value (B, T, H, V), g (B, T, H) or (B, T, H, K), beta (B, T, H); state (B, H, K, V)."""
+    """Delta rule. query, key (B, T, H, K), value (B, T, H, V), g (B, T, H[, K]), beta (B, T, H); state (B, H, K, V)."""
     before, step = states.before(4), states.step
     if not isinstance(step, Drafted):
         real = step.real(given["key"])
@@ -117,7 +113,7 @@ def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any
 
 
 def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """hidden_states (B, T, H, P), dt (B, T, H), A, D (H,), B, C (B, T, groups, N); state (B, H, P, N)."""
+    """Mamba 2. hidden_states (B, T, H, P), dt (B, T, H), A, D (H,), B, C (B, T, groups, N); state (B, H, P, N)."""
     before, step = states.before(4), states.step
     dt = given["dt"].float()
     if given["dt_bias"] is not None:
@@ -145,7 +141,7 @@ def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -
 
 
 def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """hidden_states, dt, z (B, I, T), A (I, S), B, C (B, S, T), D (I,); state (B, I, S)."""
+    """Mamba 1. hidden_states, dt, z (B, I, T), A (I, S), B, C (B, S, T), D (I,); state (B, I, S)."""
     before, step = states.before(3), states.step
     x, dt, A = given["hidden_states"].float(), given["dt"].float(), given["A"].float()
     if given["delta_bias"] is not None:
@@ -158,7 +154,7 @@ def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -
         dt = dt if real is None else _where(real, dt)
         own = {"dt": dt.transpose(1, 2), "delta_bias": None, "delta_softplus": False}
         out, state = native(**given | own | {"z": None, "return_last_state": True})
-        if before is not None:  # the model's own begins with zeros; what was there decays, and is read on top
+        if before is not None:  # the model's own starts from zeros: add what C reads from the decayed previous state
             left = (A * dt.cumsum(1)[..., None]).exp() * before[:, None]  # (B, T, I, S)
             out = out + (left @ given["C"].float().transpose(1, 2)[..., None])[..., 0].transpose(1, 2)
             state = state + left[:, -1]
@@ -173,12 +169,12 @@ def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -
 
 
 def _where(real: Tensor, x: Tensor) -> Tensor:
-    """x (B, T, ...), zero where it is padding: neither decay nor update."""
+    """x (B, T, ...) with zeros at padding, so that padding neither decays nor updates the state."""
     return torch.where(real[(...,) + (None,) * (x.dim() - 2)], x, 0)
 
 
 def _per_head(x: Tensor, heads: int) -> Tensor:
-    """(B, H, T, N) of (B, T, groups, N)."""
+    """Expand x (B, T, groups, N) to (B, H, T, N)."""
     return x.transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
 
 

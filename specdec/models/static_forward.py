@@ -1,8 +1,7 @@
-"""`StaticForward`: a model's passes over drafts, of few sizes and of nothing but tensors, so that they can be captured.
+"""`StaticForward`: runs draft passes at a few padded sizes over a static cache, optionally through `torch.compile`.
 
-Owns the sizes there are, what a captured pass is given instead of Python state, and capturing: at a size's second use,
-and only if the graph's logits are the model's; as the model's own kernels, or with code by `torch.compile`. How a
-device launches it is `recording`'s affair. Knows nothing of sampling, of trees, or of when a draft pays.
+A size is captured at its second use, and kept only if the captured pass gives the model's logits. A captured pass uses
+tensors only, no Python state. CUDA-graph capture is in `models/cuda_graphs.py`.
 """
 
 from __future__ import annotations
@@ -29,24 +28,26 @@ from specdec.utils.timing import lose
 log = logging.getLogger(__name__)
 
 BACKEND = "inductor"
-MOST = 32  # graphs of a model: what comes in more sizes than that is run without
-WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # standard deviations by which a node's logits may differ; else 0.1
+MOST = 32  # captured sizes per model; passes of further sizes run eagerly
+WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # tolerance of logits, in standard deviations; 0.1 for other dtypes
 Key = tuple[Any, ...]
 Passed = tuple[Tensor, Tensor | None]  # logits and features
 Pass = Callable[..., Passed]
-Written = Mapping[int, tuple[Tensor, Tensor, Tensor]]  # by layer: buffers of keys and values, slots (B, n) to write
+Written = Mapping[int, tuple[Tensor, Tensor, Tensor]]  # by layer: key and value buffers, slots (B, n) to write
 
 
 def nodes_of_size(count: int) -> int:
-    """Nodes per row of the size that so many are run in: powers of two."""
+    """The padded number of nodes per row: `count` rounded up to a power of two."""
     return 1 << (count - 1).bit_length()
 
 
 def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Nodes up to the next size: behind the others, seen by nobody but themselves.
+    """Pad to the next size with nodes that are visible only to themselves; see `ModelRunner.grow`.
 
     Args:
-        tokens: (B, n), or (B, n, H). depth: (B, M + n). ancestors: (B, n, M + n); see `ModelRunner.grow`.
+        tokens: (B, n) int64, or embeddings (B, n, H).
+        depth: (B, M + n) int64.
+        ancestors: (B, n, M + n) bool.
     """
     B, n = tokens.shape[:2]
     more = nodes_of_size(n) - n
@@ -55,29 +56,29 @@ def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor,
     pad = torch.nn.functional.pad
     alone = torch.eye(more, dtype=torch.bool, device=tokens.device).expand(B, more, more)
     rows = torch.cat([pad(ancestors, (0, more)), pad(alone, (ancestors.shape[2], 0))], 1)
-    depth = torch.cat([depth, depth[:, -1:].expand(B, more)], 1)  # where a row stands already: positions may run out
+    depth = torch.cat([depth, depth[:, -1:].expand(B, more)], 1)  # repeat the last depth: positions may be limited
     return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), depth, rows
 
 
 def cannot_capture(model: PreTrainedModel) -> str | None:
-    """Why passes of a model are not tried to be captured, by its structure; None: they are."""
+    """The reason why a model's structure rules out capture; None if it does not."""
     if model.config.is_encoder_decoder:
-        return "its decoder also reads what its encoder wrote"
+        return "its decoder also reads encoder outputs"
     if counts_positions(model):
-        return "it counts its positions by itself"
+        return "it computes its positions itself"
     if has_states(model):
-        return "its recurrent layers keep states that are Python's affair"
+        return "its recurrent layers keep their states in Python objects"
     if any(hasattr(module, "_hf_hook") for module in model.modules()):
         return "accelerate's hooks move its weights or inputs"
     if has_causal_masks(model):
-        return "its attention has a causal mask of fixed length beside ours"
+        return "its attention applies a causal mask of fixed length in addition to ours"
     if is_sharded(model):
-        return "its weights lie in several processes"
+        return "its weights are sharded over several processes"
     return None
 
 
 class SlottedCache(Cache):
-    """The cache as a captured pass sees it: nothing but tensors of one size, which change from pass to pass."""
+    """The cache of a captured pass: tensors of fixed shapes, whose contents change from pass to pass."""
 
     is_compileable = True
 
@@ -95,7 +96,7 @@ class SlottedCache(Cache):
         values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
         return keys, values
 
-    # What mask builders ask, which get masks that are made (transformers 5.17 to 5.24)
+    # Read by transformers' mask builders, which get finished masks (5.17 to 5.24)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -111,27 +112,33 @@ class SlottedCache(Cache):
 
 
 class StaticForward:
-    """Of one model, for all calls that run it so.
+    """Captured passes of one model, shared by all calls.
 
     Args:
-        model: as it is, not a `with_fast_linears` view: which way to multiply is the compiler's affair. taps: states to take along.
-        compiled: one full graph per size by `torch.compile`, with code of its own; else the pass as it is.
+        model: the model itself, not a `with_fast_linears` view: the compiler chooses the kernels.
+        taps: hidden states to capture in each pass.
+        compiled: compile one full graph per size with `torch.compile`; else run the model's own code.
 
     Attributes:
-        refused: why nothing is captured any more; empty while it is.
+        refused: the reason why capture is disabled; empty while it is enabled.
     """
 
     def __init__(self, model: PreTrainedModel, taps: Taps | None = None, compiled: bool = True):
         self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
-        self._static_forward: dict[Key, Pass | None] = {}  # None: of a size that was met once
-        self._announced = False  # that it takes a while
+        self._static_forward: dict[Key, Pass | None] = {}  # None: a size used once
+        self._announced = False  # the notice that compilation takes a while
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._static_forward.values())
 
     def __call__(self, written: Written, inputs: Mapping[str, Any], own: Callable[[], Passed]) -> Passed:
-        """Logits (B, n, V) and features of a pass; inputs: of the model's forward pass, but for the cache. own: makes
-        the same pass without a graph."""
+        """Logits (B, n, V) and features (B, n, C) of a pass.
+
+        Args:
+            written: the cache's buffers and the slots to write, by layer.
+            inputs: arguments of the model's forward pass, except the cache.
+            own: runs the same pass eagerly.
+        """
         if self.refused:
             return own()
         key = _sizes(written, inputs)
@@ -144,14 +151,14 @@ class StaticForward:
             return own() if len(self) == MOST else self._captured(key, arguments, own())
         try:
             return graph(*arguments)
-        except Exception as error:  # torch takes the model for another one: a hook came, or a setting changed
+        except Exception as error:  # torch would recompile, since a hook was added or a setting changed
             self._refuse(_said(error))
             return own()
 
     def _captured(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
-        """right: what the model's own pass gave. Writing the same keys and values once more changes nothing."""
+        """Capture a size and check it against `right`, the eager pass. Writing the same keys again changes nothing."""
         start = perf_counter()
-        gc.collect()  # generators that nobody holds: their hooks must not go while torch looks at the model's
+        gc.collect()  # unreferenced generators: their hooks must not be removed while torch reads the model's hooks
         name = type(self.model).__name__
         if self.compiled and not self._announced:
             log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
@@ -160,7 +167,7 @@ class StaticForward:
         try:
             graph = _compiled() if self.compiled else _pass
             ours = graph(*arguments)[0].float()
-        except Exception as error:  # what cannot be captured says so in many ways
+        except Exception as error:  # models that cannot be captured fail with many types
             self._refuse(_said(error))
         else:
             theirs = right[0].float()
@@ -168,8 +175,8 @@ class StaticForward:
             if apart <= WRONG.get(right[0].dtype, 0.1):
                 self._static_forward[key] = graph
             else:
-                self._refuse(f"its logits came out wrong by {apart:.2g} standard deviations")
-        lose(perf_counter() - start)  # no pass costs this again
+                self._refuse(f"logits of the captured pass differ by {apart:.2g} standard deviations from the model's")
+        lose(perf_counter() - start)  # a one-time cost
         return right
 
     def _refuse(self, reason: str) -> None:
@@ -187,10 +194,9 @@ def _pass(model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Ta
 
 
 def _compiled() -> Pass:
-    """`_pass` with code of its own: torch counts graphs, and gives up on too many, by code.
+    """Compile `_pass` as a copy with its own code object: torch limits the number of graphs per code object.
 
-    Not by "reduce-overhead", which takes no graph that writes to inputs whose memory may move, as a cache's does: how a
-    device launches it is `recording`'s affair.
+    "reduce-overhead" is not used: it rejects graphs that write to inputs whose memory may move, as the cache's may.
     """
     own = FunctionType(_pass.__code__.replace(), _pass.__globals__)
     return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
@@ -201,7 +207,7 @@ def _said(error: Exception) -> str:
 
 
 def _in_order(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same in memory of their own: a graph is one of strides, too."""
+    """Contiguous inputs, since a graph is specialised on strides as well as shapes."""
     return {
         name: _in_order(given)
         if isinstance(given, Mapping)

@@ -1,6 +1,6 @@
-"""`view`: a model with other layers around the very same weights. The model itself stays as it was.
+"""`view`: a model with some layers replaced that shares the original's weights. The original is not changed.
 
-Owns copying a model's structure, all of it (`apart`) or what changes. Knows nothing of what the new layers compute.
+Copies a model's structure, either the changed part (`view`) or all of it (`apart`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,22 @@ from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 Swap = Callable[[nn.Module], nn.Module]
-SMALL = 65_536  # numbers in a tensor that is state (RoPE's frequencies, which a pass may write) rather than weights
+SMALL = 65_536  # largest tensor that is copied as state (RoPE frequencies, which a pass may write) and not shared
 
 
 def view(model: M, swap: Swap) -> M:
-    """`model` with `swap(module)` in place of its modules; where none is another one, `model` itself.
+    """A view of `model` in which each module is replaced by `swap(module)`; `model` itself if nothing is replaced.
 
-    Weights, buffers and configs are the model's. So are the hooks, as they are now: what is registered on the view
-    later is the view's alone. A module that has been given another forward pass (by accelerate, by `torch.compile`, by
-    hand) stays whole. What is below a module that is swapped is its new one's affair.
+    The view shares weights, buffers and configs. It copies the hooks: those registered on the view later are its own.
+    A module whose forward pass was replaced (by accelerate, `torch.compile` or the user) is kept with all its children.
+    Children of a replaced module are not visited.
+
+    Args:
+        model: the model to view.
+        swap: returns the replacement of a module, or the module itself.
+
+    Example:
+        gelu = view(model, lambda module: nn.GELU() if isinstance(module, nn.SiLU) else module)
     """
     return _view(model, swap, {})
 
@@ -52,15 +59,16 @@ def _fresh_view(module: nn.Module, swap: Swap, known: dict[int, nn.Module]) -> n
 
 
 def apart(model: M) -> M:
-    """The model's structure around its very weights, with a config, modes and state of its own.
+    """A copy of the model that shares its weights, with its own config, training modes and small buffers.
 
-    Another thread may be decoding with the model: masks are built from its config at each pass.
+    Needed where another thread decodes with the model, since each pass builds masks from the config.
     """
     modules = list(model.modules())
     shared = [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.numel() > SMALL)]
     for held in map(vars, modules):
         shared += [value for value in held.values() if isinstance(value, torch.Tensor) and value.numel() > SMALL]
-        shared += [held[name] for name in ("_hf_hook", "generate") if name in held]  # accelerate's: offloaded; a user's
+        # accelerate's hooks for offloading; a `generate` that was set on the model
+        shared += [held[name] for name in ("_hf_hook", "generate") if name in held]
     return copy.deepcopy(model, {id(kept): kept for kept in shared})
 
 
@@ -79,11 +87,11 @@ def _fresh_evaluating(module: nn.Module, known: dict[int, nn.Module]) -> nn.Modu
     children = {name: child and _evaluating(child, known) for name, child in module._modules.items()}
     if not module.training and all(children[name] is child for name, child in module._modules.items()):
         return module
-    if "forward" in vars(module):  # accelerate's, say, which holds the module that it is of and is copied with it
+    if "forward" in vars(module):  # for example accelerate's, which refers to its module and is copied with it
         copied = apart(module).eval()
         for ours, theirs in zip(copied.modules(), module.modules(), strict=True):
             if "forward" in vars(ours) and vars(ours)["forward"] is vars(theirs)["forward"]:
-                del ours.forward  # a function, by `torch.compile` say, that runs `module`
+                del ours.forward  # a function that runs `module`, for example from `torch.compile`
         return copied
     evaluating = shallow_copy_as(module, type(module))
     evaluating._modules, evaluating.training = children, False
@@ -92,15 +100,19 @@ def _fresh_evaluating(module: nn.Module, known: dict[int, nn.Module]) -> nn.Modu
 
 
 def whole(module: M) -> M:
-    """A copy, this process's own, of a module whose weights lie in several processes; all of them must ask for it."""
+    """An unsharded copy of a module whose weights are sharded over processes. All processes must call this.
+
+    Raises:
+        ValueError: the weights are sharded by DeepSpeed's ZeRO-3, which is not supported.
+    """
     weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
     if any(hasattr(weight, "ds_id") for weight in weights.values()):
-        raise ValueError(f"the weights of a {type(module).__name__} lie in several processes (DeepSpeed's ZeRO-3)")
+        raise ValueError(f"the weights of a {type(module).__name__} are sharded over processes by DeepSpeed's ZeRO-3")
     own = shallow_copy_as(module, type(module))
     own._parameters = {name: nn.Parameter(_gathered(weight), requires_grad=False) for name, weight in weights.items()}
     own._parameters |= {name: None for name in module._parameters if name not in weights}
-    vars(own).pop("forward", None)  # of transformers' tensor parallelism: waits for the other processes
-    for hooks in (own._forward_pre_hooks, own._forward_hooks):  # of FSDP: so do they
+    vars(own).pop("forward", None)  # set by transformers' tensor parallelism: waits for the other processes
+    for hooks in (own._forward_pre_hooks, own._forward_hooks):  # set by FSDP: these wait as well
         hooks.clear()
     return own
 
@@ -110,7 +122,7 @@ def _gathered(weight: Any) -> torch.Tensor:
 
 
 def shallow_copy_as(module: nn.Module, kind: type[M]) -> M:
-    """A module of class `kind` with all that `module` has; hooks and children may change in one without the other."""
+    """A shallow copy of `module` as an instance of `kind`, with its own dictionaries of hooks and children."""
     made = object.__new__(kind)
     for name, value in vars(module).items():
         own = "_hooks" in name or name == "_modules"

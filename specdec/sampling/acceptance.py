@@ -1,13 +1,15 @@
 """The verification rules: which path of a draft tree is accepted, and which token follows it.
 
-Pure functions on tensors; models and caches are unknown here. Words: p is the target's distribution after each node,
-q the draft's from which the node's children were drawn, a *point mass* a draft chosen deterministically, the *bonus*
-token the one that follows a fully accepted path, the *recovered* token the one that follows a rejection.
-B rows, N nodes, V vocabulary, D path length (root included).
+Pure functions of tensors, independent of models and caches. Terms:
+
+- p: the target's distribution after a node; q: the draft's distribution that the node's children were drawn from.
+- point mass: a draft token chosen deterministically, so that q is one for it.
+- bonus token: the token after a fully accepted path; recovered token: the token after a rejection.
+- B rows, N nodes, V vocabulary size, D path length (root included).
 
 | draft | rule | source |
 |---|---|---|
-| any | `accept_sequentially` | the target's own choices: its argmax, or the winner of the column's race (`noise.Noise`) |
+| any | `accept_sequentially` | the target's own choices: argmax, or argmax under exponential noise (`noise.Noise`) |
 | deterministic, T > 0 | `point_mass` | Leviathan et al. 2211.17192 with q a point mass |
 | drawn chain | `speculative_sampling` | Leviathan et al. 2211.17192, Chen et al. 2302.01318 |
 | drawn chain | `block_verification` | Sun et al. 2403.10444, algorithm 2 |
@@ -29,16 +31,22 @@ from specdec.sampling.results import Verdict
 def sample(probs: Tensor) -> Tensor:
     """Draw one index per distribution by inverting its cumulative sum.
 
+    Faster than `torch.multinomial`, which draws V exponentials per row: 0.6 instead of 25 ms for 8 rows of 152k on two
+    CPU cores.
+
     Args:
         probs: (..., V) float, non-negative, need not sum to one.
 
     Returns:
-        (...) int64. An index of probability zero is never drawn. (`torch.multinomial` draws V exponentials per
-        row: 25 ms for 8 rows of 152k on two CPU cores where this takes 0.6.)
+        (...) int64. An index of probability zero is never drawn.
+
+    Examples:
+        >>> sample(torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.5]]))
+        tensor([1, 2])
     """
     cdf = probs.cumsum(-1)
     u = torch.rand(probs.shape[:-1], device=probs.device, dtype=cdf.dtype)
-    # u < 1, but u * total may round up to total: stay below it, or an index past the support would be drawn.
+    # u < 1, but u * total may round up to total, which would draw an index past the support.
     total = cdf[..., -1]
     threshold = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, threshold[..., None], right=True)[..., 0]
@@ -50,20 +58,30 @@ def accept_sequentially(
     alive: Tensor,
     go_on: Callable[[Tensor, Tensor], bool] | None = None,
 ) -> Verdict:
-    """Go from the root to the child that carries the token that the target chooses, as long as there is one.
+    """Follow the target's choices from the root for as long as a child carries the chosen token.
 
-    Whatever was drafted, the tokens are the target's choices in their order; only reached nodes are asked about.
+    The tokens are the target's choices in their order, independent of the draft. `choose` is called for reached nodes
+    only.
 
     Args:
-        choose: from path (B, d + 1), the nodes from the root to each row's own, and alive (B,) bool, rows for which it
-            matters, the target's token (B,) int64 there. None, not at the root: the walk ends one node before.
-        alive: (B,) bool, rows that walk at all.
-        go_on: asked with the path and the token (B,) before a child is entered; False ends the walk in front of it.
+        tree: the draft.
+        choose: maps path (B, d + 1) int64, the nodes from the root to each row's current node, and alive (B,) bool,
+            the rows whose result is used, to the target's tokens (B,) int64. It may return None below the root:
+            verification then stops one node earlier.
+        alive: (B,) bool, rows to verify.
+        go_on: called with path and token (B,) before a child is entered; False stops verification before that child.
+
+    Examples:
+        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 7]]))
+        >>> counting = lambda path, alive: tree.tokens.gather(1, path)[:, -1] + 1  # t is followed by t + 1
+        >>> verdict = accept_sequentially(tree, counting, torch.tensor([True]))
+        >>> verdict.accepted, verdict.next_token
+        (tensor([1]), tensor([3]))
     """
     node = torch.zeros_like(tree.tokens[:, 0])
     accepted, next_token = node, node
     reached, places = [node], [node]
-    looks = node.device.type == "cpu" or go_on is not None  # a look may wait for a device: not for speed alone
+    may_sync = node.device.type == "cpu" or go_on is not None  # stopping early is not worth a host sync by itself
     for depth in range(1, tree.height + 2):
         path = torch.stack(reached, 1)
         token = choose(path, alive)
@@ -76,7 +94,7 @@ def accept_sequentially(
             break
         child = tree.child(node, token)
         alive = alive & (child >= 0)
-        if (looks and not bool(alive.any())) or (go_on is not None and not go_on(path, token)):
+        if (may_sync and not bool(alive.any())) or (go_on is not None and not go_on(path, token)):
             break
         node = torch.where(alive, child, node)
         accepted = accepted + alive
@@ -86,10 +104,17 @@ def accept_sequentially(
 
 
 def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
-    """Walk from the root to the child whose token the target chose, as long as there is one.
+    """The longest path from the root on which every node carries the token that the target chose after its parent.
 
     Args:
+        tree: the draft.
         choice: (B, N) int64, the token that the target chose after each node.
+
+    Examples:
+        >>> tree = DraftTree(tokens=torch.tensor([[1, 2, 3, 4]]), parents=torch.tensor([[-1, 0, 0, 2]]))
+        >>> verdict = longest_accepted_path(tree, torch.tensor([[3, 9, 4, 5]]))
+        >>> verdict.path, verdict.accepted, verdict.next_token
+        (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
     if tree.chain:
         hits = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]  # (B, N - 1)
@@ -100,38 +125,60 @@ def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
     wanted = choice.gather(1, tree.parents.clamp(min=0))  # (B, N) the target's token after each node's parent
     siblings = tree.parents[:, :, None] == tree.parents[:, None]  # (B, N, N)
     again = siblings & (tree.tokens[:, :, None] == tree.tokens[:, None]) & (index < index[:, None])
-    # Of equal siblings the first counts.
+    # The first of equal siblings counts.
     missed = ((tree.tokens != wanted) | (tree.parents < 0) | again.any(-1)) & (index > 0)
     reached = ~(tree.ancestors & missed[:, None]).any(-1)
-    accepted, last = torch.where(reached, tree.depth, -1).max(-1)  # of reached nodes one is the deepest
+    accepted, last = torch.where(reached, tree.depth, -1).max(-1)  # reached nodes form one path: its end is unique
     return Verdict(_path_to(tree, last), accepted, choice.gather(1, last[:, None])[:, 0])
 
 
 def _path_to(tree: DraftTree, node: Tensor) -> Tensor:
-    """(B, D) int64, the nodes from the root to each row's node (B,), then each column's own index."""
+    """(B, D) int64: the nodes from the root to each row's node (B,), then each column's own index."""
     B, N = tree.tokens.shape
     D, index = tree.height + 1, torch.arange(max(N, tree.height + 2), device=node.device)
     on_path = tree.ancestors.gather(1, node[:, None, None].expand(-1, 1, N))[:, 0]  # (B, N)
-    places = torch.where(on_path, tree.depth, D)  # what is not on the path goes to a last column, and away
+    places = torch.where(on_path, tree.depth, D)  # nodes off the path go to an extra last column, which is dropped
     return index[: D + 1].repeat(B, 1).scatter(1, places, index[:N].expand(B, -1))[:, :D]
 
 
 def point_mass(tree: DraftTree, probs: Tensor) -> Verdict:
-    """T > 0, deterministic draft: sample the target at every node and follow the samples.
+    """Verify a deterministic draft at T > 0: sample the target at every node and follow the samples.
 
-    Accepting child x with p(x), else zeroing p(x), renormalising and trying the next child is sampling from p and
-    looking the sample up among the children: the same distribution in one step, so the output's law is the target's.
+    Lossless. Rejection sampling accepts child x with p(x), else zeroes p(x), renormalises and tries the next child.
+    Sampling from p and looking for the sample among the children has the same distribution, in one step.
 
     Args:
+        tree: the draft.
         probs: (B, N, V) float32, p after each node.
+
+    Examples:
+        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]))
+        >>> probs = torch.eye(5)[torch.tensor([[2, 4, 0]])]  # a target that is sure of 2, then of 4
+        >>> verdict = point_mass(tree, probs)
+        >>> verdict.accepted, verdict.next_token
+        (tensor([1]), tensor([4]))
     """
     return longest_accepted_path(tree, sample(probs))
 
 
 def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
-    """Drawn chain, token by token: accept x with min(1, p(x) / q(x)), resample a rejected one from (p - q)+.
+    """Verify a drawn chain token by token: accept x with min(1, p(x) / q(x)), resample a rejected one from (p - q)+.
 
-    Lossless by Leviathan et al. (2211.17192, theorem 3.5). `probs` (B, N, V) float32.
+    Lossless by Leviathan et al. (2211.17192, theorem 3.5).
+
+    Args:
+        tree: the draft, a chain with `probs`.
+        probs: (B, N, V) float32, p after each node.
+
+    Raises:
+        ValueError: the tree has no `probs`.
+
+    Examples:
+        >>> q = torch.eye(5)[torch.tensor([[2, 3]])]
+        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]), probs=q)
+        >>> verdict = speculative_sampling(tree, torch.eye(5)[torch.tensor([[2, 4, 0]])])
+        >>> verdict.accepted, verdict.next_token
+        (tensor([1]), tensor([4]))
     """
     q = _drawn(tree)
     B, N = tree.tokens.shape
@@ -141,7 +188,7 @@ def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
     u = torch.rand_like(p_x)
     accept = (u * q_x < p_x) & tree.valid[:, 1:]  # u < p / q without the division by zero
     accepted = accept.long().cumprod(-1).sum(-1)  # (B,)
-    # q is zero where nothing was drawn, so after a full acceptance the residual is p itself: the bonus token.
+    # q is zero where nothing was drawn, so after a full acceptance the residual is p, which gives the bonus token.
     rows = torch.arange(B, device=probs.device)
     residual = _residual(probs[rows, accepted], q[rows, accepted])
     path = torch.arange(N, device=probs.device).expand(B, N)
@@ -149,13 +196,24 @@ def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
 
 
 def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
-    """Drawn chain, the block as a whole: accepts at least as many tokens in expectation as token by token.
+    """Verify a drawn chain as one block. Accepts at least as many tokens in expectation as `speculative_sampling`.
 
-    Lossless and optimal by Sun et al. (2403.10444, theorems 1 and 2). With w_i = min(1, w_{i-1} p(x_i) / q(x_i)),
-    prefix i is taken with h_i = S_i / (S_i + 1 - w_i), S_i = sum (w_i p - q)+, and the longest one taken counts.
+    Lossless and optimal by Sun et al. (2403.10444, theorems 1 and 2). With w_i = min(1, w_{i-1} p(x_i) / q(x_i)) and
+    S_i = sum (w_i p - q)+, prefix i is accepted with h_i = S_i / (S_i + 1 - w_i). The longest accepted prefix counts.
 
     Args:
-        probs: (B, N, V) float32.
+        tree: the draft, a chain with `probs`.
+        probs: (B, N, V) float32, p after each node.
+
+    Raises:
+        ValueError: the tree has no `probs`.
+
+    Examples:
+        >>> q = torch.eye(5)[torch.tensor([[2, 3]])]
+        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]), probs=q)
+        >>> verdict = block_verification(tree, torch.eye(5)[torch.tensor([[2, 3, 4]])])
+        >>> verdict.accepted, verdict.next_token
+        (tensor([2]), tensor([4]))
     """
     q = _drawn(tree)
     B, N = tree.tokens.shape
@@ -163,10 +221,10 @@ def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
     p_x = probs[:, :-1].gather(-1, drafted)[..., 0]  # (B, N - 1)
     q_x = q[:, :-1].gather(-1, drafted)[..., 0]
     ratio = torch.where(tree.valid[:, 1:], p_x / q_x.clamp(min=torch.finfo(q.dtype).tiny), torch.zeros_like(p_x))
-    weight = torch.ones(B, N, device=probs.device, dtype=probs.dtype)  # w_i, the root's is one
+    weight = torch.ones(B, N, device=probs.device, dtype=probs.dtype)  # w_i, one at the root
     for i in range(1, N):
         weight[:, i] = (weight[:, i - 1] * ratio[:, i - 1]).clamp(max=1.0)
-    # At a row's last node q is zero, hence S = w, and h = w / (w + 1 - w) = w: the paper's separate last case.
+    # At a row's last node q is zero, so S = w and h = w / (w + 1 - w) = w, the paper's separate last case.
     mass = (weight[..., None] * probs).sub_(q).clamp_(min=0).sum(-1)  # (B, N) S_i
     h = mass / (mass + 1 - weight)
     u = torch.rand_like(h)
@@ -181,14 +239,25 @@ def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
 
 
 def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
-    """Drawn tree: try a node's children in the order they were drawn, without replacement.
+    """Verify a drawn tree: try each node's children in the order in which they were drawn without replacement.
 
-    Child x is accepted with min(1, p(x) / q(x)); after a rejection p becomes norm((p - q)+) and q loses x and is
-    renormalised, which is the distribution that the next sibling was drawn from. Lossless by Sequoia (2402.12374,
-    theorem 3.3). On a chain this is `speculative_sampling`.
+    Child x is accepted with min(1, p(x) / q(x)). After a rejection p becomes norm((p - q)+). x is removed from q, which
+    is renormalised: the next sibling was drawn from this distribution. On a chain this is `speculative_sampling`.
+    Lossless by Sequoia (2402.12374, theorem 3.3).
 
     Args:
-        probs: (B, N, V) float32.
+        tree: the draft, with `probs`.
+        probs: (B, N, V) float32, p after each node.
+
+    Raises:
+        ValueError: the tree has no `probs`.
+
+    Examples:
+        >>> q = torch.tensor([[[0.0, 0.0, 0.5, 0.5], [0.0] * 4, [0.0] * 4]])  # the root's children: 2, then 3
+        >>> tree = DraftTree(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]), q)
+        >>> verdict = recursive_rejection(tree, torch.eye(4)[torch.tensor([[3, 0, 1]])])
+        >>> verdict.path, verdict.accepted, verdict.next_token
+        (tensor([[0, 2]]), tensor([1]), tensor([1]))
     """
     q_all = _drawn(tree)
     B = len(probs)
@@ -199,11 +268,11 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
     accepted = torch.zeros_like(node)
     p, q = probs[rows, node], q_all[rows, node]  # (B, V)
     for depth in range(1, path.shape[1]):
-        walking = accepted == depth - 1  # rows that took a child at the last depth
+        reached = accepted == depth - 1  # rows that accepted a child at the last depth
         stays = node
         for c in range(children.shape[2]):
             child = children[rows, stays, c]  # (B,)
-            considered = walking & (child >= 0) & (accepted == depth - 1)
+            considered = reached & (child >= 0) & (accepted == depth - 1)
             token = tree.tokens[rows, child.clamp(min=0)][:, None]  # (B, 1)
             q_x = q.gather(1, token)[:, 0]
             accept = considered & (torch.rand_like(q_x) * q_x < p.gather(1, token)[:, 0])
@@ -218,19 +287,27 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
         moved = (accepted == depth)[:, None]
         p = torch.where(moved, probs[rows, node], p)
         q = torch.where(moved, q_all[rows, node], q)
-    # A row that stopped has tried all children of its node: p is by now the residual after them.
+    # A row that stopped has tried all children of its node: p is now the residual after them.
     return Verdict(path, accepted, sample(p))
 
 
 def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
-    """LOSSY. Accept what the target finds typical: p(x) >= min(epsilon, delta * exp(-entropy(p))).
+    """Accept typical tokens: p(x) >= min(epsilon, delta * exp(-entropy(p))). LOSSY.
 
-    Takes the longest typical path and samples the token after it. The output's law is not the target's: text is
-    more probable than plain sampling's. Medusa (2401.10774, section 2.3.1), whose defaults these are.
+    Accepts the longest typical path and samples the token after it. The output is not distributed as the target's: its
+    text is more probable than that of plain sampling. Rule and defaults are Medusa's (2401.10774, section 2.3.1).
 
     Args:
-        probs: (B, N, V) float32.
-        epsilon: hard threshold. delta: scale of the entropy-dependent one.
+        tree: the draft.
+        probs: (B, N, V) float32, p after each node.
+        epsilon: hard threshold.
+        delta: scale of the entropy-dependent threshold.
+
+    Examples:
+        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]))
+        >>> verdict = typical(tree, torch.tensor([[[0.0, 0.0, 0.2, 0.8], [0.0, 0.0, 1.0, 0.0], [0.25] * 4]]))
+        >>> verdict.accepted, verdict.next_token
+        (tensor([1]), tensor([2]))
     """
     B = len(probs)
     rows = torch.arange(B, device=probs.device)
@@ -240,7 +317,7 @@ def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float 
     p_x = probs[rows[:, None], parent, tree.tokens]  # (B, N) p of each node after its parent
     typical_ = (p_x >= threshold.gather(1, parent)) & tree.valid
     typical_[:, 0] = True
-    whole = (tree.ancestors <= typical_[:, None, :]).all(-1) & tree.valid  # every ancestor typical, itself included
+    whole = (tree.ancestors <= typical_[:, None, :]).all(-1) & tree.valid  # the node and all its ancestors are typical
     last = torch.where(whole, tree.depth, -1).argmax(-1)  # (B,) deepest node of a typical path
     accepted = tree.depth[rows, last]
     return Verdict(_path_to(tree, last), accepted, sample(probs[rows, last]))
@@ -253,7 +330,7 @@ def _drawn(tree: DraftTree) -> Tensor:
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)+ over the last dimension; p itself where rounding left nothing of it."""
+    """(p - q)+ over the last dimension; p where rounding made all of it zero."""
     residual = (p - q).clamp_(min=0)
     return torch.where(residual.sum(-1, keepdim=True) > 0, residual, p)
 

@@ -1,7 +1,4 @@
-"""`DraftTree`: what a proposer drafted for every row, as one tree of tokens per row.
-
-Owns the tree's shape: parents, depth, ancestors. Knows nothing of models, caches or probabilities' meaning.
-"""
+"""`DraftTree`: the tokens drafted in a round, one tree per row, and its shape (parents, depth, ancestors)."""
 
 from __future__ import annotations
 
@@ -16,22 +13,32 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Drafted tokens of B rows as trees of N nodes each (padded to the widest row).
+    """Drafted tokens of B rows, as trees of N nodes each (padded to the widest row).
 
     Node 0 is the *root*: the row's last token, chosen but not yet in the target's cache. A node's parent always
-    comes before it. A row with nothing to draft is a root alone; its other nodes are padding.
+    comes before it. A row without a draft has a root only; its other nodes are padding.
 
     Args:
         tokens: (B, N) int64, the token at each node.
         parents: (B, N) int64, the index of each node's parent; -1 for the root and for padding.
-        probs: (B, N, V) float32 or None. Row n is q(. | path to n), the draft's distribution from which the
-            children of node n were *drawn* (in index order, without replacement); all zeros where nothing was drawn.
-            None says that every node was chosen deterministically: its proposal is a point mass.
-        chain: every node has at most one child and node n's parent is n - 1.
-        confidence_bins: optional (B, N) int64 labels of how sure the proposer was of each node, for `pacing.Acceptance`.
-        levels: how deep the deepest node may lie, if whoever made the tree knows: else it has to be looked up.
-        notes: (B, n) int64 or float32 tensors that the proposer wants to read when the round is over: they come to the
-            host with the verdict (`outcome.Outcome.notes`), in the round's one copy.
+        probs: (B, N, V) float32. Entry n is q(. | path to n), the draft's distribution from which the children of
+            node n were *drawn* (in index order, without replacement); all zeros where nothing was drawn.
+            None: every node was chosen deterministically, q is a point mass.
+        chain: True if every node has at most one child and node n's parent is n - 1.
+        confidence_bins: (B, N) int64, the bin of the proposer's confidence in each node, for the pacing.
+        levels: upper bound of the deepest node's depth. None: computed from `parents`, which takes a host sync.
+        notes: (B, n) int64 or float32 tensors by name, for the proposer to read after the round. They reach the host
+            together with the verdict (`Outcome.notes`), in the round's one copy.
+        keys: deprecated name of `confidence_bins`.
+
+    Raises:
+        ValueError: tokens and parents differ in shape, or are not (B, N).
+
+    Examples:
+        >>> from specdec import DraftTree
+        >>> tree = DraftTree(tokens=torch.tensor([[5, 7, 8, 9]]), parents=torch.tensor([[-1, 0, 0, 1]]))
+        >>> tree.depth, tree.height
+        (tensor([[0, 1, 1, 2]]), 2)
     """
 
     tokens: Tensor
@@ -49,13 +56,18 @@ class DraftTree:
             object.__setattr__(self, "confidence_bins", keys)
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
             raise ValueError(
-                f"DraftTree needs tokens and parents of one shape (B, N), got {tuple(self.tokens.shape)} and "
+                f"DraftTree needs tokens and parents of the same shape (B, N), got {tuple(self.tokens.shape)} and "
                 f"{tuple(self.parents.shape)}"
             )
 
     @classmethod
     def root_only(cls, root: Tensor) -> DraftTree:
-        """The empty draft: `root` (B,) int64 and nothing behind it. Verifying it is plain decoding."""
+        """An empty draft: the root (B,) int64 only. Verifying it is plain decoding.
+
+        Examples:
+            >>> DraftTree.root_only(torch.tensor([5, 6])).size
+            1
+        """
         return cls(root[:, None], root.new_full((len(root), 1), -1), chain=True)
 
     @classmethod
@@ -67,14 +79,19 @@ class DraftTree:
         probs: Tensor | None = None,
         confidence_bins: Tensor | None = None,
     ) -> DraftTree:
-        """One continuation per row.
+        """A chain: one continuation per row.
 
         Args:
             root: (B,) int64, on any device.
-            drafts: (B, K) int64, row b's first `lengths[b]` entries count.
-            lengths: (B,) int64, or None when every row has K.
+            drafts: (B, K) int64; row b's first `lengths[b]` entries count.
+            lengths: (B,) int64; None: K for every row.
             probs: (B, K, V) float32, probs[:, i] is the q that drafts[:, i] was drawn from; None: deterministic.
-            confidence_bins: (B, K) int64 confidence labels of the drafts.
+            confidence_bins: (B, K) int64, the confidence bins of the drafts.
+
+        Examples:
+            >>> tree = DraftTree.from_chain(torch.tensor([5]), torch.tensor([[7, 8]]))
+            >>> tree.tokens, tree.parents
+            (tensor([[5, 7, 8]]), tensor([[-1,  0,  1]]))
         """
         B, K = drafts.shape
         tokens = torch.cat([root[:, None].to(drafts.device), drafts], dim=1)  # (B, K + 1)
@@ -91,7 +108,7 @@ class DraftTree:
         return cls(tokens, parents.contiguous(), probs, chain=True, confidence_bins=confidence_bins)
 
     def first(self, size: int) -> DraftTree:
-        """The first `size` nodes, the root included: parents come before their children."""
+        """The tree of the first `size` nodes, the root included."""
         probs = None if self.probs is None else self.probs[:, :size]
         confidence_bins = None if self.confidence_bins is None else self.confidence_bins[:, :size]
         return replace(
@@ -123,7 +140,7 @@ class DraftTree:
             return (at_or_before & self.valid[..., None]) | (index == index[:, None])
         itself_or_parent = (index == index[:, None]) | (index == self.parents[..., None])  # padding's parent is -1
         reach = itself_or_parent.float()
-        # Squaring the reachability matrix doubles the distance it covers: log2 of the depth products, not as many.
+        # Squaring the reachability matrix doubles the distance it covers, so log2(depth) products are enough.
         farthest = N - 1 if self.levels is None else self.levels
         for _ in range((farthest - 1).bit_length() if farthest > 1 else 0):
             reach = (reach @ reach).clamp(max=1)
@@ -138,13 +155,13 @@ class DraftTree:
 
     @cached_property
     def height(self) -> int:
-        """Depth of the deepest node, or what it may be at most."""
+        """Depth of the deepest node, or an upper bound (`levels`, and N - 1 of a chain)."""
         if self.chain:
             return self.size - 1
         return int(self.depth.max()) if self.levels is None else min(self.levels, self.size - 1)
 
     def child(self, node: Tensor, token: Tensor) -> Tensor:
-        """(B,) int64, the child of each row's node (B,) that carries its token (B,); -1 where there is none."""
+        """(B,) int64, the child of each row's node (B,) with the given token (B,); -1 where there is none."""
         hit = (self.parents == node[:, None]) & (self.tokens == token[:, None])  # (B, N)
         return torch.where(hit.any(-1), hit.long().argmax(-1), -1)
 
@@ -152,9 +169,9 @@ class DraftTree:
         """(B, N, C) int64, each node's children in index order, -1 where there are fewer than C."""
         B, N = self.tokens.shape
         is_child = self.parents[:, None, :] == torch.arange(N, device=self.tokens.device)[:, None]  # (B, N, N)
-        rank = is_child.cumsum(-1) - 1  # a child's place among its siblings
+        rank = is_child.cumsum(-1) - 1  # a child's index among its siblings
         width = max(1, int(is_child.sum(-1).max()))
-        out = self.parents.new_full((B, N, width + 1), -1)  # last column takes what is no child
+        out = self.parents.new_full((B, N, width + 1), -1)  # the last column takes nodes that are no child
         index = torch.arange(N, device=self.tokens.device).expand(B, N, N)
         out.scatter_(2, torch.where(is_child, rank, width), index)
         return out[..., :width]

@@ -1,7 +1,6 @@
-"""`NodeProcessors`: a `LogitsProcessorList` applied to every node of a draft tree, exactly as plain decoding would.
+"""`NodeProcessors`: applies logits processors to every node of a draft tree, exactly as plain decoding would.
 
-Owns which processors may be asked about drafted text at all and what prefix each node shows them. Knows nothing of
-acceptance.
+Decides which processors can be called on drafted text at all, and which prefix they get for each node.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-# Read in transformers 5.23, generation/logits_process.py: their __call__ uses the scores alone,
+# According to transformers 5.23, generation/logits_process.py, __call__ of these uses the scores only,
 CONTEXT_FREE = (
     hf.TemperatureLogitsWarper,
     hf.TopKLogitsWarper,
@@ -28,7 +27,7 @@ CONTEXT_FREE = (
     *([hf.TopHLogitsWarper] if hasattr(hf, "TopHLogitsWarper") else []),
 )
 ANY_VOCABULARY = tuple(kind for kind in CONTEXT_FREE if kind is not hf.SuppressTokensLogitsProcessor)
-# or the scores and the prefix, with nothing remembered from call to call that changes the result;
+# and of these the scores and the prefix, without state that changes the result from call to call.
 PURE = (
     hf.MinLengthLogitsProcessor,
     hf.MinNewTokensLengthLogitsProcessor,
@@ -46,16 +45,26 @@ PURE = (
     hf.WatermarkLogitsProcessor,
     hf.WhisperTimeStampLogitsProcessor,
 )
-ROUNDING = 1e-4  # of sums of probabilities, in any order: a thousand times what was seen in float32
-OF_THE_END = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)  # of these, on end tokens alone
-# All others may keep a state that follows the text: they must be called as plain decoding calls them.
+# All others may keep state that follows the text, and must be called as plain decoding calls them.
+ROUNDING = 1e-4  # error of a sum of probabilities in any order: a thousand times what was observed in float32
+OF_THE_END = (hf.MinLengthLogitsProcessor, hf.MinNewTokensLengthLogitsProcessor)  # change the scores of end tokens only
 
 
 class NodeProcessors:
     """Applies processors to the logits of a tree's nodes.
 
-    Context-free processors see all nodes at once. Others are called with B rows of one length, one node of each row
-    at a time, as in plain decoding, so that processors which use the row's index stay right.
+    Context-free processors get all nodes at once. Others are called with B rows of one length, one node of each row
+    at a time, as in plain decoding, so that processors which use the row's index stay correct.
+
+    Args:
+        processors: transformers' logits processors, or functions of the same signature.
+
+    Examples:
+        >>> processors = NodeProcessors([hf.NoBadWordsLogitsProcessor([[1, 0]])])  # 0 must not follow 1
+        >>> texts = [[torch.tensor([1]), torch.tensor([1, 2])]]  # of one row: after the root, after its child
+        >>> processors(torch.zeros(1, 2, 3), lambda: texts)
+        tensor([[[-inf, 0., 0.],
+                 [0., 0., 0.]]])
     """
 
     def __init__(self, processors: Iterable[Any]):
@@ -63,34 +72,35 @@ class NodeProcessors:
 
     @property
     def unknown(self) -> list[str]:
-        """Names of those that may follow the text with a state, and must be called as plain decoding calls them."""
+        """Names of the processors that may keep state, and must be called as plain decoding calls them."""
         return [_name(processor) for processor in self.processors if follows_the_text(processor)]
 
     @property
     def known(self) -> bool:
-        """All of them may be asked about drafted text."""
+        """True if all processors can be called on drafted text."""
         return not self.unknown
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Class names of the processors."""
         return tuple(type(processor).__name__ for processor in self.processors)
 
     @property
     def read_scores_alone(self) -> bool:
-        """None of them looks at the text."""
+        """True if no processor reads the text."""
         return all(_reads_scores_alone(processor) for processor in self.processors)
 
     def without_unknown(self) -> NodeProcessors:
-        """Those that a draft may go by."""
+        """The processors without state, which can be applied while drafting."""
         return NodeProcessors(processor for processor in self.processors if not follows_the_text(processor))
 
     @property
     def fit_any_vocabulary(self) -> bool:
-        """None of them looks at the text (but to see whether it may end here) or names tokens."""
+        """True if no processor names tokens or reads the text, except to forbid its end."""
         return all(type(processor) in ANY_VOCABULARY + OF_THE_END for processor in self.processors)
 
     def in_any_vocabulary(self, scores: Tensor) -> Tensor:
-        """Processed scores (..., K) over some of the tokens; those of the end have no say."""
+        """Apply the processors to scores (..., K) over a part of the vocabulary, except those for end tokens."""
         flat = scores.flatten(0, -2)
         for processor in self.processors:
             if type(processor) in ANY_VOCABULARY:
@@ -100,16 +110,16 @@ class NodeProcessors:
     def __call__(
         self, logits: Tensor, prefixes: Callable[[], list[list[Tensor]]], ruled_out: Tensor | None = None
     ) -> Tensor:
-        """Processed scores.
+        """Apply all processors.
 
         Args:
             logits: (B, N, V), any float dtype; not modified.
-            prefixes: called only if some processor reads text; [b][n] is the (T,) int64 text, in `generate()`'s
-                layout (left padding included), that row b has after node n.
-            ruled_out: (B, N) bool, nodes known never to be reached: a processor that cannot bear their text may fail.
+            prefixes: called only if a processor reads the text. [b][n] is the text (T,) int64 of row b up to node n, in
+                `generate()`'s layout (left padding included).
+            ruled_out: (B, N) bool, nodes that cannot be reached: errors of a processor on their text are ignored.
 
         Returns:
-            (B, N, V) float32.
+            (B, N, V) float32, the processed scores.
         """
         scores = logits.float()
         if self.processors and scores is logits:
@@ -129,7 +139,7 @@ def _reads_scores_alone(processor: Any) -> bool:
 
 
 def _scores_alone(processor: Any, scores: Tensor) -> Tensor:
-    """A processor of CONTEXT_FREE on scores (M, K)."""
+    """Apply a processor of CONTEXT_FREE to scores (M, K)."""
     fast = _FAST.get(type(processor))
     return fast(processor, scores) if fast else processor(scores.new_empty(0, 0, dtype=torch.long), scores)
 
@@ -139,10 +149,10 @@ def _name(processor: Any) -> str:
 
 
 def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor, dead: Tensor | None = None) -> Tensor:
-    """Call `processor` on (B, T) texts of one length at a time, until every node of every row had its turn.
+    """Apply `processor` to every node, with calls on (B, T) texts of one length at a time.
 
-    Plain decoding never shows a processor a text that it ruled out itself. A `prefix_allowed_tokens_fn` may know
-    nothing to allow there, and raise: that is no error, for such a node is never reached, whatever its scores.
+    Plain decoding never calls a processor on a text that it ruled out itself. A `prefix_allowed_tokens_fn` may raise
+    there. Such an error is ignored: the node is never reached, whatever its scores.
     """
     B = len(texts)
     out = scores.clone()
@@ -153,14 +163,14 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
         for n, text in enumerate(row):
             k = seen[len(text)] = seen.get(len(text), -1) + 1
             turns.setdefault((len(text), k), {})[b] = n
-    start = [min(map(len, row)) for row in texts]  # texts of a row are one up to here
-    known: dict[tuple[int, tuple[int, ...]], int | None] = {}  # (row, drafted text) -> its node, None: ruled out
+    start = [min(map(len, row)) for row in texts]  # all texts of a row are equal up to here
+    known: dict[tuple[int, tuple[int, ...]], int | None] = {}  # (row, drafted text) -> its node; None: ruled out
     for (length, _), nodes in sorted(turns.items()):  # parents first
         live: dict[int, int] = {}  # row -> node
         ruled_out: dict[int, int] = {}
         for b, n in nodes.items():
             drafted = tuple(texts[b][n][start[b] :].tolist())
-            parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: there is none
+            parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: no parent
             possible = parent == n or (parent is not None and out[b, parent, drafted[-1]] != float("-inf"))
             possible = possible and not never[b][n]
             (live if possible else ruled_out)[b] = n
@@ -168,7 +178,7 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
         for group in (live, ruled_out):
             if not group:
                 continue
-            # Rows without such a node show an earlier text of their own if they can; the result is dropped.
+            # Rows without such a node pass an earlier text of their own if there is one; the result is dropped.
             other = next(iter(group.items()))
             picks = [(b, group.get(b, 0)) if b in group or len(texts[b][0]) >= length else other for b in range(B)]
             text = torch.stack([texts[b][n][:length] for b, n in picks])  # (B, T)
@@ -184,20 +194,19 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
 
 
 def _top_p(processor: Any, scores: Tensor) -> Tensor:
-    """`TopPLogitsWarper` without sorting the whole vocabulary (8 x 152k: 37 ms sorted on two CPU cores), bit for bit.
+    """`TopPLogitsWarper`, bit for bit, without sorting the vocabulary (37 ms for 8 x 152k on two CPU cores).
 
-    A token stays iff the mass before it, in descending order, is below top_p; once the leading tokens hold that much,
-    the others need no order. Where the border is so close that the order of summation decides, or the order of equal
-    scores, transformers' own answer is asked for.
+    A token is kept iff the mass before it, in descending order, is below top_p. Once the leading tokens hold that mass,
+    the others need no order. Transformers' own code is used where the order of summation or of equal scores decides.
     """
     lead = min(1024, scores.shape[-1])
-    # Off the CPU sorting is fast, and the look at the values below would be waited for.
+    # On other devices sorting is fast, and reading the values below would be a host sync.
     if processor.top_p >= 1.0 or processor.min_tokens_to_keep >= lead or scores.device.type != "cpu":
         return processor(None, scores)
     top, index = scores.topk(lead, dim=-1)
     probs = (top - scores.logsumexp(-1, keepdim=True)).exp()
     cumulative = probs.cumsum(-1)
-    before = cumulative - probs  # the mass in front of each
+    before = cumulative - probs  # the mass before each token
     close = ((before - processor.top_p).abs() < ROUNDING).any(-1)
     short = cumulative[:, -1] < processor.top_p + ROUNDING if lead < scores.shape[-1] else close
     keep = before < processor.top_p
@@ -214,10 +223,16 @@ _FAST: dict[type, Callable[[Any, Tensor], Tensor]] = {hf.TopPLogitsWarper: _top_
 
 
 def follows_the_text(processor: Any) -> bool:
-    """Whether it may have a state that follows the text, so that a call about drafted text could change its answers.
+    """Return whether a processor may keep state, so that a call on drafted text could change its later results.
 
-    Transformers' own are known. Of any other, a function included, it is assumed, unless a boolean attribute
-    `stateless` says that its answers depend on its arguments alone.
+    False for transformers' stateless processors. True for all others, functions included, unless their attribute
+    `stateless` is True, which declares that results depend on the arguments only.
+
+    Examples:
+        >>> follows_the_text(hf.TemperatureLogitsWarper(0.7))
+        False
+        >>> follows_the_text(lambda input_ids, scores: scores)
+        True
     """
     declared = getattr(processor, "stateless", None)
     if declared is not None:

@@ -1,12 +1,11 @@
-"""`Noise`: the random numbers of a call's sampling, one per output column, row and token, as plain decoding draws them.
+"""`Noise`: the exponential noise of a call's sampling, per output column, row and token, as plain decoding draws it.
 
 Plain `generate()` samples with `torch.multinomial(p, 1)`, which is `argmax(p / E)` with fresh exponential noise E
-(torch 2.13, aten/native/Distributions.cpp): a race that token x wins with probability p(x). Here E belongs to the
-column instead of the pass: whatever was drafted, the token at a column is the winner of that column's race. So the text
-is a function of the seed alone, and it is plain decoding's. The law is the target's, since p never depends on the E of
-a column that is still to come; a draft may look at E and bet on the winner (Gumbel coupling, arXiv 2408.07978).
-
-Owns the generator's state. Knows nothing of models.
+(torch 2.13, aten/native/Distributions.cpp): the Gumbel-max trick, which chooses token x with probability p(x). Here E
+belongs to the output column instead of the pass. The token at a column is `argmax(p / E)` of that column, independent
+of the draft. So the text depends on the seed only, and it is that of plain decoding. Its distribution is the target's,
+since p never depends on the noise of a later column. A draft may use E to predict the chosen token (Gumbel coupling,
+arXiv 2408.07978).
 """
 
 from __future__ import annotations
@@ -20,28 +19,37 @@ from torch import Tensor
 
 from specdec.utils.device_copies import uploaded
 
-KEPT_BYTES = 256 * 2**20  # of columns kept as tensors; others are drawn anew from the state they were drawn at
-_active: list[tuple[str, int]] = []  # (device, thread) of the calls that sample now
+KEPT_BYTES = 256 * 2**20  # memory for drawn columns; others are drawn again from the generator state kept for them
+_active: list[tuple[str, int]] = []  # (device, thread) of the calls that are sampling
 _lock = threading.Lock()
 
 
 class Noise:
-    """Exponential noise for B rows of V tokens, by output column (the first new token's is 0).
+    """Exponential noise for B rows of V tokens, by output column (0 for the first new token).
 
     Args:
-        batch_size: B. vocab_size: V. device: of the scores it is for; its default generator says where noise starts.
+        batch_size: B.
+        vocab_size: V.
+        device: device of the noise. It starts from the state of this device's default generator.
+
+    Examples:
+        >>> _ = torch.manual_seed(0)
+        >>> noise = Noise(1, 4, torch.device("cpu"))
+        >>> probs = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
+        >>> (probs / noise.column(0)).argmax(-1) == torch.multinomial(probs, 1)[:, 0]
+        tensor([True])
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.shape, self.device = (batch_size, vocab_size), device
-        self.settled = 0  # columns that are part of the text for good
+        self.settled = 0  # columns whose tokens are final
         self._generator = torch.Generator(device)
-        self._states = {0: generator_state(device)}  # by column: before its noise is drawn
-        self._drawn: dict[int, Tensor] = {}  # by column, the one used last at the end
+        self._states = {0: generator_state(device)}  # by column, the state before its noise is drawn
+        self._drawn: dict[int, Tensor] = {}  # by column, the most recently used last
         self._most = max(1, KEPT_BYTES // (4 * batch_size * vocab_size))
 
     def column(self, index: int) -> Tensor:
-        """(B, V) float32, the noise of one column that is not settled."""
+        """(B, V) float32, the noise of a column that is not settled."""
         for missing in range(max(self._states), index):
             self._draw(missing)
         if index not in self._drawn:
@@ -50,17 +58,17 @@ class Noise:
         return kept
 
     def at(self, columns: Sequence[int]) -> Tensor:
-        """(B, V) float32, for each row its own column's."""
-        columns = [max(column, self.settled) for column in columns]  # a finished row's is as good as any
+        """(B, V) float32, the noise of each row's own column."""
+        columns = [max(column, self.settled) for column in columns]  # finished rows: any noise will do
         if len(set(columns)) == 1:
             return self.column(columns[0])
         return torch.stack([self.column(column)[b] for b, column in enumerate(columns)])
 
     def ahead(self, columns: Sequence[int], count: int) -> Tensor:
-        """(B, count, V) float32, for each row its own column's and those of the columns behind it."""
+        """(B, count, V) float32, the noise of `count` columns per row, from the row's own column on."""
         asked = [[max(column + more, self.settled) for more in range(count)] for column in columns]
         every = sorted({column for row in asked for column in row})
-        if asked.count(asked[0]) == len(asked) or len(every) > 2 * count:  # rows so far apart would take much memory
+        if asked.count(asked[0]) == len(asked) or len(every) > 2 * count:  # rows far apart would take much memory
             drawn = [self.at(at_depth) for at_depth in zip(*asked, strict=True)]
             return torch.stack(drawn, 1) if count > 1 else drawn[0][:, None]
         place = uploaded([[every.index(column) for column in row] for row in asked], self.device)  # (B, count)
@@ -68,7 +76,7 @@ class Noise:
         return torch.stack([self.column(column) for column in every])[place, rows]
 
     def settle(self, columns: int) -> None:
-        """The first `columns` are part of the text: nobody asks for them again."""
+        """Mark the first `columns` columns as final and free their noise."""
         if columns > self.settled:
             self.column(columns - 1)
         self.settled = columns
@@ -77,7 +85,7 @@ class Noise:
                 del kept[column]
 
     def leave_behind(self) -> None:
-        """Put the device's generator where plain decoding leaves it after the settled columns."""
+        """Put the device's default generator into the state that plain decoding leaves after the settled columns."""
         set_generator_state(self.device, self._states[self.settled])
 
     def _draw(self, index: int) -> None:
@@ -90,10 +98,20 @@ class Noise:
 
 @contextmanager
 def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Iterator[Noise]:
-    """Noise that starts where the device's generator stands, and leaves it where plain decoding would.
+    """Noise that starts from the device's generator state and leaves the state that plain decoding would leave.
 
-    Meanwhile the generator gives other numbers, to whoever asks, and to a call that starts in another thread: noise
-    that two calls share would make their texts alike. While another thread samples, the generator is left like that.
+    In between the default generator is reseeded, so that a call in another thread gets different noise: shared noise
+    would correlate their texts. If another thread is still sampling at the end, the generator stays reseeded.
+
+    Args:
+        batch_size: B.
+        vocab_size: V.
+        device: device of the noise.
+
+    Examples:
+        >>> with noise_of_call(2, 10, torch.device("cpu")) as noise:
+        ...     noise.column(0).shape
+        torch.Size([2, 10])
     """
     me = (str(device), threading.get_ident())
     with _lock:
@@ -111,11 +129,22 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """Of the device's default generator: uint8, on the CPU."""
+    """State of a device's default generator: (n,) uint8, on the CPU.
+
+    Examples:
+        >>> generator_state(torch.device("cpu")).dtype
+        torch.uint8
+    """
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
 def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Set the state of a device's default generator.
+
+    Examples:
+        >>> cpu = torch.device("cpu")
+        >>> set_generator_state(cpu, generator_state(cpu))
+    """
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

@@ -1,7 +1,4 @@
-"""What goes between the host and a device: copies that nobody waits for, and one that the host does wait for.
-
-Owns pinned memory and events. Knows nothing of what the numbers mean.
-"""
+"""Copies between host and device: asynchronous uploads, and one packed download per host sync."""
 
 from __future__ import annotations
 
@@ -11,22 +8,44 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-PINNED = "cuda"  # devices whose copies from and to pinned memory need not be waited for
+PINNED = "cuda"  # device type whose copies from and to pinned memory are asynchronous
 HOST = torch.device("cpu")
 Name = TypeVar("Name")
 
 
 def uploaded(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """int64 numbers, in lists of any depth, as a tensor on the device. The host goes on before they are there."""
+    """Copy integers to the device without waiting for the copy.
+
+    Args:
+        numbers: integers, in lists nested to any depth.
+        device: the device to copy to.
+
+    Returns:
+        An int64 tensor with the shape of the nested lists.
+
+    Examples:
+        >>> uploaded([[1, 2], [3, 4]], torch.device("cpu"))
+        tensor([[1, 2],
+                [3, 4]])
+    """
     made = torch.tensor(numbers, dtype=torch.long, device=HOST)  # the default device may be another
     return made.pin_memory().to(device, non_blocking=True) if device.type == PINNED else made.to(device)
 
 
 def sent(parts: Mapping[Name, Tensor]) -> Callable[[], dict[Name, list[Any]]]:
-    """Tensors of B rows, (B,) or (B, n), int64 or float32, on their way to the host: from a device in one copy.
+    """Start copying tensors to the host, all of them in one copy.
+
+    Args:
+        parts: tensors (B,) or (B, n), int64 or float32, by name, all on one device.
 
     Returns:
-        waits for them, and gives them as lists. What the device is asked for meanwhile comes behind the copy.
+        A function that waits for the copy and returns the tensors as lists, by name. Work that is launched before it
+        is called runs on the device after the copy.
+
+    Examples:
+        >>> lists = sent({"accepted": torch.tensor([2, 0]), "seconds": torch.tensor([[0.5], [0.25]])})
+        >>> lists()
+        {'accepted': [2, 0], 'seconds': [[0.5], [0.25]]}
     """
     device = next(iter(parts.values())).device
     if device.type == "cpu":
@@ -43,6 +62,7 @@ def sent(parts: Mapping[Name, Tensor]) -> Callable[[], dict[Name, list[Any]]]:
 
 
 def _sent(packed: Tensor) -> Callable[[], Tensor]:
+    """Start copying one tensor to the host; the returned function waits for it."""
     if packed.device.type != PINNED:
         return lambda: packed.to(HOST)
     here = torch.empty(packed.shape, dtype=packed.dtype, device=HOST).pin_memory()

@@ -1,7 +1,4 @@
-"""Files from elsewhere: a download that goes on where it stopped, and what carries its name only when it is whole.
-
-Owns checksums, unfinished files and the bar that shows how far one is. Knows nothing of what a file is for.
-"""
+"""Downloads that resume where they stopped. A file gets its name only when it is complete and its checksum is right."""
 
 from __future__ import annotations
 
@@ -19,19 +16,28 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 BLOCK = 1 << 22
-SILENCE = 10.0  # seconds without a byte
-TRIES = 5  # connections for one file
-AGAIN_IN = 1.0  # seconds
-PARTIAL, NOTHING_LEFT = 206, 416  # of HTTP: the file from some byte on; it has none behind that byte
+SILENCE = 10.0  # seconds without a byte before a connection is given up
+TRIES = 5  # connections per file
+AGAIN_IN = 1.0  # seconds between two connections
+PARTIAL, NOTHING_LEFT = 206, 416  # HTTP status: partial content; range not satisfiable
 
 
 class DownloadFailed(RuntimeError):
-    """A file could not be had, or is not what it should be."""
+    """A file could not be downloaded, or its content is not the expected one."""
 
 
 @dataclass(frozen=True)
 class Content:
-    """What a file should be. size: bytes."""
+    """Expected content of a file.
+
+    Args:
+        sha256: SHA-256 in hexadecimal digits.
+        size: size in bytes.
+
+    Examples:
+        >>> Content(hashlib.sha256(b"abc").hexdigest(), size=3).sha256[:8]
+        'ba7816bf'
+    """
 
     sha256: str
     size: int
@@ -44,19 +50,35 @@ def download(
     advance: Callable[[int], Any] = lambda size: None,
     deadline: float | None = None,
 ) -> None:
-    """Bring a file here, whole or not at all; what an earlier call left unfinished is gone on from.
+    """Download a file completely or not at all, resuming an unfinished download of an earlier call.
 
     Args:
-        advance: told how many bytes came, those of an earlier call first.
-        deadline: by `time.monotonic`: what came until then is kept.
+        url: address of the file.
+        file: path to write to; it exists only once the download is complete.
+        content: expected checksum and size.
+        advance: called with each number of bytes received, those of an earlier call first; negative if a server
+            starts again from the first byte.
+        deadline: time of `time.monotonic` at which to stop; the bytes received until then are kept.
+
+    Raises:
+        DownloadFailed: the server cannot be reached, the deadline has passed, or the checksum is wrong.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "served").write_bytes(b"abc")
+        >>> content = Content(checksum(folder / "served"), 3)
+        >>> download((folder / "served").as_uri(), folder / "downloaded", content)
+        >>> (folder / "downloaded").read_bytes()
+        b'abc'
     """
-    # By its checksum, so that another version of the file is not gone on from.
+    # Named after its checksum, so that another version of the file is not resumed.
     unfinished = file.with_name(f"{file.name}.{content.sha256[:8]}.tmp")
     advance(size_of(unfinished))
     for tries_left in reversed(range(TRIES)):
         try:
             _go_on(url, unfinished, content.size, advance, deadline)
-            broken = "it broke off"
+            broken = "the connection was interrupted"
         except (OSError, HTTPException) as error:
             broken = str(error) or type(error).__name__
             if isinstance(error, HTTPError) and error.code < 500:
@@ -70,7 +92,7 @@ def download(
 
 
 def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any], deadline: float | None) -> None:
-    """Download what is missing, or some of it: a server may close early without an error."""
+    """Download the missing bytes, or some of them: a server may close early without an error."""
     begun = size_of(unfinished)
     if begun >= size:
         return
@@ -78,9 +100,9 @@ def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any],
         answer = urlopen(Request(url, headers={"Range": f"bytes={begun}-"} if begun else {}), timeout=SILENCE)
     except HTTPError as error:
         if error.code == NOTHING_LEFT:
-            unfinished.unlink()  # of another file
+            unfinished.unlink()  # longer than the file: it belongs to another one
         raise
-    if begun and answer.status != PARTIAL:  # a server that sends whole files alone
+    if begun and answer.status != PARTIAL:  # a server that ignores ranges and sends the whole file
         advance(-begun)
         begun = 0
     with answer, unfinished.open("ab" if begun else "wb") as sink:
@@ -89,20 +111,40 @@ def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any],
             advance(len(block))
             begun += len(block)
             if deadline is not None and time.monotonic() > deadline:
-                raise DownloadFailed(f"{url} takes too long: the next call goes on from what came")
+                raise DownloadFailed(f"{url} takes too long: the next call resumes from the bytes received")
 
 
 def settle(unfinished: Path, file: Path, sha256: str) -> None:
-    """Give a file its name if its checksum is right; or else delete it."""
+    """Rename a downloaded file to its final name if its checksum is right, else delete it.
+
+    Raises:
+        DownloadFailed: the checksum is wrong.
+
+    Examples:
+        >>> import tempfile
+        >>> part, file = (Path(tempfile.mkdtemp()) / name for name in ("a.tmp", "a"))
+        >>> _ = part.write_bytes(b"abc")
+        >>> settle(part, file, checksum(part))
+        >>> file.read_bytes()
+        b'abc'
+    """
     found = checksum(unfinished)
     if found != sha256:
         unfinished.unlink()
-        raise DownloadFailed(f"{file.name} has the sha256 {found} where {sha256} was expected: it was deleted")
+        raise DownloadFailed(
+            f"{file.name} has the sha256 {found} where {sha256} was expected: it was deleted, try again"
+        )
     unfinished.rename(file)
 
 
 def checksum(file: Path) -> str:
-    """SHA-256, in hexadecimal digits."""
+    """SHA-256 of a file, in hexadecimal digits.
+
+    Examples:
+        >>> import os
+        >>> checksum(Path(os.devnull))[:8]
+        'e3b0c442'
+    """
     digest = hashlib.sha256()
     with file.open("rb") as content:
         while block := content.read(BLOCK):
@@ -111,12 +153,23 @@ def checksum(file: Path) -> str:
 
 
 def size_of(file: Path) -> int:
-    """In bytes; 0 of a file that is not there."""
+    """Size of a file in bytes; 0 if it does not exist.
+
+    Examples:
+        >>> size_of(Path("no such file"))
+        0
+    """
     return file.stat().st_size if file.exists() else 0
 
 
 def progress_bar() -> Progress:
-    """On standard error: standard output is for what was asked for."""
+    """A progress bar for downloads. Writes to standard error: standard output is for a command's result.
+
+    Examples:
+        >>> with progress_bar() as bar:  # doctest: +SKIP
+        ...     task = bar.add_task("head", total=100)
+        ...     bar.advance(task, 10)
+    """
     from rich import progress
     from rich.console import Console
 

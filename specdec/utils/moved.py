@@ -1,4 +1,4 @@
-"""Old places of public names. They work for one release, with a `DeprecationWarning` that names the new place."""
+"""Old import paths of public names. They work for one release, with a `DeprecationWarning` that names the new path."""
 
 from __future__ import annotations
 
@@ -60,7 +60,15 @@ MOVED = {  # old module -> name -> new module
 
 
 def moved_names(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of an old module."""
+    """The `__getattr__` of an old module, which imports each name from its new module.
+
+    Raises:
+        AttributeError: raised by the returned function for a name that the old module did not have.
+
+    Examples:
+        >>> moved_names("specdec.plots")("speed_ups").__module__
+        'specdec.evaluation.plots'
+    """
 
     def get(name: str) -> Any:
         if name not in MOVED[module]:
@@ -73,7 +81,20 @@ def moved_names(module: str) -> Callable[[str], Any]:
 
 
 def renamed_method(old: str, new: str) -> Callable[..., Any]:
-    """A method under its old name. old: with the class's name, as the warning shows it. new: the method's name."""
+    """A method under its old name, which warns and calls the new one.
+
+    Args:
+        old: class and old method name, for the warning.
+        new: name of the method to call.
+
+    Examples:
+        >>> class Loop:
+        ...     def run(self):
+        ...         return "done"
+        ...     go = renamed_method("Loop.go", "run")  # DeprecationWarning: Loop.go is now run
+        >>> Loop().go()
+        'done'
+    """
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         warnings.warn(f"{old} is now {new}", DeprecationWarning, stacklevel=2)
@@ -83,7 +104,12 @@ def renamed_method(old: str, new: str) -> Callable[..., Any]:
 
 
 class OldModules(MetaPathFinder, Loader):
-    """Finds the modules of `MOVED` whose files are gone."""
+    """Import finder and loader for the modules of `MOVED` that no longer have a file.
+
+    Examples:
+        >>> OldModules().find_spec("specdec.bench").name
+        'specdec.bench'
+    """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -98,6 +124,11 @@ class OldModules(MetaPathFinder, Loader):
 
 
 def find_old_modules() -> None:
-    """Have `import specdec.eagle3` and the like find the names that were there."""
+    """Make imports from old paths work, `from specdec.eagle3 import load` for example.
+
+    Examples:
+        >>> find_old_modules()
+        >>> import specdec.eagle3
+    """
     if not any(isinstance(finder, OldModules) for finder in sys.meta_path):
         sys.meta_path.append(OldModules())

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote: `parsed`, JSON, and `read_by_library`, files that a library reads."""
+"""Read files that other programs wrote, with errors that name the file: `parsed` for JSON, `read_by_library`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from typing import Any
 
 
 def parsed(text: str | bytes, place: str) -> Any:
-    """The value that a JSON text holds.
+    """Parse a JSON text.
 
     Args:
-        place: where it stands, for errors.
+        text: the JSON text.
+        place: where the text comes from, for errors.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, or nested too deeply to be read.
+        ValueError: the text is not JSON in UTF-8, or it is nested too deeply.
+
+    Examples:
+        >>> parsed('{"a": [1, 2]}', "config.json")
+        {'a': [1, 2]}
     """
     try:
         return json.loads(text)
@@ -28,9 +33,22 @@ def parsed(text: str | bytes, place: str) -> Any:
 
 @contextmanager
 def read_by_library(place: str | Path) -> Iterator[None]:
-    """A library reads files within: whatever it comes upon in damaged ones becomes a ValueError that names them.
+    """Turn the errors of a library that reads a damaged file into a ValueError that names the file.
 
-    What it says in words of its own (ValueError, OSError, ImportError) stays, and so does a lack of memory.
+    Errors with a message for users (ValueError, OSError, ImportError) are passed through, and so are memory errors.
+
+    Args:
+        place: path or name of what is read.
+
+    Raises:
+        ValueError: any other error was raised within the context.
+
+    Examples:
+        >>> with read_by_library("weights.bin"):  # doctest: +ELLIPSIS
+        ...     {}["header"]
+        Traceback (most recent call last):
+        ...
+        ValueError: weights.bin cannot be read (KeyError: 'header'): it is damaged, or ...
     """
     try:
         yield
@@ -40,6 +58,6 @@ def read_by_library(place: str | Path) -> Iterator[None]:
         if type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
             raise
         raise ValueError(
-            f"{place} cannot be read ({type(error).__name__}: {error}): it is damaged, or not what it is taken for. "
-            "Get it, or have it made, anew"
+            f"{place} cannot be read ({type(error).__name__}: {error}): it is damaged, or not of the expected type. "
+            "Download or create it again"
         ) from error

@@ -1,4 +1,4 @@
-"""Releases of transformers and torch that specdec is tested with, and what to say about others. Imports neither."""
+"""Releases of transformers and torch that specdec is tested with, and advice about others. Imports neither."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ TESTED = {"transformers": ("5.17", "5.24"), "torch": ("2.9", "2.15")}
 
 
 def installed(package: str) -> str:
-    """Version of an installed package; empty if there is none."""
+    """Version of an installed package; empty if it is not installed.
+
+    Examples:
+        >>> installed("no-such-package")
+        ''
+    """
     try:
         return version(package)
     except PackageNotFoundError:
@@ -18,23 +23,43 @@ def installed(package: str) -> str:
 
 
 def release(number: str) -> tuple[int, ...]:
-    """Major and minor number of a version: "5.24.0.dev0" is (5, 24)."""
+    """Major and minor number of a version.
+
+    Examples:
+        >>> release("5.24.0.dev0")
+        (5, 24)
+    """
     return tuple(int(part) for part in re.findall(r"\d+", number)[:2])
 
 
 def is_newer(package: str) -> bool:
-    """Whether the installed release is newer than any that specdec was tested with."""
+    """Return whether the installed release is newer than the newest tested one.
+
+    Examples:
+        >>> isinstance(is_newer("torch"), bool)
+        True
+    """
     return release(installed(package)) > release(TESTED[package][1])
 
 
 def is_tested(package: str) -> bool:
-    """Whether the installed release lies in the tested range."""
+    """Return whether the installed release lies in the tested range.
+
+    Examples:
+        >>> is_tested("torch") and is_newer("torch")
+        False
+    """
     oldest, newest = TESTED[package]
     return release(oldest) <= release(installed(package)) <= release(newest)
 
 
 def advice(package: str = "transformers") -> str:
-    """One sentence: how the installed release relates to the tested ones, and what to install."""
+    """One sentence on how the installed release relates to the tested ones, and what to install.
+
+    Examples:
+        >>> advice("torch")  # doctest: +SKIP
+        'torch 2.16.0 is newer than the releases that this specdec was tested with (2.9 to 2.15): upgrade ...'
+    """
     oldest, newest = TESTED[package]
     have, span = f"{package} {installed(package)}", f"{oldest} to {newest}"
     tested = f'`pip install "{package}=={newest}.*"`'
@@ -49,13 +74,22 @@ def advice(package: str = "transformers") -> str:
 
 
 def note_release(error: Exception) -> None:
-    """Add a note to an error that a release newer than the tested ones may have caused (Python 3.11 and later)."""
+    """Add a note to an error if a release newer than the tested ones may have caused it (Python 3.11 and later).
+
+    Examples:
+        >>> note_release(ValueError("unexpected keyword argument"))
+    """
     if hasattr(error, "add_note"):
         for package in filter(is_newer, TESTED):
             error.add_note(advice(package))
 
 
 def summary() -> str:
-    """Installed releases beside the tested ranges, on one line."""
+    """The installed releases and the tested ranges, on one line.
+
+    Examples:
+        >>> summary()  # doctest: +ELLIPSIS
+        'transformers ... (tested: 5.17 to 5.24), torch ... (tested: 2.9 to 2.15)'
+    """
     parts = [f"{name} {installed(name) or 'missing'} (tested: {a} to {b})" for name, (a, b) in TESTED.items()]
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""A clock that leaves out the time that measurements of our own took."""
+"""A clock that excludes the time spent on autotuning and compilation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,27 @@ class _Lost(local):
     seconds = 0.0
 
 
-_lost = _Lost()  # in this thread, to ways that were slower than others
+_lost = _Lost()  # one-time costs of this thread
 
 
 def lose(seconds: float) -> None:
-    """What was spent once is no pass's cost."""
+    """Exclude a one-time cost, of autotuning or compilation, from this thread's `clock`.
+
+    Examples:
+        >>> start = clock()
+        >>> lose(60.0)
+        >>> clock() - start < 0
+        True
+    """
     _lost.seconds += seconds
 
 
 def clock() -> float:
-    """Seconds that passed, less those that this thread lost to slow ways: they were tried, and are not taken again."""
+    """`time.perf_counter` in seconds, less the one-time costs of this thread (`lose`).
+
+    Examples:
+        >>> start = clock()
+        >>> clock() >= start
+        True
+    """
     return perf_counter() - _lost.seconds

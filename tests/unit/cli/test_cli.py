@@ -38,12 +38,12 @@ from tests.support import eagle3, tiny
         (["export", "/no/such", "OUT"], "/no/such is neither a folder"),
         (["inspect", "/no/such"], "/no/such is neither a folder"),
         (["doctor", "TARGET", "eagle"], 'did you mean "eagle3"?'),
-        (["doctor", "TARGET", "draft"], '"draft" needs to know which, "draft:PATH_OR_ID"'),
+        (["doctor", "TARGET", "draft"], '"draft" needs an argument, "draft:PATH_OR_ID"'),
         (["doctor", "TARGET", "ngram+ngram"], 'one of them is enough ("ngram")'),
         (["doctor", "TARGET", "ngram+suffix"], 'one of them is enough ("suffix")'),
         (["doctor", "TARGET", "ngram+eagel3:a"], 'did you mean "ngram+eagle3:a"?'),
-        (["doctor", "TARGET", "exit:x"], '"exit" needs to know which, "exit:LAYERS"'),
-        (["doctor", "TARGET", "some/model"], 'told what it holds, "draft:some/model" (a model)'),
+        (["doctor", "TARGET", "exit:x"], '"exit" needs an argument, "exit:LAYERS"'),
+        (["doctor", "TARGET", "some/model"], 'a prefix for its kind, "draft:some/model" (a model)'),
         (["doctor", "TARGET", "eagle3:OUT/head+ngram"], 'n-grams come first: "ngram+eagle3:OUT/head"'),
         (["doctor", "TARGET", "ngram", "--prompts", "EMPTY"], "empty.txt is empty: one prompt per line"),
         (["doctor", "TARGET", "ngram", "--prompts", "TYPO"], "found 'promt'"),
@@ -70,7 +70,7 @@ from tests.support import eagle3, tiny
         (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which is greedy, nor at least 0.0001"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--temperature", "inf"], "Invalid value for '--temperature': "),
         (["generate", "a" * 300, "a"], "File name too long"),
-        (["generate", "TARGET", "a", "--proposer", "exit:" + "9" * 300], '"exit" needs to know which, "exit:LAYERS"'),
+        (["generate", "TARGET", "a", "--proposer", "exit:" + "9" * 300], '"exit" needs an argument, "exit:LAYERS"'),
         (["bench", "TARGET", "--chart", "FOLDER"], "folder.png cannot be written: choose another file"),
         (["serve-states", "TARGET", "--port", "99999"], "Invalid value for '--port': "),
         (["serve", "TARGET", "--port", "-1"], "Invalid value for '--port': "),
@@ -312,7 +312,7 @@ def test_damaged_files_of_a_target_are_named(name, content, files, tmp_path):
     result = CliRunner().invoke(app, ["generate", str(model), "a", "--proposer", "ngram"])
     assert result.exit_code == 2
     assert f"{model} cannot be read (" in result.stderr
-    assert "it is damaged, or not what it is taken for" in result.stderr
+    assert "it is damaged, or not of the expected type" in result.stderr
 
 
 def test_export_keeps_what_lies_there(tmp_path):

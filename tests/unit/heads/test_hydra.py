@@ -359,7 +359,7 @@ def test_they_are_inspected(tmp_path):
         (lambda: HydraProposer(blocks.hydra(hidden=16)), "hidden states of 16, this one's have 32"),
         (lambda: HydraProposer(blocks.medusa()), "needs Hydra's heads, got MedusaHeads: use BlockProposer"),
         (lambda: BlockProposer(blocks.hydra()), 'pass "hydra:PATH"'),
-        (lambda: "hydra", '"hydra" needs to know which, "hydra:PATH_OR_ID"'),
+        (lambda: "hydra", '"hydra" needs an argument, "hydra:PATH_OR_ID"'),
     ],
 )
 def test_heads_of_another_target_or_kind(make, message):

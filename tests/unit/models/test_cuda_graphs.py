@@ -236,7 +236,7 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
         given = runs(recorder, odd)
     assert len(warned) == 1
     said = str(warned[0])
-    assert ("a replay gave other y" if fault == "remembers" else "not permitted") in said
+    assert ("a replay gave different values of y" if fault == "remembers" else "not permitted") in said
     assert recorder.refused
     assert len(recorder) == 0
     if fault == "waits":

@@ -157,7 +157,7 @@ def test_valid_does_not_write_into_the_parents():
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(tokens: Tensor, parents: Tensor):
-    with pytest.raises(ValueError, match=r"one shape \(B, N\)"):
+    with pytest.raises(ValueError, match=r"the same shape \(B, N\)"):
         DraftTree(tokens.long(), parents.long())
 
 

@@ -73,7 +73,7 @@ def test_a_line_that_breaks_off_is_taken_up_again(shop, tmp_path):
 
 def test_what_is_left_of_an_earlier_call_is_gone_on_from(shop, tmp_path):
     shop.breaks_off = [30, *[0] * (download.TRIES - 1)]
-    with pytest.raises(DownloadFailed, match=r"/file could not be downloaded \(it broke off\)"):
+    with pytest.raises(DownloadFailed, match=r"/file could not be downloaded \(the connection was interrupted\)"):
         fetched(shop, tmp_path)
     assert fetched(shop, tmp_path) == (BYTES, 200)
     assert shop.asked[-1] == ("/file", 30)
@@ -120,7 +120,7 @@ def test_a_file_that_is_not_there_is_asked_for_once(shop, tmp_path):
 def test_time_is_up(shop, tmp_path):
     """What came until then is kept."""
     shop.pause = 0.01
-    with pytest.raises(DownloadFailed, match="takes too long: the next call goes on"):
+    with pytest.raises(DownloadFailed, match="takes too long: the next call resumes"):
         fetched(shop, tmp_path, deadline=time.monotonic() + 0.2)
     shop.pause = 0.0
     assert fetched(shop, tmp_path) == (BYTES, 200)
@@ -151,7 +151,7 @@ def test_a_head_comes_and_drafts(shop, target, tmp_path, name):
 def test_a_head_that_broke_off_has_no_folder_yet(shop, target, tmp_path):
     size = size_of(shop.folder / "tiny-head" / "model.safetensors")
     shop.breaks_off = [10_000, size // 2, *[0] * (download.TRIES - 1)]  # the config comes first, whole
-    with pytest.warns(UserWarning, match='"auto" drafts with n-grams: .* broke off'):
+    with pytest.warns(UserWarning, match=r'"auto" drafts with n-grams: .* \(the connection was interrupted'):
         assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
     assert in_cache(tmp_path) == [".tiny-head.lock", "tiny-head.partial"]
     shop.asked.clear()
