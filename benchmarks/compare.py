@@ -29,11 +29,11 @@ from benchmarks.harness.measure import take
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.methods import PLAIN, Method, catalogue, select
 from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.pass_costs import pass_costs, target_runner
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.store import Record, Store
 from benchmarks.harness.summary import best_of_transformers, summarise
 from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
-from benchmarks.harness.pass_costs import pass_costs, target_runner
 from specdec import DraftModelProposer
 
 WARM_UP_TOKENS = 16

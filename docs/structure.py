@@ -2,8 +2,8 @@
 
     python docs/structure.py [PICTURE.svg]
 
-prints every arrow with the number of imports it stands for, and draws them if a file is named. `tests/integration/test_imports.py`
-enforces the rule.
+prints every arrow with the number of imports it stands for, and draws them if a file is named.
+`tests/integration/test_imports.py` enforces the rule.
 """
 
 from __future__ import annotations

@@ -20,13 +20,15 @@ from specdec.engine.verifier import Verification, Verified
 from specdec.models.cuda_graphs import Recorder
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Context, Proposer, is_foreign
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.sampling.results import Outcome, features_at
 from specdec.utils.device_copies import HOST, uploaded
+
+FOREIGN = "foreign"  # confidence bins of proposers without bins of their own, by depth
 
 
 @dataclass
@@ -70,15 +72,15 @@ class Loop:
             prefill: logits (B, 1, V) after the prompts, which the cache holds, and features of the tokens just read.
             fresh: number of tokens just read in each row.
         """
-        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # third-party, not checked yet
+        self._unseen = is_foreign(self.proposer)  # its first draft in the call is checked on the host
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._fresh, self._features = list(fresh), prefill.features
         self._first_token(prefill)
-        if not self.text.done:
-            self.proposer.begin(self._context())
+        self.proposer.begin(self._context())
         while not self.text.done:
             self._round()
+        self.proposer.end(self._final_context())
         if self.text.streamer is not None:
             self.text.streamer.end()
 
@@ -90,13 +92,13 @@ class Loop:
         passes, report = self.pacer.passes, self.stopwatch.report
         count, seconds = passes.count, passes.seconds
         context = self._context()
-        proposed = self._checked(self.proposer.propose(context), context.root)
+        proposed = self._proposed(context)
         draft = self._pad_finished(proposed)
         self.stopwatch.mark("draft")
         report.num_draft_passes += passes.count - count
 
         # Run one target pass over it and verify: the accepted path and one more token go into the text.
-        active = text.active
+        active, before = text.active, list(text.ends)
         features, verified = self._verified(draft, proposed, context)
         took = self.stopwatch.mark_end("accept")
         verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
@@ -108,12 +110,19 @@ class Loop:
         in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
         self.target.commit(kept, None if in_order else verdict.path)
         self._fresh, self._features = kept, features if verified.moved else _along_path(features, verdict.path, kept)
-        self.proposer.observe(proposed, verdict, accepted)
         self._settle()
+        new = [max(0, end - start) for end, start in zip(text.ends, before, strict=True)]
+        in_text = replace(outcome, tokens=[row[:count] for row, count in zip(outcome.tokens, new, strict=True)])
+        self.proposer.observe(proposed, replace(verdict, outcome=in_text), accepted)
         ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
         floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
         self.target.truncate(ends, floors)
         self._book(proposed, outcome, active, accepted, took, start)
+
+    def _proposed(self, context: Context) -> DraftTree:
+        if self.pacer.length == 0 and is_foreign(self.proposer):
+            return DraftTree.root_only(context.root)
+        return self._paced(self._checked(self.proposer.propose(context), context.root))
 
     def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
         """Run the target over the draft and verify it.
@@ -195,6 +204,12 @@ class Loop:
             recorder=self.recorder,
         )
 
+    def _final_context(self) -> Context:
+        """The context with the final texts: without tokens of rows that ran ahead of the last column."""
+        text = self.text
+        written = [row[: text.settled - text.start] for row in text.written]
+        return replace(self._context(), ends=[min(end, text.settled) for end in text.ends], written=written)
+
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
         """Check a draft, which may come from third-party code, and move it to the root's device.
 
@@ -238,10 +253,27 @@ class Loop:
             return draft
         if draft.chain:  # a model that builds its own masks counts padding as well
             draft = draft.first(1 + max(most))
-        budget = uploaded(text.budget, draft.tokens.device)[:, None]
-        parents = draft.parents.masked_fill(draft.depth > budget, -1)
-        probs = None if draft.probs is None else draft.probs.masked_fill((draft.depth >= budget)[..., None], 0.0)
-        return replace(draft, parents=parents, probs=probs)
+        return draft.up_to_depth(uploaded(text.budget, draft.tokens.device))
+
+    def _paced(self, draft: DraftTree) -> DraftTree:
+        """Limit the depth of a draft whose proposer may not have asked the pacer."""
+        if draft.size == 1 or not is_foreign(self.proposer):
+            return draft
+        if self.pacer.length is not None:
+            return draft.up_to_depth(self.pacer.length)
+        if draft.chain or draft.levels is not None or draft.tokens.device.type == HOST.type:  # else a host sync
+            return draft.up_to_depth(self._depth_that_pays(draft))
+        return draft
+
+    def _depth_that_pays(self, draft: DraftTree) -> int:
+        """The depth up to which verifying a draft is expected to pay, by how often past drafts were accepted."""
+        rows = max(1, sum(self.text.active))
+        per_level = -(-(draft.size - 1) // draft.height)  # nodes, on average
+        gains, chance = [], float(rows)
+        for depth in range(draft.height):
+            chance *= self.pacer.acceptance.rate((FOREIGN, depth), like=self.pacer.expected_rate)
+            gains += [chance / per_level] * per_level
+        return self.pacer.best_length(gains, rows) // per_level
 
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
         """Check the values of a draft. On a device this is a host sync: only a third-party's first draft is checked."""
@@ -287,9 +319,11 @@ class Loop:
     ) -> None:
         """Report the round to the pacer and the stopwatch's report."""
         rows = [b for b, alive in enumerate(active) if alive]
-        if outcome.confidence_bins is not None:
-            for b in rows:
+        for b in rows:
+            if outcome.confidence_bins is not None:
                 self.pacer.observe_confidence(outcome.confidence_bins[b][1 : outcome.deepest[b] + 1], accepted[b])
+            elif is_foreign(self.proposer):
+                self.pacer.observe_confidence([(FOREIGN, i) for i in range(outcome.deepest[b])], accepted[b])
         self.stopwatch.mark_end("other")
         seconds = self.stopwatch.elapsed() - start
         if rows:  # otherwise the round wrote padding only. Time in streamers and criteria ("other") is left out

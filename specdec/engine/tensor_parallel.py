@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from specdec.models.compat import tensor_parallel_mesh
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Context, Proposer, is_foreign
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.noise import generator_state, set_generator_state
 from specdec.sampling.results import Verdict
@@ -100,6 +100,8 @@ class Leading(Proposer):
     def propose(self, context: Context) -> DraftTree:
         with self._telling_errors():
             draft = self._proposer.propose(context)
+            if is_foreign(self._proposer) and context.pacer.length is not None:
+                draft = draft.up_to_depth(context.pacer.length)
             random = generator_state(context.tokens.device) if context.sampling else None
             message = Message(_fields(draft), self.drafted_by, random)
         self._group.firsts(message)
@@ -112,6 +114,9 @@ class Leading(Proposer):
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
         with self._telling_errors():
             self._proposer.observe(draft, verdict, accepted)
+
+    def end(self, context: Context) -> None:
+        self._proposer.end(context)
 
     @contextmanager
     def _telling_errors(self) -> Iterator[None]:

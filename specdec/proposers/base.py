@@ -301,6 +301,21 @@ class Proposer(ABC):
         Args:
             draft: the draft that was verified.
             verdict: the result. `verdict.outcome` holds it on the host, with the draft's notes, so that no host sync
-                is needed.
-            accepted: B ints, drafted tokens that became text in each row, followed by `verdict.next_token`.
+                is needed. `verdict.outcome.tokens[b]` are the tokens that the text of row b got in this round; none
+                follows its end. A row that is ahead of the others may still be cut back later, see `end`.
+            accepted: B ints, the number of drafted tokens that were accepted in each row.
         """
+
+    def end(self, context: Context) -> None:
+        """Finish a `generate()` call that ran to its end. Called once, after the last `observe`.
+
+        A proposer with a memory stores the texts here. The default does nothing.
+
+        Args:
+            context: the final state of the batch: `context.row(b)` is the whole text of row b.
+        """
+
+
+def is_foreign(proposer: Proposer) -> bool:
+    """Return whether a proposer's class was written outside of this package."""
+    return type(proposer).__module__.partition(".")[0] != "specdec"

@@ -149,6 +149,10 @@ class HybridProposer(Proposer):
         else:
             self._book(self._stats_of(context.pacer), context, draft.size, accepted)
 
+    def end(self, context: Context) -> None:
+        self.other.end(context)
+        self.ngram.end(context)
+
     def _book(self, rounds: ProposerStats, context: Context, size: int, accepted: Sequence[int]) -> None:
         """Record a round of the other proposer with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify

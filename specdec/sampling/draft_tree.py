@@ -119,6 +119,24 @@ class DraftTree:
             confidence_bins=confidence_bins,
         )
 
+    def up_to_depth(self, most: Tensor | int) -> DraftTree:
+        """The draft without its nodes below a depth. Node indices stay; a chain may get shorter.
+
+        Args:
+            most: depth of the deepest nodes that remain, for all rows or (B,) int64 on the draft's device.
+        """
+        draft = self
+        if isinstance(most, int):
+            if most == 0:
+                return DraftTree.root_only(self.tokens[:, 0])
+            if self.chain:
+                draft = self.first(1 + most)
+            most = self.parents.new_full((len(self.parents),), most)
+        depth, most = draft.depth, most[:, None]
+        parents = draft.parents.masked_fill(depth > most, -1)
+        probs = None if draft.probs is None else draft.probs.masked_fill((depth >= most)[..., None], 0.0)
+        return replace(draft, parents=parents, probs=probs)
+
     @property
     def size(self) -> int:
         """N, the root included."""

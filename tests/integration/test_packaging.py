@@ -173,9 +173,9 @@ def test_the_readmes_lines_speculate_and_warn_of_nothing(installed, tmp_path):
 @pytest.mark.skipif(not (ROOT / "heads").exists(), reason="no checkout: the sdist has no heads")
 def test_the_wheel_downloads_every_head_that_a_checkout_has(installed, tmp_path):
     """Their sizes and checksums stand in it."""
-    code = "from specdec import eagle3, registry, shipped\n"
+    code = "from specdec.heads import registry, shipped\nfrom specdec.heads.eagle3.checkpoint import load\n"
     code += "for known in registry.HEADS:\n"
-    code += "    if known.files: print(eagle3.load(shipped.bring(known.head, known.files)).draft_to_target.numel())\n"
+    code += "    if known.files: print(load(shipped.bring(known.head, known.files)).draft_to_target.numel())\n"
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with Shop(ROOT / "heads").open() as address:
         environment |= {"SPECDEC_HEADS": address, "SPECDEC_CACHE": str(tmp_path / "cache")}

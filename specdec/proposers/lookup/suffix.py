@@ -119,6 +119,10 @@ class SuffixProposer(Lookup):
                 gains[i] += chance
         return gains
 
+    def end(self, context: Context) -> None:
+        for b, known in enumerate(self._known):
+            self.memory.write(self._numbers[b], context.recent(b, max(0, context.lengths[b] - known)))
+
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
         size = context.pacer.best_length(gains, context.batch_size)
         cut = [row[:size] for row in self._best]

@@ -1,6 +1,6 @@
 """On a CUDA device, pretended or real: what is recorded once is replayed as one launch, without a line of Python.
 
-python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # or --device cuda, where nothing counts launches
+python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # --device cuda counts no launches
 """
 
 import copy

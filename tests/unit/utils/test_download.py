@@ -235,7 +235,7 @@ def test_a_cache_that_cannot_be_written_to(shop, target, monkeypatch, tmp_path):
 
 BRING = """
 import sys, time
-from specdec import shipped
+from specdec.heads import shipped
 from specdec.utils.download import Content
 files = {name: Content(sha256, int(size)) for name, sha256, size in (one.split(":") for one in sys.argv[1:])}
 print(shipped.bring("tiny-head", files))
