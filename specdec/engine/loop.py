@@ -261,7 +261,8 @@ class Loop:
             return draft
         if self.pacer.length is not None:
             return draft.up_to_depth(self.pacer.length)
-        if draft.chain or draft.levels is not None or draft.tokens.device.type == HOST.type:  # else a host sync
+        height_is_known = draft.chain or draft.levels is not None or draft.tokens.device.type == HOST.type
+        if height_is_known and draft.height > 0:  # else finding it is a host sync
             return draft.up_to_depth(self._depth_that_pays(draft))
         return draft
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -38,21 +40,33 @@ def verification(
     if isinstance(rule, Lenient):
         return LenientVerifier(processors, noise, rule)
     if not uses_target_choices(rule, sampling):
-        return RejectionVerifier(processors, _drawn(rule))
+        return RejectionVerifier(processors, REJECTION_RULES[rule])
     at_once = device.type != "cpu" and processors.read_scores_alone
     return BatchedVerifier(processors, noise) if at_once else SequentialVerifier(processors, noise)
 
 
-def _drawn(rule: RuleName) -> Rule:
-    """Return a rejection rule for T > 0, which maps a draft and processed scores (B, N, V) to a verdict."""
-    drawn_chain = {"block": acceptance.block_verification, "token": acceptance.speculative_sampling}
+@dataclass(frozen=True)
+class RejectionRule:
+    """A rule of rejection sampling at T > 0, for drafts that were drawn.
 
-    def decide(draft: DraftTree, scores: Tensor) -> Verdict:
-        probs = scores.softmax(-1)  # (B, N, V)
-        if rule == "typical":
-            return acceptance.typical(draft, probs)
-        if draft.probs is None:
-            return acceptance.point_mass(draft, probs)
-        return (drawn_chain[rule] if draft.chain else acceptance.recursive_rejection)(draft, probs)
+    Attributes:
+        chain: the rule for chains, of a draft and probabilities (B, N, V).
+        tree: the rule for trees.
+        chosen: the rule for drafts that were chosen deterministically.
+    """
 
-    return decide
+    chain: Rule
+    tree: Rule = acceptance.recursive_rejection
+    chosen: Rule = acceptance.point_mass
+
+    def __call__(self, draft: DraftTree, scores: Tensor) -> Verdict:
+        """Decide by processed scores (B, N, V)."""
+        rule = self.chosen if draft.probs is None else self.chain if draft.chain else self.tree
+        return rule(draft, scores.softmax(-1))
+
+
+REJECTION_RULES = {  # each of `choices.RuleName` but "coupled"
+    "block": RejectionRule(acceptance.block_verification),
+    "token": RejectionRule(acceptance.speculative_sampling),
+    "typical": RejectionRule(acceptance.typical, acceptance.typical, acceptance.typical),
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike, fspath
 from reprlib import repr as shortened
 from typing import Any
@@ -73,26 +73,9 @@ def as_proposer(
             f"{shortened(proposer)}"
         )
     check_name(proposer)
-    kind, _, source = proposer.partition(":")
-    source = located(source)
-    if kind == "suffix":
-        return SuffixProposer()
-    if kind.startswith(WITH_NGRAMS):
-        return HybridProposer(as_proposer(proposer.removeprefix(WITH_NGRAMS), target))
-    if kind == "draft":
-        return _draft_model(source, target)
-    if kind == "exit":
-        return EarlyExitProposer(int(source))
-    if kind in ("dflash", "medusa"):
-        return BlockProposer(source or registry.find(target, "dflash"))
-    if kind == "hydra":
-        return HydraProposer(source)
-    if kind == "mtp":
-        return MtpProposer(source or None)
-    if kind == "eagle3":
-        return Eagle3Proposer(source or registry.find(target, "eagle3"))
-    head = _head_at_hand(target) if kind == "auto" else None
-    return NgramProposer() if head is None else HybridProposer(head)
+    kind, _, argument = proposer.removeprefix(WITH_NGRAMS).partition(":")
+    made = BUILDERS[kind](located(argument), target)
+    return HybridProposer(made) if proposer.startswith(WITH_NGRAMS) else made
 
 
 def _draft_model(
@@ -120,3 +103,23 @@ def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
         warnings.warn(f'"auto" drafts with n-grams: {error}')
         return None
     return proposer
+
+
+def _automatic(argument: str, target: PreTrainedModel) -> Proposer:
+    head = _head_at_hand(target)
+    return NgramProposer() if head is None else HybridProposer(head)
+
+
+# For each of `choices.PROPOSER_KINDS`, from its argument (a local path, or "") and the target.
+BUILDERS: dict[str, Callable[[str, PreTrainedModel], Proposer]] = {
+    "ngram": lambda argument, target: NgramProposer(),
+    "suffix": lambda argument, target: SuffixProposer(),
+    "draft": _draft_model,
+    "eagle3": lambda argument, target: Eagle3Proposer(argument or registry.find(target, "eagle3")),
+    "dflash": lambda argument, target: BlockProposer(argument or registry.find(target, "dflash")),
+    "medusa": lambda argument, target: BlockProposer(argument),
+    "hydra": lambda argument, target: HydraProposer(argument),
+    "mtp": lambda argument, target: MtpProposer(argument or None),
+    "exit": lambda argument, target: EarlyExitProposer(int(argument)),
+    "auto": _automatic,
+}

@@ -71,7 +71,7 @@ def test_shape_as_in_plain_python(batch):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(rows(), st.randoms(use_true_random=False))
 def test_following_and_new_tokens_as_in_plain_python(batch, random):
-    """`longest_accepted_path` follows the target's choices; `new_tokens` are the tokens of the path and the next one."""
+    """`longest_accepted_path` follows the target's choices; `new_tokens` are the path's tokens and the next one."""
     draft = as_draft(batch)
     choice = [[random.randrange(VOCAB) for _ in tree.tokens] for tree in batch]
     for tree, wanted in zip(batch, choice, strict=True):  # let many of them hit
