@@ -97,6 +97,7 @@ def test_results_of_another_benchmark_stay(tmp_path):
 
 def test_a_part_that_fails_takes_nothing_with_it(tmp_path, monkeypatch):
     """Each is a process of its own: one that dies, one that hangs, one that measured something before it died."""
+    pytest.importorskip("matplotlib")
     line = json.dumps({"part": "third", "method": "m", "batch": 1, "prompt": 2, "tokens/s": 1.5})
     scripts = {
         "first": "raise SystemExit('no memory')",

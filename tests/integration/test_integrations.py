@@ -162,8 +162,7 @@ def test_gguf_target(tmp_path):
 
 def test_lora_target_and_its_base_as_draft(llama, tokenizer, tmp_path):
     """As they are used: both from folders, the draft by its path."""
-    import peft
-
+    peft = pytest.importorskip("peft")
     llama.save_pretrained(tmp_path / "base")
     settings = peft.LoraConfig(init_lora_weights=False, target_modules=["q_proj", "v_proj"], lora_alpha=1)
     peft.get_peft_model(copy.deepcopy(llama), settings).save_pretrained(tmp_path / "adapter")

@@ -307,10 +307,10 @@ def write_gguf(path: Path, model: Qwen2ForCausalLM) -> None:
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_tokenizer_model("gpt2")
-    tokens = [chr(ord("a") + index) for index in range(config.vocab_size - 3)]
-    writer.add_token_list([*tokens, "ab", "<|endoftext|>", "<|im_end|>"])
+    tokens = [chr(ord("a") + index) for index in range(config.vocab_size - 4)]
+    writer.add_token_list([*tokens, "cd", "ab", "<|endoftext|>", "<|im_end|>"])
     writer.add_token_types([1] * (config.vocab_size - 2) + [3, 3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "c d"])  # transformers 5.17 reads an array of one string as the string
     writer.add_bos_token_id(config.vocab_size - 2)
     writer.add_eos_token_id(config.vocab_size - 1)
     writer.add_pad_token_id(config.vocab_size - 2)

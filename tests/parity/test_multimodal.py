@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, Eagle3Proposer, NgramProposer, SpeculativeGenerator
 from specdec.models.compat import CACHE, cache_in
 from specdec.models.introspection import forward_parameters
+from specdec.utils.releases import release
 from tests.support import eagle3, families, pictured, tiny
 from tests.support.diagonal import diagonal
+from tests.support.since import since
 
 TEXTS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "llava", "mistral3", "qwen3_5"]
 ARGUMENTS = {"do_sample": False, "max_new_tokens": 16}
@@ -33,15 +36,16 @@ def test_texts_alone(name):
 
 @pytest.mark.parametrize(("name", "lengths"), diagonal(pictured.FAMILIES, PROMPTS))
 def test_pictures(name, lengths):
-    model = pictured.model(name)
+    model, told_apart = pictured.model(name), False
     for count in (1, 2):
         inputs = pictured.prompts(name, *lengths, pictures=count)
         plain = model.generate(**inputs, **ARGUMENTS)
         others = inputs | {"pixel_values": torch.randn_like(inputs["pixel_values"])}
-        assert model.generate(**others, **ARGUMENTS).tolist() != plain.tolist()
+        told_apart |= model.generate(**others, **ARGUMENTS).tolist() != plain.tolist()
         spec = SpeculativeGenerator(model, tiny.Garbage(answer=plain), draft_length=4, on_unsupported="error")
         assert spec.generate(**inputs, **ARGUMENTS).tolist() == plain.tolist()
         assert spec.report.num_accepted_tokens > 3
+    assert told_apart
 
 
 @pytest.mark.parametrize(("name", "lengths"), diagonal([*pictured.FILMS, *pictured.SOUNDS], PROMPTS))
@@ -59,7 +63,8 @@ def test_films_and_sounds(name, lengths):
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3", "qwen3_5"])
 def test_same_seed_same_text(name):
-    model, inputs = pictured.model(name), pictured.prompts(name, 7, 4, 9)
+    model = pictured.model(name)
+    inputs = pictured.announced(model, pictured.prompts(name, 7, 4, 9))
     arguments = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
     torch.manual_seed(3)
     plain = model.generate(**inputs, **arguments, num_return_sequences=2)
@@ -91,7 +96,8 @@ def test_what_comes_back_beside_the_text(name):
     assert ours.sequences.tolist() == plain.sequences.tolist()
     torch.testing.assert_close(torch.stack(ours.scores), torch.stack(plain.scores), atol=1e-3, rtol=1e-3)
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(ours.hidden_states[0][-1][real], plain.hidden_states[0][-1][real])
+    # Before 5.18 the pictures are encoded inside our pass, whose matrix products are rounded differently.
+    torch.testing.assert_close(ours.hidden_states[0][-1][real], plain.hidden_states[0][-1][real], atol=1e-3, rtol=1e-3)
     for a, b in zip(cache_in(ours).layers, cache_in(plain).layers, strict=True):
         kept = real.new_ones(len(real), plain.sequences.shape[1] - 1)
         kept[:, : real.shape[1]] = real
@@ -110,12 +116,19 @@ def test_a_later_turn_says_what_it_takes_to_be_speculated_on():
     assert [f"without {CACHE}" in said for said in warned] == [True]
 
 
-REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids lack the rows": {"position_ids": ORDER}}
+CHUNKS = since("5.23", "plain decoding itself reads no picture in chunks")
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_what_cannot_be_gone_on_from_is_decoded_plainly(reason):
-    inputs = pictured.prompts("qwen2_vl", 7) | REASONS[reason]
+@pytest.mark.parametrize(
+    ("reason", "given"),
+    [
+        pytest.param("prefill_chunk_size", {"prefill_chunk_size": 4}, id="chunks", marks=CHUNKS),
+        pytest.param("prefill_chunk_size", {"prefill_chunk_size": 64}, id="one chunk"),
+        pytest.param("position_ids lack the rows", {"position_ids": ORDER}, id="positions"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_decoded_plainly(reason, given):
+    inputs = pictured.prompts("qwen2_vl", 7) | given
     assert reason in plainly(pictured.model("qwen2_vl"), inputs)
 
 
@@ -125,7 +138,11 @@ def test_pictures_before_the_text_have_no_tokens_in_it():
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = tiny.PAD, None
     inputs = tiny.prompts(5) | {"pixel_values": torch.randn(1, 3, 32, 32)}
-    assert "no placeholder tokens for its images" in plainly(model, inputs)
+    said = plainly(model, inputs)
+    if release(transformers.__version__) < release("5.18"):  # a pass over one token fails there without a mask
+        assert "its forward pass failed" in said
+    else:
+        assert "no placeholder tokens for its images" in said
 
 
 def plainly(model, inputs) -> str:

@@ -132,6 +132,19 @@ def prompts(name: str, *lengths: int, pictures: int = 1, seed: int = 0) -> dict[
     return inputs
 
 
+def announced(made: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs of `prompts` with the token that announces a picture before each row's first, if the model has one.
+
+    transformers 5.17 counts these tokens to repeat the pictures for `num_return_sequences`.
+    """
+    token = getattr(made.config, "vision_start_token_id", None)
+    if token is None:
+        return inputs
+    ids = inputs["input_ids"].clone()
+    ids[torch.arange(len(ids)), (ids == PICTURE).int().argmax(1) - 1] = token
+    return inputs | {"input_ids": ids}
+
+
 def films(name: str, *lengths: int, seed: int = 0) -> dict[str, Tensor]:
     """Two frames of four tokens each. lengths: as in `prompts`."""
     config = model(name).config

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import transformers as hf
-from PIL import Image
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin
-from transformers.video_processing_utils import VideoProcessorMixin
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, ProcessorMixin, video_processing_utils
 
+from specdec.utils.releases import release
 from tests.support import pictured, tiny
+
+Image = pytest.importorskip("PIL.Image", reason="pictures are made with Pillow")
 
 LETTERS = "_abcdefghijklmnopqrstuvwxyz .:?\n"
 TEMPLATE = (  # a letter for who speaks, each part in its order, and who is to answer
@@ -24,12 +26,14 @@ TEMPLATE = (  # a letter for who speaks, each part in its order, and who is to a
 )
 
 
-# Processors look there for what a part of theirs must be; without torchvision it is missing.
-if not hasattr(hf, "VideoProcessorMixin"):
-    hf.VideoProcessorMixin = VideoProcessorMixin
+# Processors look there for the class of a part of theirs; without torchvision it is missing or a dummy. The class is
+# VideoProcessorMixin since 5.20.
+READER = next(name for name in ("VideoProcessorMixin", "BaseVideoProcessor") if hasattr(video_processing_utils, name))
+Reader = getattr(video_processing_utils, READER)
+setattr(hf, READER, Reader)
 
 
-class Films(VideoProcessorMixin):
+class Films(Reader):
     """In the place of what reads films."""
 
     model_input_names = ()
@@ -44,6 +48,8 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 def processor(name: str, config: PreTrainedConfig) -> ProcessorMixin:
     """The real processor of a model of `pictured`, as small as its config says."""
+    if release(hf.__version__) < release(WITH_TORCHVISION.get(name, "0")):
+        pytest.importorskip("torchvision", reason="older releases import torchvision with this processor")
     return MADE[name](config)
 
 
@@ -183,5 +189,6 @@ MADE: dict[str, Callable[[Any], ProcessorMixin]] = {
     "llava": _llava,
 }
 FAMILIES = list(MADE)
+WITH_TORCHVISION = {"smolvlm": "5.18", "gemma4": "5.21"}  # processors that ask for it before these releases
 BY_ROW = ("gemma3", "gemma4", "smolvlm")  # take the pictures in a list for each row
 assert set(FAMILIES) <= set(pictured.FAMILIES)

@@ -6,7 +6,7 @@ import transformers
 from specdec.utils.releases import release
 
 
-def since(version: str) -> pytest.MarkDecorator:
-    """Skips a test on older releases, where the call runs as plain decoding."""
+def since(version: str, what: str = "runs as plain decoding") -> pytest.MarkDecorator:
+    """Skips a test on older releases; what: happens there instead."""
     older = release(transformers.__version__) < release(version)
-    return pytest.mark.skipif(older, reason=f"runs as plain decoding before transformers {version}")
+    return pytest.mark.skipif(older, reason=f"{what} before transformers {version}")

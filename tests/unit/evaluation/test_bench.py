@@ -111,6 +111,7 @@ def command(files, tmp_path):
 
 
 def test_the_table_and_a_chart(command, tmp_path):
+    pytest.importorskip("matplotlib")
     result = command("--limit", "2", "--chart", str(tmp_path / "speed.png"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()

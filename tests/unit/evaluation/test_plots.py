@@ -3,19 +3,19 @@
 import sys
 from itertools import combinations
 
-import matplotlib
 import pytest
-from matplotlib import pyplot
-from matplotlib.colors import same_color
 
 from specdec import Report
 from specdec.evaluation import plots
 from tests.unit.engine.test_trace import TREE
 
+pyplot = pytest.importorskip("matplotlib.pyplot")
+colors = pytest.importorskip("matplotlib.colors")
+
 
 @pytest.fixture(autouse=True)
 def _no_screen():
-    matplotlib.use("Agg")
+    pyplot.switch_backend("Agg")
     yield
     pyplot.close("all")
 
@@ -33,7 +33,7 @@ def report(accepted, seconds=1.0):
 
 
 def lines(axes, colour):
-    return [line for line in axes.lines if same_color(line.get_color(), colour)]
+    return [line for line in axes.lines if colors.same_color(line.get_color(), colour)]
 
 
 def test_a_tree_shows_each_node_and_the_accepted_path():
@@ -43,7 +43,7 @@ def test_a_tree_shows_each_node_and_the_accepted_path():
     assert len(lines(axes, plots.ACCEPTED)) == len(TREE.path) - 1
     assert len(lines(axes, plots.REJECTED)) == 2
     [own] = lines(axes, plots.TARGETS_OWN)
-    assert same_color(said["'<9>'"].get_color(), plots.TARGETS_OWN)
+    assert colors.same_color(said["'<9>'"].get_color(), plots.TARGETS_OWN)
     assert list(own.get_xdata()) == [2, 3]  # from the last accepted depth to the next
     assert axes.get_title() == "4 drafted, 2 accepted, 3 new tokens"
 
