@@ -249,10 +249,10 @@ class BatchedVerifier(RejectionVerifier):
     def __init__(self, processors: NodeProcessors, noise: Noise | None):
         super().__init__(processors, longest_accepted_path)
         self.noise = noise
-        self._walk = SequentialVerifier(processors, noise)
+        self._sequential = SequentialVerifier(processors, noise)
 
     def __call__(self, draft: DraftTree, output: Output, text: Transcript) -> Verified:
-        return (self._walk if output.logits.numel() > self.MOST else super()).__call__(draft, output, text)
+        return (self._sequential if output.logits.numel() > self.MOST else super()).__call__(draft, output, text)
 
     def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
         return self.chosen(draft, scores, self.noise_for(draft, text))
