@@ -185,7 +185,7 @@ def test_files_of_others_stay_as_they_are(files, tmp_path, foreign, beside):
     path.write_text(foreign)
     result = rewrite(files, tmp_path / "out.jsonl")
     assert result.exit_code == 2, result.output
-    assert "choose another name" in result.output.replace("\n", " ")
+    assert "choose another output file" in result.output.replace("\n", " ")
     assert path.read_text() == foreign
     assert [path.name] == [found.name for found in tmp_path.iterdir()]
 
@@ -373,7 +373,7 @@ def test_stop_strings_of_the_generation_config_end_answers(chat_tokenizer, tmp_p
 
     usual = answer("usual.jsonl")
     target.generation_config.stop_strings = usual[2]
-    with pytest.warns(UserWarning, match="one by one, by plain .* StopStringCriteria"):
+    with pytest.warns(UserWarning, match="one at a time with plain .* StopStringCriteria"):
         assert answer("stopped.jsonl") == usual[: usual.index(usual[2]) + 1]
 
 
@@ -396,7 +396,7 @@ def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
         assert "nothing was left to answer" in rewrite(files, out, "--template", '{"think": true}').output
         result = rewrite(files, out)
         assert result.exit_code == 2
-        assert "told other things" in result.output
+        assert "other chat template arguments" in result.output
         result = rewrite(files, out, "--template", "think")
         assert result.exit_code == 2
         assert "must be a JSON object" in result.output
@@ -404,7 +404,7 @@ def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
         written(files / "prompts.jsonl", {"messages": messages})
         result = rewrite(files, tmp_path / "other.jsonl")
         assert result.exit_code == 2
-        assert "leave out all from the first call on" in result.output
+        assert "remove everything from the first tool call on" in result.output
     finally:
         told.chat_template = whole
         told.save_pretrained(files / "model")

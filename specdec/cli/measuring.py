@@ -25,7 +25,7 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
         try:
             tokens = encode_prompt(one.messages, tokenizer, **one.template)
             if not tokens:
-                raise ValueError("the tokenizer makes no token of it")
+                raise ValueError("the tokenizer returns no tokens for it")
             prompts.append(torch.tensor(tokens))
         except ValueError as error:
             left_out.add(one.place, error)
