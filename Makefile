@@ -30,8 +30,9 @@ INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(T
 DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
 
 # What depends most on the releases of transformers and torch.
-RELEASE_TESTS = $(patsubst %,tests/test_%.py,releases capability parity generate_arguments past_key_values families \
-    recurrent encoder_decoder eagle3 eagle3_checkpoints hub calls cli chat mtp wrapped graphs)
+RELEASE_TESTS = tests/parity $(patsubst %,tests/unit/%.py,models/test_capability models/test_static_forward \
+    models/test_wrapped heads/test_eagle3 heads/test_eagle3_checkpoints heads/test_mtp engine/test_hub engine/test_calls \
+    cli/test_cli cli/test_chat) tests/integration/test_releases.py
 
 .PHONY: demo test test-oldest test-newest test-slow test-all test-vllm notebooks docs screenshots pictures structure lint format clean
 
@@ -43,7 +44,7 @@ test: $(VENV)/.dev
 
 test-oldest test-newest: test-%: .venv-%/.installed
 	OMP_NUM_THREADS=1 .venv-$*/bin/python -m pytest -n logical --maxprocesses 8 -m "not slow" $(RELEASE_TESTS) $(ARGS)
-	.venv-$*/bin/python -m pytest -m slow tests/test_packaging.py -k "readmes or its_own" $(ARGS)
+	.venv-$*/bin/python -m pytest -m slow tests/integration/test_packaging.py -k "readmes or its_own" $(ARGS)
 
 test-slow: $(VENV)/.integrations
 	$(TESTS) --dist loadscope -m slow $(ARGS)
@@ -52,7 +53,7 @@ test-all: $(VENV)/.integrations
 	$(TESTS) --dist loadscope $(ARGS)
 
 notebooks: $(VENV)/.dev
-	$(PY) -m pytest tests/test_notebooks.py $(ARGS)
+	$(PY) -m pytest tests/integration/test_notebooks.py $(ARGS)
 
 docs: $(VENV)/.dev
 	$(PY) -m mkdocs build --strict
@@ -62,7 +63,7 @@ screenshots: docs
 
 test-vllm: $(VENV)/.dev $(VLLM)/.installed
 	$(PY) -m examples.demo.weights qwen2.5-coder-0.5b-instruct
-	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest -s tests/test_vllm.py $(ARGS)
+	VLLM_PYTHON=$(abspath $(VLLM))/bin/python $(PY) -m pytest -s tests/integration/test_vllm.py $(ARGS)
 
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev

@@ -232,7 +232,11 @@ def launches(setting: Setting) -> Iterator[Row]:
 def parity(setting: Setting) -> Iterator[Row]:
     """The tests whose texts must be plain decoding's, on the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", setting.device.type, "-p", "no:cacheprovider"]
-    chosen = ["tests/test_rounds.py"] if setting.small else ["tests/test_parity.py", "tests/test_sampling.py"]
+    chosen = (
+        ["tests/unit/engine/test_trace.py"]
+        if setting.small
+        else ["tests/parity/test_parity.py", "tests/parity/test_sampling.py"]
+    )
     done = subprocess.run([*command, "-m", "not slow", *chosen], cwd=ROOT, capture_output=True, text=True)
     yield {"passed": done.returncode == 0, "said": done.stdout.strip().splitlines()[-1:]}
 

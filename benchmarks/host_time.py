@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
 from specdec.engine import cuda_graph_round, generator, rules, verifier
 from specdec.models import cuda_graphs, static_forward
-from tests import eagle3, tiny
+from tests.support import eagle3, tiny
 
 NEW, LENGTH = 400, 5
 

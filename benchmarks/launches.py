@@ -4,7 +4,7 @@
     python benchmarks/launches.py --proposer "eagle3 tree" --where      # which lines
     python benchmarks/launches.py --recorded --max-new-tokens 60        # rounds that are replayed
 
-Tiny models on a pretended device (`tests/pretend.py`): counts outside of models hold for any model but for what is done
+Tiny models on a pretended device (`tests/support/pretend.py`): counts outside of models hold for any model but for what is done
 once per layer (writing and moving keys and values), those inside are of 4 layers.
 """
 
@@ -25,7 +25,7 @@ from table import number, table
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests import launches, pretend, static
+from tests.support import launches, pretend, static
 
 HEADER = ["proposer", "length", "T", "batch", "waits", "uploads", "kernels outside", "draft's", "target's"]
 

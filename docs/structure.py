@@ -2,7 +2,7 @@
 
     python docs/structure.py [PICTURE.svg]
 
-prints every arrow with the number of imports it stands for, and draws them if a file is named. `tests/test_imports.py`
+prints every arrow with the number of imports it stands for, and draws them if a file is named. `tests/integration/test_imports.py`
 enforces the rule.
 """
 

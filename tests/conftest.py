@@ -1,4 +1,4 @@
-"""Fixtures around the tiny models and prompts of `tests.tiny`, and the words of `tests.training`."""
+"""Fixtures around the tiny models and prompts of `tests.support.tiny`, and the words of `tests.support.training`."""
 
 import gc
 import os
@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tests import pretend, static, tiny
-from tests.training import TEMPLATE, WORDS, some_texts, written
+from tests.support import pretend, static, tiny
+from tests.support.training import TEMPLATE, WORDS, some_texts, written
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, or decides by what it finds there
 
@@ -20,9 +20,11 @@ def pytest_addoption(parser):
         "--device",
         choices=("cpu", "cuda", "pretend"),
         default="cpu",
-        help='where tiny models live: "pretend" is a CUDA device played by the CPU (tests/pretend.py)',
+        help='where tiny models live: "pretend" is a CUDA device played by the CPU (tests/support/pretend.py)',
     )
-    parser.addoption("--static", action="store_true", help="passes over drafts as graphs have them (tests/static.py)")
+    parser.addoption(
+        "--static", action="store_true", help="passes over drafts as graphs have them (tests/support/static.py)"
+    )
 
 
 def pytest_configure(config):
@@ -79,7 +81,7 @@ def ragged():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Of the words of `tests.training`."""
+    """Of the words of `tests.support.training`."""
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")

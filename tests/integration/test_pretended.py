@@ -1,0 +1,142 @@
+"""On a pretended CUDA device: the text is plain decoding's, a round waits once, and asks for few kernels.
+
+python -m pytest --device pretend tests/integration/test_pretended.py
+"""
+
+import pytest
+import torch
+from transformers import LogitsProcessor, StoppingCriteria
+
+from specdec import NgramProposer, SpeculativeGenerator
+from tests.support import launches, pretend, tiny
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu" or torch.cuda.is_available(), reason="pytest --device pretend")
+
+NEW = 24
+# Kernels of a round outside of the models, by batch and sampling, before rounds were lean (benchmarks/results).
+BEFORE = {
+    "ngram": {(1, False): 182, (8, False): 197, (1, True): 226, (8, True): 254},
+    "draft chain": {(1, False): 399, (8, False): 427, (1, True): 478, (8, True): 505},
+    "eagle3 chain": {(1, False): 383, (8, False): 418, (1, True): 469, (8, True): 570},
+    "eagle3 tree": {(1, False): 655, (8, False): 747, (1, True): 840, (8, True): 979},
+}
+SHARE = {"ngram": 0.3, "draft chain": 0.42, "eagle3 chain": 0.42, "eagle3 tree": 0.5}  # of them that is left
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["T = 0", "T = 1"])
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("automatic", [False, True], ids=["set", "automatic"])
+@pytest.mark.parametrize("name", launches.PROPOSERS)
+def test_a_round_waits_once_and_asks_for_few_kernels(name, automatic, batch_size, sampling):
+    spec = launches.generator(name, automatic)
+    books = launches.counted(spec, do_sample=sampling, max_new_tokens=NEW, **launches.prompts(batch_size))
+    assert len(books) > 2
+    for book in books:
+        assert book.count("waits") == 1, book.waits
+    if not automatic and name in SHARE:  # which of its two a hybrid drafts with hangs on times
+        outside = launches.mean(books, "launches", launches.OUTSIDE)
+        assert outside <= SHARE[name] * BEFORE[name][batch_size, sampling]
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["T = 0", "T = 1"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", launches.PROPOSERS)
+def test_the_text_is_plain_decodings(name, batch_size, sampling):
+    spec, given = launches.generator(name, automatic=False), launches.prompts(batch_size)
+    assert written(spec.generate, sampling, **given) == written(spec.model.generate, sampling, **given)
+    assert spec.report.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["T = 0", "T = 1"])
+@pytest.mark.parametrize("name", launches.PROPOSERS)
+def test_ids_on_the_cpu(name, sampling):
+    """The text stays where the ids were, with all that is asked about it."""
+    spec, given = launches.generator(name, automatic=False), launches.prompts(3)
+    plain = written(spec.model.generate, sampling, **given)
+    seen = []
+
+    class Watching(LogitsProcessor, StoppingCriteria):
+        stateless = True
+
+        def __call__(self, ids, scores, **kwargs):
+            seen.append(ids.device.type)
+            if isinstance(scores, torch.Tensor):
+                seen.append(scores.device.type)
+                return scores
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    on_cpu = {key: value.cpu() for key, value in given.items()}
+    more = {"logits_processor": [Watching()], "stopping_criteria": [Watching()]}
+    for arguments in ({}, more):
+        assert written(spec.generate, sampling, **on_cpu, **arguments) == plain
+    assert set(seen) == {"cpu"}
+
+
+@pytest.mark.parametrize("name", launches.PROPOSERS)
+def test_a_default_device(name):
+    spec, given = launches.generator(name, automatic=True), launches.prompts(3)
+    plain = written(spec.model.generate, False, **given)
+    torch.set_default_device("cuda")
+    try:
+        assert written(spec.generate, False, **given) == plain
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_a_proposer_of_ones_own_on_either_device(where):
+    class Elsewhere(NgramProposer):
+        def propose(self, context):
+            draft = super().propose(context)
+            return type(draft)(draft.tokens.to(where), draft.parents.to(where), chain=draft.chain)
+
+    target, given = launches.models()[0], launches.prompts(3)
+    spec = SpeculativeGenerator(target, Elsewhere(), draft_length=4, on_unsupported="error")
+    assert written(spec.generate, False, **given) == written(target.generate, False, **given)
+
+
+def written(generate, sampling, **kwargs):
+    torch.manual_seed(1)
+    return generate(do_sample=sampling, max_new_tokens=NEW, **kwargs).tolist()
+
+
+# The device itself
+
+
+def test_devices_do_not_mix():
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.arange(3, device="cuda") + torch.arange(3)
+
+
+def test_what_waits():
+    x = torch.arange(4, device="cuda")
+    waits = [
+        lambda: x.sum().item(),
+        lambda: bool(x[0]),
+        lambda: x.tolist(),
+        lambda: x.cpu(),
+        lambda: x[x > 1],
+        lambda: x.nonzero(),
+        lambda: torch.tensor([1, 2], device="cuda"),
+        lambda: x[[0, 1]],
+        torch.cuda.synchronize,
+    ]
+    for wait in waits:
+        with pretend.ledger() as book:
+            wait()
+        assert book.count("waits") == 1, wait
+    with pretend.ledger() as book:
+        (x + 1).gather(0, x).clamp(max=2)[1:].view(3)
+        torch.tensor([1, 2]).pin_memory().to("cuda", non_blocking=True)
+    assert book.count("waits") == 0
+    assert (book.count("uploads"), book.count("launches")) == (1, 3)
+
+
+def test_what_a_copy_brings_is_rubbish_until_it_was_waited_for():
+    here = torch.zeros(2, dtype=torch.long).pin_memory()
+    event = torch.cuda.Event()
+    here.copy_(torch.tensor([3, 4]).to("cuda"), non_blocking=True)
+    event.record()
+    assert here.tolist() == [pretend.RUBBISH] * 2
+    event.synchronize()
+    assert here.tolist() == [3, 4]

@@ -1,0 +1,68 @@
+"""NaN and infinite scores: what plain decoding writes of them, or the very error that it raises."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import LogitsProcessor
+
+from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from tests.support import tiny
+
+PROPOSERS = {
+    "ngram": lambda model: NgramProposer(),
+    "chain": lambda model: DraftModelProposer(model),
+    "tree": lambda model: DraftModelProposer(model, branching=(3, 2)),
+}
+
+
+class Breaks(LogitsProcessor):
+    """From a length on, one token's score or all of them are `value`."""
+
+    stateless = True
+
+    def __init__(self, value, everywhere, start):
+        self.value, self.everywhere, self.start = value, everywhere, start
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] < self.start:
+            return scores
+        scores = scores.clone()
+        scores[:, slice(None) if self.everywhere else 7] = self.value
+        return scores
+
+
+def outcome(generate, arguments):
+    torch.manual_seed(0)
+    try:
+        return generate(**arguments).tolist()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one token", "all"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_broken_scores(llama, proposer, value, everywhere, do_sample):
+    spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), draft_length=4)
+    for start in (0, 13):
+        breaks = LogitsProcessorList([Breaks(value, everywhere, start)])
+        arguments = {**tiny.prompts(9, 4), "do_sample": do_sample, "max_new_tokens": 12, "logits_processor": breaks}
+        expected = outcome(llama.generate, arguments)
+        assert outcome(spec.generate, arguments) == expected
+        if do_sample and (everywhere or value != float("-inf")):
+            assert "either `inf`, `nan` or element < 0" in expected
+    assert spec.report.num_plain_calls == 0
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+def test_a_model_of_nan(llama, single, do_sample):
+    model = copy.deepcopy(llama)
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    spec = SpeculativeGenerator(model, "ngram")
+    arguments = {**single, "do_sample": do_sample, "max_new_tokens": 12}
+    with tiny.specdec_warnings():
+        assert outcome(spec.generate, arguments) == outcome(model.generate, arguments)

@@ -1,0 +1,340 @@
+"""What the commands say of bad input, before any work is done."""
+
+import copy
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import specdec
+from specdec import SpeculativeGenerator
+from specdec.cli.app import app
+from specdec.cli.errors import PACKAGE
+from specdec.heads.eagle3.export import save
+from specdec.utils import releases
+from tests.support import eagle3, tiny
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["generate", "TARGET", "a", "--proposer", "ngrams"], 'proposer must be "ngram"'),
+        (["generate", "/no/such/model", "a"], "/no/such/model is neither a folder with a model nor a hub"),
+        (["generate", "TARGET", "a", "--dtype", "int3"], "'int3' is not one of 'auto', 'bfloat16'"),
+        (["generate", "TARGET", "a", "--rule", "blok"], "'blok' is not one of 'coupled', 'block'"),
+        (["generate", "TARGET", "a", "--proposer", "draft:/no/such"], "/no/such is neither a folder with a model"),
+        (["doctor", "TARGET", "ngram", "--dtype", "int3"], "'int3' is not one of 'auto', 'bfloat16'"),
+        (["bench", "TARGET", "ngram", "ngrams"], 'proposer must be "ngram"'),
+        (["bench", "TARGET", "--chart", "OUT.bmp"], "OUT.bmp must end in one of .png, .svg, .pdf"),
+        (["bench", "TARGET", "--chart", "/no/such/a.png"], "there is no folder /no/such to write a.png to"),
+        (["bench", "TARGET", "--prompts", "TYPO"], "found 'promt'"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--loss", "l2"], "'l2' is not one of 'ce', 'lk'"),
+        (["export", "/no/such", "OUT"], "/no/such is neither a folder"),
+        (["inspect", "/no/such"], "/no/such is neither a folder"),
+        (["doctor", "TARGET", "eagle"], 'did you mean "eagle3"?'),
+        (["doctor", "TARGET", "draft"], '"draft" needs to know which, "draft:PATH_OR_ID"'),
+        (["doctor", "TARGET", "ngram+ngram"], 'one of them is enough ("ngram")'),
+        (["doctor", "TARGET", "ngram+suffix"], 'one of them is enough ("suffix")'),
+        (["doctor", "TARGET", "ngram+eagel3:a"], 'did you mean "ngram+eagle3:a"?'),
+        (["doctor", "TARGET", "exit:x"], '"exit" needs to know which, "exit:LAYERS"'),
+        (["doctor", "TARGET", "some/model"], 'told what it holds, "draft:some/model" (a model)'),
+        (["doctor", "TARGET", "eagle3:OUT/head+ngram"], 'n-grams come first: "ngram+eagle3:OUT/head"'),
+        (["doctor", "TARGET", "ngram", "--prompts", "EMPTY"], "empty.txt is empty: one prompt per line"),
+        (["doctor", "TARGET", "ngram", "--prompts", "TYPO"], "found 'promt'"),
+        (["regenerate", "TARGET", "TYPO", "OUT"], 'line 1: expected {"prompt": ...} or {"messages"'),
+        (["regenerate", "TARGET", "NOTHING", "OUT"], 'object per line is expected, {"prompt": ...} or {"messages"'),
+        (["regenerate", "TARGET", "BYTES", "OUT"], "bytes.jsonl is not text in UTF-8"),
+        (["regenerate", "TARGET", "UNPACKED", "OUT"], "in a complete gzip file, as its name says"),
+        (["train", "TARGET", "PROMPTS", "PROMPTS"], "prompts.jsonl is a file: give a folder"),
+        (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub repository"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
+        (["export", "PROMPTS", "OUT"], "prompts.jsonl is a file: give the folder"),
+        (
+            ["regenerate", "TARGET", "PROMPTS", "OUT", "--template", '{"a": "\\ud800"}'],
+            "--template must be a JSON object",
+        ),
+        (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: give the target first"),
+        (["regenerate", "TARGET", "NESTED", "OUT"], "line 1 cannot be read: its JSON is nested too deeply"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--template", "[" * 100_000], "--template must be a JSON object"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--seed", str(2**70)], "Invalid value for '--seed': "),
+        (["generate", "TARGET", "a", "--seed", str(2**70)], "Invalid value for '--seed': "),
+        (["train", "TARGET", "PROMPTS", "OUT", "--seed", str(2**32)], "Invalid value for '--seed': "),
+        (["train", "TARGET", "PROMPTS", "OUT", "--epochs", "inf"], "epochs must be a number of at least 0, got inf"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--flex", "--device", "cpu"], "is trained on CUDA devices only"),
+        (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which is greedy, nor at least 0.0001"),
+        (["regenerate", "TARGET", "PROMPTS", "OUT", "--temperature", "inf"], "Invalid value for '--temperature': "),
+        (["generate", "a" * 300, "a"], "File name too long"),
+        (["generate", "TARGET", "a", "--proposer", "exit:" + "9" * 300], '"exit" needs to know which, "exit:LAYERS"'),
+        (["bench", "TARGET", "--chart", "FOLDER"], "folder.png cannot be written: choose another file"),
+        (["serve-states", "TARGET", "--port", "99999"], "Invalid value for '--port': "),
+        (["serve", "TARGET", "--port", "-1"], "Invalid value for '--port': "),
+    ],
+)
+def test_bad_input_is_said_before_a_model_is_loaded(command, message, tmp_path):
+    contents = {
+        "prompts.jsonl": b'{"prompt": "a"}',
+        "empty.txt": b"\n",
+        "nothing.jsonl": b"",
+        "typo.jsonl": b'{"promt": "a"}',
+        "bytes.jsonl": b"\xff\xff",
+        "unpacked.gz": b'{"prompt": "a"}',
+        "nested.jsonl": b"[" * 100_000,
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "folder.png").mkdir()
+    names = [*contents, "out.jsonl", "model", "folder.png"]
+    places = {Path(name).stem.upper(): str(tmp_path / name) for name in names}
+    result = CliRunner().invoke(app, [places.get(word, word) for word in command])
+    assert result.exit_code == 2
+    assert message in re.sub(r"[\s│]+", " ", result.output)  # an error may stand in a frame
+
+
+ASKED = ["inspect", "some/head"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("a head's config is wrong: correct it"), 2, "error: a head's config is wrong: correct it\n"),
+        (PermissionError(13, "Permission denied", "/x"), 2, "error: [Errno 13] Permission denied: '/x'\n"),
+        (
+            KeyError("layers"),
+            70,
+            "unexpected error, KeyError: 'layers' (`specdec --debug inspect ...`, or SPECDEC_DEBUG=1,",
+        ),
+    ],
+)
+@pytest.mark.parametrize("debug", ["", "option", "environment"])
+def test_an_error_ends_with_a_sentence(error, code, said, debug, monkeypatch):
+    """Its traceback is for who asks for it."""
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr("specdec.cli.heads.require_folder_or_id", fails)
+    asked = ["--debug", *ASKED] if debug == "option" else ASKED
+    result = CliRunner().invoke(app, asked, env={"SPECDEC_DEBUG": "1"} if debug == "environment" else {})
+    assert result.exit_code == code
+    assert isinstance(result.exception, SystemExit)
+    assert result.stdout == ""
+    assert said in result.stderr
+    assert ("Traceback" in result.stderr and "in fails" in result.stderr) == bool(debug)
+    assert debug or len(result.stderr.splitlines()) == 1
+
+
+def test_what_python_says_of_a_line_of_ours_is_unexpected(monkeypatch):
+    """A ValueError that nobody raised on purpose is a fault of specdec's, not of the input."""
+    ours = compile("def fails(*args): first, second = [1]", str(PACKAGE / "paths.py"), "exec")
+    exec(ours, scope := {})
+    monkeypatch.setattr("specdec.cli.heads.require_folder_or_id", scope["fails"])
+    result = CliRunner().invoke(app, ASKED)
+    assert result.exit_code == 70
+    assert "unexpected error, ValueError: not enough values to unpack (expected 2, got 1)" in result.stderr
+
+
+def test_nobody_reads_standard_output():
+    """As in `specdec ... | head -1`: neither a traceback nor a word of it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run([sys.executable, "-m", "specdec", "--version"], stdout=closed, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("proposer", ["draft", "ngram+draft"])
+def test_target_and_draft_compute_in_the_format_asked_for(proposer, dtype, files, monkeypatch):
+    """It is said in one line, beside the text."""
+    made, begin = [], SpeculativeGenerator.__init__
+
+    def noted(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(SpeculativeGenerator, "__init__", noted)
+    model = str(files / "model")
+    asked = ["generate", model, "a b", "--proposer", f"{proposer}:{model}", "--max-new-tokens", "4", "--dtype", dtype]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("computing in ")]
+    assert line == f"computing in {dtype} on {made[0].model.device}: as asked for"
+    assert "computing in" not in result.stdout
+    drafts = getattr(made[0].proposer, "other", made[0].proposer)
+    assert str(made[0].model.dtype) == str(drafts.model.dtype) == f"torch.{dtype}"
+
+
+def test_a_prompt_from_standard_input_and_a_report_as_json(files):
+    """The text on standard output, all else on standard error."""
+    asked = ["generate", str(files / "model"), "--json", "--compare", "--max-new-tokens", "8", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="a b a b")
+    assert result.exit_code == 0, result.output
+    report = next(json.loads(line) for line in result.stderr.splitlines() if line.startswith("{"))
+    assert report["num_output_tokens"] == 8
+    assert "num_output_tokens" not in result.stdout
+    assert "x plain decoding" in result.stderr
+
+
+@pytest.mark.parametrize("broken", [b"a \xff b", b"a \xed\xa0\x80"])  # the second is half of a character
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_prompt_that_is_no_text_is_said_before_a_model_is_loaded(broken, strict, tmp_path):
+    """Standard input takes any byte in the locale "C"."""
+    environment = {"PYTHONIOENCODING": "utf-8" if strict else "utf-8:surrogateescape"}
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "generate", "some/target"],
+        input=broken,
+        env=os.environ | environment | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+    )
+    assert done.returncode == 2
+    assert b"error: the prompt is not text in UTF-8: " in done.stderr
+
+
+def test_the_same_seed_gives_the_same_text(files):
+    def text(seed):
+        asked = [
+            "generate",
+            str(files / "model"),
+            "a b",
+            "--temperature",
+            "1",
+            "--seed",
+            str(seed),
+            "--dtype",
+            "float32",
+        ]
+        return CliRunner().invoke(app, [*asked, "--max-new-tokens", "24"]).stdout
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_conversation(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    asked = ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="abc\n\nno\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("5 tokens in ") == 2
+    assert "2 (0)" in result.stdout  # calls, as plain decoding: of the report at the end
+
+
+@pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
+def test_a_line_that_is_no_text_ends_no_conversation(errors, tmp_path, chat_tokenizer, monkeypatch):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    lines = iter([b"abc", b"\xff", b"no"])
+
+    def typed(console, prompt):
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line.decode(errors=errors)
+
+    monkeypatch.setattr("rich.console.Console.input", typed)
+    result = CliRunner().invoke(
+        app, ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("5 tokens in ") == 2
+    assert (
+        result.stderr.count("error: the text holds" if errors == "surrogateescape" else "bytes that are no text") == 1
+    )
+
+
+def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    untuned = copy.deepcopy(chat_tokenizer)
+    untuned.chat_template = None
+    untuned.save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["chat", str(tmp_path), "--proposer", "ngram"])
+    assert result.exit_code == 2
+    assert "no chat template" in result.output
+
+
+def test_version():
+    said = CliRunner().invoke(app, ["--version"]).stdout
+    assert said == f"specdec {specdec.__version__}, {releases.summary()}\n"
+    assert f"torch {releases.installed('torch')} (tested: " in said
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("specdec re", {"regenerate"}),
+        ("specdec doctor MODEL n", {"ngram", "ngram+dflash", "ngram+eagle3", "ngram+mtp", "ngram+draft:"}),
+        ("specdec generate MODEL --proposer e", {"eagle3"}),
+        ("specdec generate MODEL --rule t", {"token", "typical"}),
+    ],
+)
+def test_a_shell_completes(words, offered, monkeypatch):
+    monkeypatch.setenv("_SPECDEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    result = CliRunner().invoke(app, prog_name="specdec")
+    assert {*result.stdout.split()} == offered
+
+
+def test_completion_can_be_installed(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # whatever runs the tests
+    result = CliRunner().invoke(app, ["--install-completion"], prog_name="specdec")
+    assert result.exit_code == 0, result.output
+    assert "_SPECDEC_COMPLETE" in (tmp_path / ".bash_completions" / "specdec.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b"[]"),
+        ("config.json", b"[" * 100_000),
+        ("config.json", None),  # a field of another kind
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\x10" + bytes(100)),
+        ("tokenizer.json", b"[]"),
+        ("tokenizer_config.json", b"[" * 100_000),
+        ("generation_config.json", b"3"),
+    ],
+)
+def test_damaged_files_of_a_target_are_named(name, content, files, tmp_path):
+    model = shutil.copytree(files / "model", tmp_path / "model")
+    if content is None:
+        content = (model / name).read_bytes().replace(b'"silu"', b"7")
+    (model / name).write_bytes(content)
+    result = CliRunner().invoke(app, ["generate", str(model), "a", "--proposer", "ngram"])
+    assert result.exit_code == 2
+    assert f"{model} cannot be read (" in result.stderr
+    assert "it is damaged, or not what it is taken for" in result.stderr
+
+
+def test_export_keeps_what_lies_there(tmp_path):
+    save(eagle3.head(), tmp_path / "head")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    asked = ["export", str(tmp_path / "head"), str(tmp_path / "out")]
+    refused = CliRunner().invoke(app, asked)
+    assert refused.exit_code == 2
+    assert "is not empty: choose another folder, or write over the head in it with --force" in " ".join(
+        refused.output.split()
+    )
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]
+    assert CliRunner().invoke(app, [*asked, "--force"]).exit_code == 0
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_what_takes_long_is_said_a_line_each(files):
+    asked = ["generate", str(files / "model"), "a b", "--proposer", f"draft:{files / 'model'}", "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, asked)
+    lines = result.stderr.splitlines()
+    assert lines.count(f"loading {files / 'model'}") == 2  # the target, and the draft model
+    assert any(line.startswith("trying out how LlamaForCausalLM can draft") for line in lines)
+    assert "loading" not in result.stdout

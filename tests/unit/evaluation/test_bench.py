@@ -1,0 +1,129 @@
+"""`specdec bench`: plain decoding and proposers in turns, and what is said of it."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
+from specdec.cli.app import app
+from specdec.evaluation.bench import Answered, Bench, bench
+from specdec.evaluation.diagnosis import Measured
+from specdec.evaluation.timing import Runs
+from specdec.proposers.factory import as_proposers
+from tests.support import tiny
+
+NEW = 12
+PROMPTS = [tiny.prompts(9, seed=seed)["input_ids"][0] for seed in (1, 2)]
+
+
+def measured(name, seconds, tokens=100):
+    return Measured(name, f"<{name}>", tokens, seconds, 0.5)
+
+
+def test_the_table_by_hand():
+    report = Report()
+    report.record_round([3], [3], [1], seconds=0.1)
+    fast = Measured("ngram", "<ngram>", 100, 4.0, 0.25, report)
+    found = Bench((Answered(measured("plain", 8.0), (1.0, 1.0), 4), Answered(fast, (1.5, 2.5), 3)), 2, 2)
+    head, plain, ngram = [line.split("  ") for line in found.summary().splitlines()]
+    assert [cell.strip() for cell in head if cell][-1] == "plain's text"
+    cells = [cell.strip() for cell in ngram if cell]
+    assert cells == ["ngram", "25.0", "2.00x", "1.50 to 2.50", "250", "40.0", "2.00", "3 of 4"]
+    assert [cell.strip() for cell in plain if cell][2:4] == ["1.00x", "1.00 to 1.00"]
+    assert found.to_dict()["ways"][1]["speed_up"] == 2
+    assert found.speed_ups == {"ngram": (1.5, 2.5)}
+
+
+def test_each_answers_each_prompt_in_turn(llama, monkeypatch):
+    """After a call each that is not counted; counts are those of calls by hand, and the text is plain decoding's."""
+    order, answer, steps = [], Runs.answer, []
+
+    def noted(self, prompt, **changed):
+        order.append(
+            (self.method.name, next(i for i, p in enumerate(PROMPTS) if torch.equal(p, prompt)), bool(changed))
+        )
+        answer(self, prompt, **changed)
+
+    monkeypatch.setattr(Runs, "answer", noted)
+    proposers = {"ngram": NgramProposer(), "itself": DraftModelProposer(llama)}
+    options = {"max_new_tokens": NEW, "repeats": 2, "progress": lambda *step: steps.append(step)}
+    found = bench(llama, proposers, PROMPTS, **options)
+    turns = ((0, True), (0, False), (0, False), (1, False), (1, False))
+    assert order == [(name, i, warm) for i, warm in turns for name in ("plain", "ngram", "itself")]
+    assert steps == [(done, 15) for done in range(16)]
+    assert (found.prompts, found.repeats, found.stopped) == (2, 2, False)
+    for method in found.methods:
+        assert (method.measured.tokens, method.same, len(method.speed_ups)) == (4 * NEW, 4, 2)
+    assert found.methods[0].speed_ups == (1.0, 1.0)
+    spec = SpeculativeGenerator(llama, NgramProposer())
+    for prompt in PROMPTS:
+        spec.generate(prompt[None], do_sample=False, max_new_tokens=NEW)
+    assert found.methods[1].measured.report.num_calls == 4
+    assert found.methods[1].measured.report.num_output_tokens == 2 * spec.report.num_output_tokens
+
+
+@pytest.mark.parametrize(("at", "answered"), [(4, 1), (5, 1), (6, 2), (7, 2)])
+def test_interrupted_it_gives_what_all_have_answered(llama, monkeypatch, at, answered):
+    """Two ways, a call each that is not counted, and three prompts: the call numbered `at`, from 0, is interrupted."""
+    calls, answer = [], Runs.answer
+
+    def interrupted(self, prompt, **changed):
+        calls.append(self)
+        if len(calls) == at + 1:
+            raise KeyboardInterrupt
+        answer(self, prompt, **changed)
+
+    monkeypatch.setattr(Runs, "answer", interrupted)
+    found = bench(llama, {"ngram": NgramProposer()}, [*PROMPTS, PROMPTS[0]], max_new_tokens=NEW)
+    assert found.stopped
+    assert found.prompts == answered
+    assert [method.measured.tokens for method in found.methods] == [answered * NEW] * 2
+
+
+def test_interrupted_before_any_was_answered(llama, monkeypatch):
+    def interrupted(self, prompt, **changed):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runs, "answer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench(llama, {"ngram": NgramProposer()}, PROMPTS)
+
+
+def test_what_two_proposers_draft_with_is_loaded_once(llama, tmp_path):
+    tiny.model("llama", seed=1).save_pretrained(tmp_path)
+    names = [f"ngram+draft:{tmp_path}", "ngram", f"draft:{tmp_path}"]
+    made = as_proposers(names, llama)
+    assert [*made] == names
+    assert isinstance(made[names[0]], HybridProposer)
+    assert made[names[0]].other is made[names[2]]
+
+
+@pytest.fixture
+def command(files, tmp_path):
+    """Runs `bench` on a tiny model and a file of three prompts."""
+    (tmp_path / "mine.txt").write_text("a b a b\nc d\ne f e f\n")
+    model = str(files / "model")
+    asked = ["bench", model, "ngram", f"draft:{model}", "--prompts", str(tmp_path / "mine.txt")]
+    asked += ["--max-new-tokens", "8", "--dtype", "float32"]
+    return lambda *more: CliRunner().invoke(app, [*asked, *more])
+
+
+def test_the_table_and_a_chart(command, tmp_path):
+    result = command("--limit", "2", "--chart", str(tmp_path / "speed.png"))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"measured on 2 of 3 prompts of {tmp_path / 'mine.txt'}, up to 8 new tokens each")
+    assert [line.split()[0] for line in lines[3:]] == ["plain", "ngram", "draft:model"]
+    assert all(line.endswith("2 of 2") for line in lines[3:])
+    assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_alone_on_standard_output(command):
+    result = command("--json", "--repeats", "2")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert (found["prompts"], found["repeats"], found["max_new_tokens"]) == (3, 2, 8)
+    assert [method["tokens"] for method in found["ways"]] == [6 * 8] * 3
+    assert found["ways"][2]["report"]["num_calls"] == 6

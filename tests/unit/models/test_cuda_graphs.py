@@ -1,0 +1,266 @@
+"""On a CUDA device, pretended or real: what is recorded once is replayed as one launch, without a line of Python.
+
+python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # or --device cuda, where nothing counts launches
+"""
+
+import copy
+
+import pytest
+import torch
+
+from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
+from specdec.engine import generator as generator_module
+from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.loop import Loop
+from specdec.models import static_forward
+from specdec.models.cuda_graphs import MOST, WARM, Recorder
+from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
+from tests.support import launches, tiny
+
+pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu", reason="pytest --device pretend, or cuda")
+PRETENDED = not torch.cuda.is_available()
+
+NEW = 40
+ROUND = 40  # launches outside of graphs, at most, that a round may ask for
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Those of all calls; no code is generated, passes are recorded as they are."""
+    made: list[Recorder] = []
+
+    class Kept(Recorder):
+        def __init__(self, known):
+            super().__init__(known)
+            made.append(self)
+
+    monkeypatch.setattr(generator_module, "Recorder", Kept)
+    monkeypatch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
+    return made
+
+
+def replaying(name: str, automatic: bool) -> SpeculativeGenerator:
+    spec = launches.generator(name, automatic)
+    spec.compile = True
+    return spec
+
+
+def text(generate, sampling, **kwargs):
+    torch.manual_seed(0)
+    return generate(**kwargs, do_sample=sampling, max_new_tokens=NEW).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "automatic", "batch_size", "sampling"),
+    [
+        *((name, False, 1, False) for name in launches.PROPOSERS),
+        *((name, True, 3, True) for name in launches.PROPOSERS),
+        ("eagle3 tree", True, 1, True),
+        ("eagle3 tree", False, 3, False),
+    ],
+)
+def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic, batch_size, sampling, recorders):
+    spec, given = replaying(name, automatic), launches.prompts(batch_size)
+    plain = text(spec.model.generate, sampling, **given)
+    with tiny.specdec_warnings() as warned:
+        assert text(spec.generate, sampling, **given) == plain
+        if not PRETENDED:
+            assert len(recorders[-1]) >= 1
+            return
+        books = launches.counted(spec, do_sample=sampling, max_new_tokens=NEW, **given)
+    assert not warned
+    recorder = recorders[-1]
+    assert len(recorder) >= 1
+    assert all(book.count("waits") == 1 for book in launches.settled(books))
+    replayed = launches.replaying(books, name)
+    assert len(replayed) >= (1 if name == "hybrid" else 2)
+    for book in replayed:
+        assert book.count("launches") <= ROUND, book.launches
+        assert book.count("launches", launches.DRAFT, launches.TARGET) == 0
+
+
+@pytest.mark.skipif(not PRETENDED, reason="counts launches")
+def test_a_draft_of_a_size_that_is_seldom_runs_as_one_that_is_recorded(recorders):
+    """At the end of a text drafts have no budget: each of their sizes comes once."""
+    spec, given = replaying("ngram", automatic=False), launches.prompts(1)
+    books = launches.counted(spec, do_sample=False, max_new_tokens=NEW, **given)
+    assert [launches.replays(book) for book in books[-4:]] == [1] * 4
+
+
+@pytest.mark.parametrize("shape", [{}, {"tree": DynamicTree(depth=3, top_k=2)}], ids=["chain", "tree"])
+def test_rows_whose_positions_have_run_out(shape, recorders):
+    """Of a model with a table of positions: one row ends at its last one, while the others are drafted for."""
+    target = copy.deepcopy(tiny.on_host("gpt2", n_positions=60))
+    draft = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(0)
+    for weight in draft.parameters():  # right in some places only, so that rows write at paces of their own
+        weight.data += 0.2 * weight.std() * torch.randn(weight.shape, generator=generator)
+    target, draft = target.to("cuda"), draft.to("cuda")
+    given = {name: tensor.to("cuda") for name, tensor in tiny.prompts(20, 20, 20).items()}
+    ends = {"do_sample": False, "max_length": 60}
+    spec = SpeculativeGenerator(target, DraftModelProposer(draft, **shape), draft_length=3, compile=True)
+    ours, plain = (generate(**given, **ends).tolist() for generate in (spec.generate, target.generate))
+    assert ours == plain
+    assert len(recorders[-1]) == 2
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
+def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
+    """What a head drafts while the host waits for the round is what it would draft when all is known."""
+    behind, checked, drafts = RecordedDrafts._inputs, Loop._checked, []
+
+    def seen(self, draft, root):
+        draft = checked(self, draft, root)
+        rows = [b for b, active in enumerate(self.text.active) if active]
+        nodes = [zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True) for b in rows]
+        drafts.append([[node for node in row if node[1] >= 0] for row in nodes])
+        return draft
+
+    monkeypatch.setattr(Loop, "_checked", seen)
+    told: list[int] = []
+    monkeypatch.setattr(RecordedDrafts, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))
+    spec, given = replaying(name, automatic=False), launches.prompts(batch_size)
+    ours = text(spec.generate, sampling, **given)
+    ahead, drafts[:] = list(drafts), []
+    assert not [round for round in told if round > 1]  # the first round's is behind the prompt
+    monkeypatch.setattr(RecordedDrafts, "draft_ahead", lambda *args: None)
+    monkeypatch.setattr(type(spec.proposer), "draft_ahead", lambda *args: None)
+    assert text(spec.generate, sampling, **given) == ours
+    assert len(told) > 5
+    assert ahead == drafts
+
+
+@pytest.mark.skipif(not PRETENDED, reason="reads what the pretended device carries")
+def test_buffers_stay_where_they_are(recorders, monkeypatch):
+    spec, given = replaying("eagle3 tree", automatic=False), launches.prompts(1)
+    launched, replayed, homes, drafting = RecordedPass.launched, RecordedDrafts._replayed, [], []
+
+    def watched(self, draft, text):
+        made = launched(self, draft, text)
+        homes.append(
+            [buffer.carried.data_ptr() for runner in (self.target, drafting[-1]) for buffer in buffers(runner)]
+        )
+        return made
+
+    def seen(self, *args, **kwargs):
+        drafting.append(self.rows)
+        return replayed(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecordedPass, "launched", watched)
+    monkeypatch.setattr(RecordedDrafts, "_replayed", seen)
+    text(spec.generate, False, **given)
+    assert len(homes) > WARM + 2
+    assert all(home == homes[-1] for home in homes[WARM:])
+
+
+def buffers(runner):
+    return [b for kind in runner.cache._kinds.values() for held in kind.all_buffers for b in held]
+
+
+def test_a_length_that_is_recorded_as_a_number_is_seen(recorders, monkeypatch):
+    """It is right in the round that is recorded, and in no other: the text of the tests above would be wrong."""
+    spec, given = replaying("ngram", automatic=False), launches.prompts(1)
+    plain, made = text(spec.model.generate, False, **given), RecordedPass._made
+
+    def with_a_number(self, chain, levels, tokens, parents, lengths, **more):
+        fixed = torch.zeros_like(lengths) + self.target.lengths[0]
+        return made(self, chain, levels, tokens, parents, fixed, **more)
+
+    monkeypatch.setattr(RecordedPass, "_made", with_a_number)
+    assert text(spec.generate, False, **given) != plain
+    assert len(recorders[-1]) >= 1
+
+
+# The recorder itself
+
+
+def on_device(*numbers: float) -> torch.Tensor:
+    return torch.tensor(numbers).to("cuda")
+
+
+def runs(recorder, function, times=WARM + 3):
+    return [recorder(0, "key", function, {"x": on_device(float(n), 1.0)})["y"].tolist() for n in range(times)]
+
+
+def test_a_function_is_run_until_it_is_recorded_and_then_no_more():
+    recorder, calls = Recorder(), []
+
+    def doubled(x):
+        calls.append(1)
+        return {"y": (x * 2).cumsum(0)}
+
+    assert runs(recorder, doubled) == [[2.0 * n, 2.0 * n + 2] for n in range(WARM + 3)]
+    assert len(calls) == WARM + 2  # once more to record it
+    assert len(recorder) == 1
+
+
+def test_what_a_call_found_right_the_next_records_at_once():
+    known, calls = {}, []
+
+    def doubled(x):
+        calls.append(1)
+        return {"y": x * 2}
+
+    for _ in range(2):
+        calls.clear()
+        assert runs(Recorder(known), doubled) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+    assert len(calls) == 1  # to record it
+
+
+def test_buffers_are_written_in_replays():
+    recorder, buffer = Recorder(), on_device(0.0, 0.0, 0.0)
+
+    def stored(x):
+        buffer.narrow(0, 1, 2).copy_(x)
+        return {"y": buffer + 1}
+
+    assert runs(recorder, stored)[-1] == [1.0, WARM + 3.0, 2.0]
+    assert buffer.tolist() == [0.0, WARM + 2.0, 1.0]
+
+
+@pytest.mark.parametrize("fault", ["waits", "uploads", "remembers"])
+def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
+    recorder, seen = Recorder(), []
+
+    def odd(x):
+        seen.append(1)
+        if fault == "waits":
+            return {"y": x + float(x.sum())}
+        if fault == "uploads":
+            return {"y": x + torch.tensor([1.0, 2.0]).to("cuda")}
+        return {"y": x + len(seen)}
+
+    with tiny.specdec_warnings() as warned:
+        given = runs(recorder, odd)
+    assert len(warned) == 1
+    said = str(warned[0])
+    assert ("a replay gave other y" if fault == "remembers" else "not permitted") in said
+    assert recorder.refused
+    assert len(recorder) == 0
+    if fault == "waits":
+        assert given == [[2.0 * n + 1, n + 2.0] for n in range(WARM + 3)]
+
+
+@pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "graph"])
+def test_a_torch_with_another_interface_for_graphs_runs_without(missing, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.delattr(torch.cuda, missing)
+    with tiny.specdec_warnings() as warned:
+        assert runs(recorder, lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+    assert len(warned) == 1
+    assert f"has no attribute '{missing}'" in warned[0]
+
+
+def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_a_list(monkeypatch):
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    assert runs(Recorder(), lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
+
+
+def test_no_more_than_so_many_are_recorded():
+    recorder = Recorder()
+    for key in range(MOST + 2):
+        for _ in range(WARM + 1):
+            recorder(0, key, lambda x: {"y": x + 1}, {"x": on_device(1.0)})
+    assert len(recorder) == MOST
