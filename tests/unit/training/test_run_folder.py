@@ -132,7 +132,7 @@ def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert message in result.output
-    assert "the same command goes on" in result.output.replace("\n", " ")
+    assert "run the same command again to resume" in result.output.replace("\n", " ")
 
 
 @pytest.mark.slow
