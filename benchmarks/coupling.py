@@ -1,15 +1,15 @@
-"""How often a draft is right at T = 1 by the way it bets, by teacher forcing over texts that the target sampled.
+"""Measure acceptance at T = 1 for several ways to choose draft tokens, using teacher forcing over sampled texts.
 
     python benchmarks/coupling.py --target PATH --draft PATH --data ANSWERS [--head PATH]
 
 Per position of an answer, with p the target's distribution and q the draft's:
 
-- drawn: one token drawn from q, verified by rejection sampling, sum(min(p, q));
-- top k: the k best tokens of q as point masses, the mass p gives them;
-- shared k: the k best of the race q / E, against the target's choice by the same noise E.
+- drawn: one token sampled from q and verified by rejection sampling, sum(min(p, q));
+- top k: the k most likely tokens of q as point masses, their total probability in p;
+- shared k: the k largest of q / E with exponential noise E, compared with the target's choice using the same noise.
 
-"spread" is how far log p scatters around log q, as the scale of Gumbel noise that makes the target's choices most
-likely (`specdec.proposers.base.SPREAD`). With --head an EAGLE-3 head of the target is the draft, on true states.
+"spread" is the deviation of log p from log q, as the scale of Gumbel noise that makes the target's choices most likely
+(`specdec.proposers.base.SPREAD`). With --head the draft is an EAGLE-3 head of the target, run on the true states.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
-    data: Annotated[Path, typer.Option(help="Its answers, as `specdec train` reads them.", exists=True)],
+    data: Annotated[Path, typer.Option(help="Answers of the model, in a format of `specdec train`.", exists=True)],
     draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = None,
-    head: Annotated[str | None, typer.Option(help="Path or hub id of an EAGLE-3 head, in its place.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Answers.")] = 14,
+    head: Annotated[
+        str | None, typer.Option(help="Path or hub id of an EAGLE-3 head, instead of a draft model.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of answers.")] = 14,
     dtype: str = "float32",
 ) -> None:
     with bad_input_ends():
@@ -76,7 +78,7 @@ def main(
 def positions(
     target: PreTrainedModel, draft: PreTrainedModel | Eagle3Head, ids: Tensor, learn: Tensor
 ) -> dict[str, Tensor]:
-    """Per learnt position of one text (T,): how likely each bet is right, and the nats of the target's choice."""
+    """For each position of one text (T,): acceptance probability of each choice, and nats of the target's choice."""
     head = isinstance(draft, Eagle3Head)
     p, states = _target_logits(target, draft if head else None, ids)
     q = _head_logits(draft, target, ids, states) if head else draft(input_ids=ids[None]).logits[0]
@@ -116,7 +118,7 @@ def _target_logits(target: PreTrainedModel, head: Eagle3Head | None, ids: Tensor
 
 
 def _head_logits(head: Eagle3Head, target: PreTrainedModel, ids: Tensor, states: Tensor) -> Tensor:
-    """(T, V): row i is of token i + 1, as the target's row i; -inf for tokens that the head does not know."""
+    """Logits (T, V), where row i predicts token i + 1 as in the target; -inf outside of the draft vocabulary."""
     embedding = head.embed_tokens or target.get_input_embeddings()
     h = next(iter(unroll(head, embedding(ids[None]).to(head.dtype), states.to(head.dtype), 1)))
     logits = head.logits(h[0])

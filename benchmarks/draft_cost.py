@@ -1,9 +1,9 @@
-"""What a draft costs: an EAGLE-3 head's passes, one for each token, beside a DSpark drafter's one for a whole block.
+"""Compare the cost of drafting with an EAGLE-3 head (one pass per token) and a DSpark drafter (one pass per block).
 
     python benchmarks/draft_cost.py --target PATH --threads 2
 
-Fresh heads of nearly as many weights, whose drafts are hardly ever right: what a pass costs does not hang on what was
-learnt. From it follows how many tokens a round must bring for drafting to pay.
+Both heads are untrained and have nearly the same number of weights, since the cost of a pass does not depend on their
+values. The result is the number of tokens that a round must accept to be faster than plain decoding.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
-    lengths: Annotated[str, typer.Option(help="Tokens drafted in a round.")] = "3,7",
-    rounds: Annotated[int, typer.Option(min=1, help="How often all ways take turns.")] = 5,
+    lengths: Annotated[str, typer.Option(help="Draft tokens per round, separated by commas.")] = "3,7",
+    rounds: Annotated[int, typer.Option(min=1, help="Number of repeats.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     logging.set_verbosity_error()
@@ -61,7 +61,7 @@ def main(
 
 
 def drafting(model: PreTrainedModel, lengths: list[int]) -> Iterator[tuple[str, int, SpeculativeGenerator]]:
-    """Ways to draft, how many weights each has (embeddings, too), and their generators."""
+    """Yield the name, number of weights (including embeddings) and generator of each draft method."""
     vocab = torch.arange(DRAFTED)
     head = initialize(model, vocab).to(model.dtype).eval()
     for length in lengths:
@@ -78,7 +78,7 @@ def named(name: str, proposer: Proposer, length: int, model: PreTrainedModel) ->
 
 
 def round_of(spec: SpeculativeGenerator, ids: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a draft and of a whole round."""
+    """Measure the mean seconds of a draft and of a round."""
     spec.generate(ids, do_sample=False, min_new_tokens=NEW, max_new_tokens=NEW)
     report = spec.last_report
     return report.seconds["draft"] / report.num_rounds, report.round_seconds / report.num_rounds

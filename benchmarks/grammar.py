@@ -1,8 +1,9 @@
-"""JSON by grammar: plain `generate()` with xgrammar's processor, and specdec with the same, taking turns.
+"""Compare specdec with plain `generate()` on JSON output, both with xgrammar's logits processor, taking turns.
 
     python benchmarks/grammar.py --target PATH --proposer ngram --proposer auto --proposer draft:PATH
 
-Greedy. Every prompt asks for the facts of a short text as JSON of one schema; texts are compared with plain decoding's.
+Decoding is greedy. Every prompt asks for the facts of a short text as JSON of one schema. Texts are compared with those
+of plain decoding.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass
 class Taken:
-    """Calls of one method: seconds in all, and the texts."""
+    """Total seconds and texts of one method's calls."""
 
     seconds: float = 0.0
     texts: list[list[int]] = field(default_factory=list)
@@ -62,11 +63,11 @@ class Taken:
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
     proposer: Annotated[
-        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
     ] = None,
-    texts: Annotated[int, typer.Option(min=1, max=len(TEXTS), help="Use the first so many.")] = len(TEXTS),
+    texts: Annotated[int, typer.Option(min=1, max=len(TEXTS), help="Maximum number of prompts.")] = len(TEXTS),
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 80,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "float32",
 ) -> None:
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()

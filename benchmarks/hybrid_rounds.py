@@ -1,12 +1,12 @@
-"""Proposers on the target that hybrid_target.py made: plain decoding, n-grams, its MTP layer, chains and trees.
+"""Compare proposers on the target of hybrid_target.py: n-grams and its MTP layer, with chains and trees.
 
     python benchmarks/hybrid_rounds.py TARGET --batch-size 1 --batch-size 4
     python benchmarks/hybrid_rounds.py TARGET --head HEAD       # with an EAGLE-3 head, trained by `specdec train`
 
-How fast each is, whether the texts are plain decoding's, and which part of the call's time it takes to bring recurrent
-states to where a draft was accepted. Prompts are pieces of the text that the target learnt from. With `--cycles 2,3,5`
-economize takes its turns, too, at each of these cycle lengths (it drafts one token less); its 0.3.2 runs such targets
-with transformers 5.17, not with 5.23.
+Measures the speed, whether the texts equal plain decoding's, and the share of time spent on rolling recurrent states
+back to the accepted tokens. Prompts are pieces of the target's training text. With `--cycles 2,3,5` economize is
+measured, too, with each of these cycle lengths (it drafts one token less). economize 0.3.2 runs such targets with
+transformers 5.17, but not with 5.23.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ app = typer.Typer(add_completion=False)
 
 
 class Settling:
-    """The seconds that `States.settle` takes, and of the calls that they are a part of, by method."""
+    """Seconds spent in `States.settle` and in whole calls, by method."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -66,7 +66,7 @@ class Settling:
 
 
 def proposers(batch_size: int) -> dict[str, tuple[Proposer, int | None]]:
-    """By name, with the length of their drafts."""
+    """Return proposers by name, with their draft lengths."""
     mtp = MtpProposer()
     known: dict[str, tuple[Proposer, int | None]] = {"ngram": (NgramProposer(), None)}
     known |= {f"mtp, K = {k}": (mtp, k) for k in (1, 2, 3, 4)}
@@ -78,7 +78,7 @@ def proposers(batch_size: int) -> dict[str, tuple[Proposer, int | None]]:
 
 
 def of_head(head: str, batch_size: int) -> dict[str, tuple[Proposer, int | None]]:
-    """Likewise of an EAGLE-3 head that `specdec train` made for the target."""
+    """Return proposers of an EAGLE-3 head trained for the target, with their draft lengths."""
     if not head:
         return {}
     chain = Eagle3Proposer(head).shaped()
@@ -90,7 +90,7 @@ def of_head(head: str, batch_size: int) -> dict[str, tuple[Proposer, int | None]
 
 
 def economized(model: PreTrainedModel, target: Path, cycles: list[int]) -> list[Method]:
-    """economize with its own lookup, and with the target's MTP layer."""
+    """Return methods of economize, with its own lookup and with the target's MTP layer."""
     if not cycles:
         return []
     import economize
@@ -107,7 +107,7 @@ def economized(model: PreTrainedModel, target: Path, cycles: list[int]) -> list[
 
 
 def unstreamed(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """Without a streamer in a batch, where economize takes none: there is no time to its first token."""
+    """Remove the streamer in a batch, which economize does not support; there is then no time to first token."""
 
     def call(input_ids: Tensor, streamer: Any, **kwargs: Any) -> Any:
         more = {"streamer": streamer} if len(input_ids) == 1 else {}
@@ -120,14 +120,16 @@ def unstreamed(generate: Callable[..., Any]) -> Callable[..., Any]:
 def main(
     target: Annotated[Path, typer.Argument(exists=True, file_okay=False)],
     batch_size: Annotated[list[int], typer.Option(min=1)] = [1],  # noqa: B006
-    calls: Annotated[int, typer.Option(min=1, help="Each with as many prompts as the batch has rows.")] = 2,
+    calls: Annotated[int, typer.Option(min=1, help="Prompts per call; may be repeated.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 48,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
-    head: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head for the target; empty: none.")] = "",
-    cycles: Annotated[str, typer.Option(help="economize's cycle lengths; empty: without it.")] = "",
+    head: Annotated[str, typer.Option(help="Folder of an EAGLE-3 head for the target. Default: none.")] = "",
+    cycles: Annotated[
+        str, typer.Option(help="Cycle lengths of economize, separated by commas. Default: economize is not measured.")
+    ] = "",
 ) -> None:
     logging.set_verbosity_error()
     if threads is not None:

@@ -1,12 +1,12 @@
-"""A hybrid target with an MTP layer of its own, of about 10M parameters, made here: shaped as Qwen3.5, trained on text.
+"""Train a hybrid target of about 10M parameters with an MTP layer, in the architecture of Qwen3.5.
 
     python benchmarks/hybrid_target.py OUT --text FILES...     # jsonl with prompt and response, or plain text
     python benchmarks/hybrid_target.py OUT                     # on the sources of Python's standard library
-    python benchmarks/hybrid_rounds.py OUT                     # what proposers gain on it
+    python benchmarks/hybrid_rounds.py OUT                     # compare proposers on it
 
-Six gated delta nets and two layers of full attention, 4096 tokens. The MTP layer learns with the target, as
-DeepSeek-V3's did (2412.19437): its loss counts 0.3. Started again, it goes on where it was stopped. It need not be
-good: a few hundred steps predict text well enough to see what costs what.
+The target has six gated delta nets and two layers of full attention, and a vocabulary of 4096 tokens. The MTP layer is
+trained together with the target, with a loss weight of 0.3 as in DeepSeek-V3 (2412.19437). Run the same command again
+to resume. A few hundred steps are enough to measure costs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config(**changes: object) -> Qwen3_5TextConfig:
 
 
 def untrained() -> tuple[Qwen3_5ForCausalLM, MtpLayer]:
-    """The target, and its MTP layer: one of full attention."""
+    """Make the target and its MTP layer, which has full attention."""
     target = Qwen3_5ForCausalLM(config())
     alone = config(num_hidden_layers=1, layer_types=["full_attention"], vocab_size=1, pad_token_id=None)
     H = target.config.hidden_size
@@ -70,7 +70,7 @@ def untrained() -> tuple[Qwen3_5ForCausalLM, MtpLayer]:
 
 
 def losses(target: Qwen3_5ForCausalLM, layer: MtpLayer, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the next token and of the one after it, each the mean over ids (B, T)."""
+    """Mean losses of the next token and of the one after it, over ids (B, T)."""
     states = target.model(input_ids=ids).last_hidden_state  # (B, T, H)
     embeds = target.get_input_embeddings()(ids[:, 1:])
     ahead = layer.block.model(inputs_embeds=layer.fused(embeds, states[:, :-1])).last_hidden_state
@@ -81,7 +81,7 @@ def losses(target: Qwen3_5ForCausalLM, layer: MtpLayer, ids: Tensor) -> tuple[Te
 
 
 def texts(files: list[Path]) -> Iterator[str]:
-    """Of each line of a .jsonl its prompt and response, of other files all; without any, Python's own sources."""
+    """Yield the prompt and response of each line of .jsonl files, other files as a whole, or Python's own sources."""
     for file in files or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         opened = gzip.open if file.suffix == ".gz" else open
         with opened(file, "rt", encoding="utf-8", errors="ignore") as lines:
@@ -96,7 +96,7 @@ def entries(lines: object) -> Iterator[dict[str, object]]:
 
 
 def prepared(out: Path, files: list[Path]) -> Tensor:
-    """The text in tokens, (T,) int64; the tokenizer, which is made of it, lies beside the target."""
+    """Tokenize the text, (T,) int64, with a tokenizer that is trained on it and saved with the target."""
     if not (out / TEXT).exists():
         known = list(texts(files))
         tokenizer = Tokenizer(models.BPE())
@@ -114,7 +114,7 @@ def prepared(out: Path, files: list[Path]) -> Tensor:
 
 
 def keep(out: Path, target: Qwen3_5ForCausalLM, layer: MtpLayer) -> None:
-    """Write the target, with the MTP layer's tensors beside its own under the names that Qwen3.5's have."""
+    """Save the target together with the MTP layer's tensors, under the names used by Qwen3.5."""
     target.save_pretrained(out)
     own = {
         "mtp.pre_fc_norm_embedding.weight": layer.embed_norm.weight,
@@ -130,13 +130,13 @@ def keep(out: Path, target: Qwen3_5ForCausalLM, layer: MtpLayer) -> None:
 
 @app.command(help=__doc__)
 def main(
-    out: Annotated[Path, typer.Argument(help="Folder for the target; what is there is gone on with.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Files to learn from.")] = None,
+    out: Annotated[Path, typer.Argument(help="Folder for the target. An unfinished run in it is resumed.")],
+    text: Annotated[list[Path] | None, typer.Option(help="Training files.")] = None,
     steps: Annotated[int, typer.Option(min=1)] = 1000,
-    rows: Annotated[int, typer.Option(min=1, help="Per step.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
     length: Annotated[int, typer.Option(min=8, help="Tokens per row.")] = 128,
     learning_rate: Annotated[float, typer.Option(min=0)] = 2e-3,
-    keep_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 25,
+    keep_every: Annotated[int, typer.Option(min=1, help="Number of steps.")] = 25,
 ) -> None:
     if (out / "config.json").exists() and not (out / TEXT).exists():
         raise typer.BadParameter(f"{out} holds another model, which would be lost: choose another folder")

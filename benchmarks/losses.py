@@ -1,16 +1,16 @@
-"""What each training loss makes of a head, all else being equal: on the same batches, measured on held-out texts.
+"""Compare training losses of a head on the same batches, measured on held-out texts.
 
     python benchmarks/losses.py --target PATH --head PATH --states OUT/states
 
-OUT is the folder of a `specdec train --cache-states`, whose texts the head should not have been trained on; without
---head it is a fresh one. The last of its rows are measured on, or texts of their own:
+OUT is the folder of a `specdec train --cache-states` run, whose texts the head should not have been trained on. Without
+--head a new head is trained. The last rows are used for measuring, or separate texts:
 
     python benchmarks/losses.py --target PATH --head PATH --held-out-data TEXTS
 
-Without --states nothing is trained: the head's acceptance by teacher forcing is measured as it is. Of the target's own
-tokens, per drafted token, "accuracy" is how often the head's first choice is the target's, and "acceptance" sum(min(p,
-q)), how often a token drawn from the head would be accepted at T = 1. Lengths are those of chains if steps were
-independent; dynamic trees, the decoder's default, are made of first choices at T = 1, too, and fare differently.
+Without --states nothing is trained, and the acceptance of the given head is measured with teacher forcing. Only tokens
+that the target wrote count. For each draft token, "accuracy" is the rate at which the head's first choice equals the
+target's. "acceptance" is sum(min(p, q)), the rate at which a token sampled from the head is accepted at T = 1. Lengths
+are those of chains with independent steps. Dynamic trees, the default, use first choices at T = 1, too, and differ.
 """
 
 from __future__ import annotations
@@ -58,13 +58,17 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
-    head: Annotated[str | None, typer.Option(help="Path or hub id of an EAGLE-3 head; else a fresh one.")] = None,
-    states: Annotated[Path | None, typer.Option(help="The target's states over texts of its own.", exists=True)] = None,
+    head: Annotated[str | None, typer.Option(help="Path or hub id of an EAGLE-3 head. Default: a new head.")] = None,
+    states: Annotated[
+        Path | None, typer.Option(help="Folder with the target's states over its own texts.", exists=True)
+    ] = None,
     held_out_data: Annotated[
         Path | None,
-        typer.Option(help="Texts that are only measured on, as `specdec train` reads or keeps them.", exists=True),
+        typer.Option(help="Texts for measuring only, in a format that `specdec train` reads or writes.", exists=True),
     ] = None,
-    held_out: Annotated[int, typer.Option(min=1, help="Without them, rows of the states that are.")] = 40,
+    held_out: Annotated[
+        int, typer.Option(min=1, help="Rows of the states used for measuring, without --held-out-data.")
+    ] = 40,
     updates: Annotated[int, typer.Option(min=1)] = 100,
     batch_size: Annotated[int, typer.Option(min=1, help=f"Rows of {LENGTH} tokens per update.")] = 4,
     learning_rate: Annotated[float, typer.Option()] = 1e-4,
@@ -110,7 +114,7 @@ def main(
 
 
 def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
-    """As `specdec train` makes it of these texts."""
+    """Make a new head as `specdec train` does for these texts."""
     torch.manual_seed(0)
     size = model.config.get_text_config(decoder=True).vocab_size
     counts = token_counts(kept_texts(texts), size)
@@ -120,7 +124,7 @@ def fresh(model: PreTrainedModel, texts: Path) -> Eagle3Head:
 def split(
     states: Path | None, taps: Sequence[int], held_out: int
 ) -> tuple[Dataset[dict[str, Tensor]] | None, list[dict[str, Tensor]]]:
-    """Rows to train on, and the last `held_out`, which are not among them."""
+    """Split rows into those to train on and the last `held_out`."""
     if states is None:
         return None, []
     rows = StateDataset(states, LENGTH)
@@ -133,7 +137,7 @@ def split(
 
 
 def rows_of(file: Path, model: PreTrainedModel, taps: Sequence[int]) -> list[dict[str, Tensor]]:
-    """A row per text."""
+    """Return a row for each text."""
     if file.suffix == ".safetensors":
         texts = kept_texts(file)
     else:
@@ -159,7 +163,7 @@ def line(name: str, head: Eagle3Head, model: PreTrainedModel, rows: list[dict[st
 
 @torch.no_grad()
 def measure(head: Eagle3Head, model: PreTrainedModel, rows: list[dict[str, Tensor]]) -> Tensor:
-    """(2, STEPS): accuracy and acceptance, of the tokens to learn."""
+    """Measure accuracy and acceptance of the tokens that the target wrote, (2, STEPS)."""
     embedding = embedding_of(model).float() if head.embed_tokens is None else head.embed_tokens.weight
     target_logits = TargetLogits.of(model, head.draft_to_target)
     H = target_logits.weight.shape[-1]

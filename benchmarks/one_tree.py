@@ -1,10 +1,10 @@
-"""What lookups would add to the rounds of the proposer that they take turns with, were both drafts in one tree.
+"""Count the tokens that lookups would add to another proposer's rounds, if both drafts were in one tree.
 
     python benchmarks/one_tree.py --target PATH --draft draft:PATH --prompts questions.jsonl
 
-Texts are written with both in turns, and every round is looked at. Where the other one drafted, a lookup drafts, too,
-as long a chain as it finds, and what it has right beyond the other's accepted nodes is counted: what one tree could
-gain at most, were its nodes free. The counts are the same however busy the machine is, but for whose turn it was.
+Texts are written with both proposers in turn. In each round that the other proposer drafted, a lookup drafts its
+longest chain, too, and its correct tokens beyond the other's accepted nodes are counted. This is the maximum gain of a
+single tree, if its nodes were free. Except for the choice of proposer, the counts do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass
 class Counts:
-    """Of texts written in turns: passes, those that the lookup drafted for, tokens, and how many more there were."""
+    """Passes, passes drafted by the lookup, tokens, and additional tokens of one tree."""
 
     rounds: int = 0
     embed_tokens: int = 0
@@ -53,11 +53,13 @@ class Counts:
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
-    draft: Annotated[str, typer.Option(help='What takes turns with a lookup: "draft:PATH", "eagle3:PATH", ...')],
-    prompts: Annotated[Path, typer.Option(help="Questions (JSONL).", exists=True, dir_okay=False)],
+    draft: Annotated[
+        str, typer.Option(help='Proposer that takes turns with a lookup: "draft:PATH", "eagle3:PATH", ...')
+    ],
+    prompts: Annotated[Path, typer.Option(help="File of questions (JSONL).", exists=True, dir_okay=False)],
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 96,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     logging.set_verbosity_error()
@@ -87,7 +89,7 @@ def main(
 
 
 def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[RoundTrace]) -> Counts:
-    """Of one text. Without rounds it ended with its first token, which comes with the prompt."""
+    """Count one text. A text without rounds ended with its first token, which the prefill gives."""
     first = [each.tokens[0] for each in rounds[:1]]
     text = prompt + first + [token for each in rounds for token in each.new_tokens]
     own = type(lookup).__name__
@@ -99,7 +101,7 @@ def counted(lookup: Lookup, prompt: list[int], rounds: Sequence[RoundTrace]) -> 
 
 
 def _right(lookup: Lookup, text: list[int], prompt: int, rounds: Sequence[RoundTrace]) -> Iterator[int]:
-    """In each round, how many of the tokens that the lookup finds are the text's."""
+    """Number of correct tokens in the lookup's draft, for each round."""
     pacer = Pacer(LENGTH, Estimates())
     lookup.begin(context_of(text, prompt, prompt, pacer))
     for each in rounds:
