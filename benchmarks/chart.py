@@ -1,6 +1,6 @@
 """Draw the speed-ups in the tables of `benchmarks/results`.
 
-    python benchmarks/chart.py docs/images/speed-up.svg
+    python -m benchmarks.chart docs/images/speed-up.svg
 
 Reads the first table of each file that `compare.py` printed, and the line above it that describes the machine.
 """

@@ -1,6 +1,6 @@
 """Compare speculative decoding with plain decoding and transformers' assisted generation on Spec-Bench's questions.
 
-    python benchmarks/compare.py --target PATH --draft PATH --prompts questions.jsonl --out results
+    python -m benchmarks.compare --target PATH --draft PATH --prompts questions.jsonl --out results
 
 All methods take turns on every prompt in one process, so that drift of the machine affects them equally. Finished
 measurements are kept in --out: run the same command again to resume, or add methods, prompts or repeats. Names may
@@ -18,22 +18,22 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any
 
-import machine
 import typer
-from failure import bad_input_ends
-from identity import Difference, Identity, compare_texts, same_with_the_seed
-from measure import take
-from memory import peak_memory
-from methods import PLAIN, Method, catalogue, select
-from options import Bench, Options
-from prompts import Job
 from rich.console import Console
-from store import Record, Store
-from summary import best_of_transformers, summarise
-from table import best_lines, detail_table, number, speed_table, table, times
 from transformers.utils import logging
 
-from benchmarks.pass_costs import pass_costs, target_runner
+from benchmarks.harness import machine
+from benchmarks.harness.failure import bad_input_ends
+from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
+from benchmarks.harness.measure import take
+from benchmarks.harness.memory import peak_memory
+from benchmarks.harness.methods import PLAIN, Method, catalogue, select
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.store import Record, Store
+from benchmarks.harness.summary import best_of_transformers, summarise
+from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
+from benchmarks.harness.pass_costs import pass_costs, target_runner
 from specdec import DraftModelProposer
 
 WARM_UP_TOKENS = 16

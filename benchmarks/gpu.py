@@ -1,7 +1,7 @@
 """Measure specdec on a GPU: speed-up over eager and static generation, rounds, kernel launches, memory and parity.
 
-    python benchmarks/gpu.py --out results             # on a GPU: under 8 minutes, without downloads
-    python benchmarks/gpu.py --out results --small     # on any machine: tiny models, to test the script
+    python -m benchmarks.gpu --out results             # on a GPU: under 8 minutes, without downloads
+    python -m benchmarks.gpu --out results --small     # on any machine: tiny models, to test the script
 
 Models have real shapes and random weights (`counting`). Acceptance is simulated (`Replay`), verification is real. Each
 part runs in its own process with its own time limit, and writes a line of JSON per measurement, so that a failing or
@@ -24,17 +24,16 @@ from time import perf_counter
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import counting
-import machine
 import torch
 import typer
-from methods import assisted as in_assisted
-from replay import Replay
-from table import number, table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import counting, machine
+from benchmarks.harness.methods import assisted as in_assisted
+from benchmarks.harness.replay import Replay
+from benchmarks.harness.table import number, table
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec.engine.report import Report
 from specdec.heads.eagle3.head import Eagle3Head
@@ -405,7 +404,7 @@ def run_all(out: Path, setting: Setting, seconds: float) -> None:
 
 def command(out: Path, part: str, setting: Setting) -> list[str]:
     options = ["--out", str(out), "--part", part, "--new-tokens", str(setting.new_tokens)]
-    return [sys.executable, __file__, *options, *(["--small"] if setting.small else [])]
+    return [sys.executable, "-m", __spec__.name, *options, *(["--small"] if setting.small else [])]
 
 
 def run_part(command: list[str], seconds: float) -> str | None:

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 
 make .venv/.dev
 status=0
-.venv/bin/python benchmarks/gpu.py --out gpu-results "$@" || status=$?
+.venv/bin/python -m benchmarks.gpu --out gpu-results "$@" || status=$?
 tar czf gpu-results.tar.gz gpu-results
 echo "packed: $PWD/gpu-results.tar.gz"
 exit "$status"

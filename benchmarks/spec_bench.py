@@ -1,6 +1,6 @@
 """Run Spec-Bench on your models: all questions and turns, with specdec's proposers and transformers' own methods.
 
-    python benchmarks/spec_bench.py --target PATH --draft PATH --data question.jsonl --out board
+    python -m benchmarks.spec_bench --target PATH --draft PATH --data question.jsonl --out board
 
 --data may be repeated: Spec-Bench's question file, and GSM8K, HumanEval, MBPP, MT-bench or Alpaca as published (JSONL).
 So may --temperature, --batch-size and, for models that support it, --thinking: each combination is a table of the page
@@ -15,15 +15,16 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated
 
-import machine
 import typer
-from compare import Compared, compare
-from failure import bad_input_ends
-from methods import catalogue, select
-from options import Bench, Options
-from summary import MethodSummary, best_of_transformers, spread, summarise
-from table import best_lines, number, table, times
 from transformers.utils import logging
+
+from benchmarks.compare import Compared, compare
+from benchmarks.harness import machine
+from benchmarks.harness.failure import bad_input_ends
+from benchmarks.harness.methods import catalogue, select
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.summary import MethodSummary, best_of_transformers, spread, summarise
+from benchmarks.harness.table import best_lines, number, table, times
 
 METHODS = "hf-*,specdec-*"
 # The board's columns, and what its question file calls them.

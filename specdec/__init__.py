@@ -1,6 +1,6 @@
 """specdec: speculative decoding for Hugging Face models; the output of `model.generate()` in fewer target passes.
 
-Names are imported when they are first asked for: the command line checks what it was given before torch is there.
+Public names are imported on first access, so that the command line can check its arguments before it imports torch.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from specdec.utils.moved import find_old_modules
 from specdec.utils.namesake import refuse_namesake
 from specdec.utils.releases import note_release
 
-refuse_namesake()  # before anything of it is imported
+refuse_namesake()  # before any submodule is imported
 find_old_modules()
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ else:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         try:
             found = globals()[name] = getattr(import_module(f"specdec.{_FILES[name]}"), name)
-        except ImportError as error:  # a release of transformers or torch that lacks a name we import
+        except ImportError as error:  # a release of transformers or torch without a name that we import
             note_release(error)
             raise
         return found

@@ -1,10 +1,10 @@
-"""The command line, also as `python -m specdec`: `accelerate launch -m specdec train ...` needs it."""
+"""Command line, also as `python -m specdec`, which `accelerate launch -m specdec train ...` needs."""
 
 import sys
 
 
 def main() -> None:
-    """The commands. Ctrl-C ends them without a traceback while they are still being imported, too."""
+    """Run the command line. Ctrl-C exits without a traceback, also while the commands are being imported."""
     try:
         from specdec.cli.app import app
 

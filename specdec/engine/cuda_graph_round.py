@@ -1,7 +1,4 @@
-"""`RecordedPass`: the target's pass over a draft, what it decides, and keeping what is accepted, as one launch.
-
-Owns which rounds can be recorded. What is done in them is the target's runner's and `verification`'s.
-"""
+"""`RecordedPass`: target pass, verification and cache update of a round, captured as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,16 +19,18 @@ from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, Verdict, features_at
 from specdec.utils.device_copies import uploaded
 
-SELDOM = 4  # rounds of a call
-Shape = tuple[bool, int | None]  # of drafts: chains or not, and how deep they may be
+SELDOM = 4  # a size wanted in at most so many rounds of a call is padded to a captured one instead
+Shape = tuple[bool, int | None]  # of a draft: `chain` and `levels`
 
 
 @dataclass(frozen=True)
 class LaunchedPass:
-    """A round that a device was asked for.
+    """A round that was launched on the device.
 
     Attributes:
-        verdict, gained: as the device has them. new: (B, D), see `Verdict.new_tokens`.
+        verdict: on the device, as are the others.
+        new_tokens: tokens accepted per row, left-padded, for `Proposer.draft_ahead`.
+        new: (B, D) int64, see `Verdict.new_tokens`.
     """
 
     verdict: Verdict
@@ -39,38 +38,41 @@ class LaunchedPass:
     new: Tensor
 
     def sent(self, draft: DraftTree, text: Transcript) -> Callable[[], Verified]:
-        """On its way to the host; what is returned waits for it, and writes it into the text."""
+        """Start copying the verdict to the host; the function returned waits for it and appends to the text."""
         outcome = outcome_sent(draft, self.verdict, self.new)
         return lambda: written(self.verdict, outcome(), self.new, text, moved=True)
 
 
 @dataclass
 class RecordedPass:
-    """Of one call.
+    """Captures and replays the rounds of one call whose result depends on tensors only.
 
     Args:
-        target: its runner, of few sizes. verify: its choices at all nodes. recorder: of the call.
+        target: runner of the target, with padded pass sizes (`ModelRunner(sized=True)`).
+        verify: the call's verifier.
+        recorder: captures and replays functions.
     """
 
     target: ModelRunner
     verify: BatchedVerifier
     recorder: Recorder
-    _wanted: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # rounds by nodes
-    _run: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # as they were filled up
+    _wanted: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # rounds by size
+    _run: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # by padded size
 
     @classmethod
     def of(cls, target: ModelRunner, verify: object, recorder: Recorder | None) -> RecordedPass | None:
-        """None where the call has no recorder, or decides in another way."""
+        """Make the captured pass of a call; None without a recorder or with another verifier."""
         return cls(target, verify, recorder) if recorder is not None and isinstance(verify, BatchedVerifier) else None
 
     def takes(self, draft: DraftTree, text: Transcript) -> bool:
-        """Nothing but tensors has a say in the round."""
+        """Return True if this round can be captured: its result depends on tensors only."""
         known = draft.probs is None and (draft.chain or draft.levels is not None)
-        alone = self.verify.processors.read_scores_alone and not text.records.wanted
+        scores_only = self.verify.processors.read_scores_alone and not text.records.wanted
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
-        return known and alone and not self.recorder.refused and scores <= BatchedVerifier.MOST
+        return known and scores_only and not self.recorder.refused and scores <= BatchedVerifier.MOST
 
     def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
+        """Launch the round, by a replay if one was captured for its shape."""
         full, target = _filled_up(draft, self._size(draft)), self.target
         sizes = target.reserve(full.size)
         rows = {"lengths": target.lengths} | ({} if text.deepest is None else {"deepest": text.deepest})
@@ -87,9 +89,9 @@ class RecordedPass:
         return LaunchedPass(verdict, new_tokens, made["new"])
 
     def _size(self, draft: DraftTree) -> int:
-        """Nodes to fill a draft up to: the next size, or a larger one that is recorded, while that is asked for seldom.
+        """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.
 
-        An eager pass, or to record one, takes longer than a replayed one over more nodes.
+        A replay over more nodes is faster than an eager pass or a new capture.
         """
         shape, own = (draft.chain, draft.levels), nodes_of_size(draft.size)
         wanted, run = self._wanted[shape], self._run[shape]
@@ -110,7 +112,17 @@ class RecordedPass:
         deepest: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Named:
-        """What is recorded. lengths: (B, 1) int64. deepest: likewise, see `Transcript`. noise: see `BatchedVerifier`."""
+        """The captured function.
+
+        Args:
+            chain: as for `DraftTree`.
+            levels: as for `DraftTree`.
+            tokens: (B, N) int64.
+            parents: (B, N) int64.
+            lengths: (B, 1) int64, tokens of each row in the cache.
+            deepest: (B, 1) int64, see `Transcript.deepest`.
+            noise: (B, D, V), see `BatchedVerifier.noise_for`.
+        """
         draft, target = DraftTree(tokens, parents, chain=chain, levels=levels), self.target
         target.device_lengths = lengths
         try:
@@ -127,7 +139,7 @@ class RecordedPass:
 
 
 def _new_tokens(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named:
-    """What `NewTokens` is made of. new: (B, D). features: (B, N, C) of the draft's nodes."""
+    """Tensors of a `NewTokens`, from new tokens (B, D) and features (B, N, C) of the draft's nodes."""
     most = new.shape[1]
     pads = most - 1 - verdict.accepted
     place = (torch.arange(most, device=new.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
@@ -138,7 +150,7 @@ def _new_tokens(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named
 
 
 def _filled_up(draft: DraftTree, size: int) -> DraftTree:
-    """With padding."""
+    """Pad a draft to `size` nodes."""
     more = size - draft.size
     if not more:
         return draft

@@ -1,7 +1,4 @@
-"""`Drafting`: a proposer beside one target, and what calls have learnt of the two; `Draftings`: those of a generator.
-
-Owns what a call's pacing starts from. Knows nothing of rounds.
-"""
+"""`Drafting`: a proposer for one target, with estimates that calls share; `Draftings`: those of a generator."""
 
 from __future__ import annotations
 
@@ -24,11 +21,17 @@ from specdec.proposers.pacing.pacer import Pacer
 
 
 class Drafting:
-    """Shared by the calls that draft so, in any thread.
+    """A proposer prepared for one target, shared by all calls that use it, in any thread.
+
+    Args:
+        proposer: checked against the target.
+        target: the target model.
 
     Attributes:
-        estimates: by batch size, and whether the calls sample. static_forward: of the target's passes, where they are captured.
-        recorded: see `Recorder`.
+        taps: hidden states of the target that the proposer reads.
+        estimates: acceptance and cost estimates by (batch size, sampling).
+        static_forward: captured target passes; None until `capture`.
+        recorded: functions known to be recordable, see `Recorder`.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
@@ -38,10 +41,13 @@ class Drafting:
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded: Known = {}
-        self._kept: dict[int, CostStore] = {}  # between processes, by batch size
+        self._kept: dict[int, CostStore] = {}  # by batch size; shared with other processes
 
     def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
-        """A call's own; costs and acceptance carry over from call to call of one kind, costs to other processes too."""
+        """Make the pacer of a call.
+
+        Calls with the same batch size and sampling share estimates. Their costs are also read from the cost store.
+        """
         if batch_size not in self._kept:
             self._kept[batch_size] = CostStore(
                 self._target, batch_size, self.proposer.drafting_model(), captured=self.static_forward is not None
@@ -52,7 +58,7 @@ class Drafting:
         return Pacer(draft_length, self.estimates[batch_size, sampling])
 
     def capture(self, compiled: bool) -> StaticForward:
-        """The target's passes are captured from now on, and so are a draft model's; compiled: see `StaticForward`."""
+        """Capture passes of the target and of a draft model from now on; `compiled` as for `StaticForward`."""
         if self.static_forward is None or self.static_forward.compiled != compiled:
             self.proposer.capture(compiled)
             self.static_forward = StaticForward(self._target, self.taps, compiled)
@@ -60,17 +66,27 @@ class Drafting:
         return self.static_forward
 
     def keep(self, batch_size: int, pacer: Pacer) -> None:
-        """Leave a call's costs to other processes."""
+        """Save the costs that a call measured in the cost store."""
         self._kept[batch_size].keep(pacer.estimates.verify, pacer.estimates.draft)
 
 
 class Draftings:
-    """A generator's own, and those that its calls ask for, which are prepared once, and anew where a model was moved,
-    converted or given another vocabulary since."""
+    """The `Drafting` of a generator's proposer, and those of assistants that its calls request.
+
+    Each is prepared once, and again after one of its models changed device, dtype or vocabulary.
+
+    Args:
+        proposer: the generator's proposer.
+        target: the target model.
+
+    Attributes:
+        asked_for: by requested assistant, the state of the models when it was prepared, and its drafting; None there
+            if it could not draft for this target.
+    """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         self._target = target
-        self.asked_for: dict[Any, tuple[Any, Drafting | None]] = {}  # None: it cannot draft as it was then
+        self.asked_for: dict[Any, tuple[Any, Drafting | None]] = {}
         self._prepare(proposer)
 
     def _prepare(self, proposer: Proposer) -> None:
@@ -79,6 +95,7 @@ class Draftings:
 
     @property
     def own(self) -> Drafting:
+        """The drafting of the generator's proposer."""
         proposer = self._own.proposer
         if self._state != self._state_with(proposer.drafting_model()):
             self._prepare(proposer)
@@ -87,48 +104,55 @@ class Draftings:
     def of_call(
         self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any], warn: Callable[[str], None]
     ) -> Drafting:
-        """The generator's, unless the call asks for another, in the order in which transformers looks (5.23).
+        """Return the drafting that a call requests, else the generator's own.
+
+        Precedence as in transformers 5.23: prompt lookup, early exit, assistant model.
 
         Args:
-            assistant: a draft model. tokenizers: the target's and the assistant's, where the call has them. warn: is
-                told what cannot draft for this target.
+            config: the call's generation config.
+            assistant: a draft model, or None.
+            tokenizers: the tokenizers of target and assistant, None where the call has none.
+            warn: called with a message if the requested assistant cannot draft for this target.
+
+        Raises:
+            ValueError: `prompt_lookup_num_tokens` below 1.
         """
-        asked: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
+        requested: Any = f"exit:{config.assistant_early_exit}" if config.assistant_early_exit is not None else None
         lookup = config.prompt_lookup_num_tokens
         if lookup is not None:
             if lookup < 1:
-                raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None switches it off")
-            asked = "ngram"
-        elif asked is None and assistant is not None:
-            asked = unwrap_model(assistant)
+                raise ValueError(f"prompt_lookup_num_tokens must be at least 1, got {lookup!r}: None turns it off")
+            requested = "ngram"
+        elif requested is None and assistant is not None:
+            requested = unwrap_model(assistant)
         own = self.own
-        if asked is None or _drafts_with(own.proposer, asked):
+        if requested is None or _drafts_with(own.proposer, requested):
             return own
-        state = tokenizers, self._state_with(None if isinstance(asked, str) else asked)
-        before, drafting = self.asked_for.get(asked, (None, None))
+        state = tokenizers, self._state_with(None if isinstance(requested, str) else requested)
+        before, drafting = self.asked_for.get(requested, (None, None))
         if before != state:
             try:
-                drafting = Drafting(as_proposer(asked, self._target, tokenizers), self._target)
+                drafting = Drafting(as_proposer(requested, self._target, tokenizers), self._target)
             except ValueError as error:
-                drafting, field = None, "assistant_early_exit" if isinstance(asked, str) else "assistant_model"
-                warn(f"{field} is ignored, {type(own.proposer).__name__} drafts: {error}")
-            self.asked_for[asked] = state, drafting
+                drafting, field = None, "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
+                warn(f"{field} is ignored, and {type(own.proposer).__name__} drafts instead: {error}")
+            self.asked_for[requested] = state, drafting
         return drafting or own
 
     def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:
-        """What proposers check, of the target and of what drafts for it."""
+        """State of the target and of a draft model or head, on which a proposer's checks depend."""
         return _state(self._target), drafting and _state(drafting)
 
 
 def _state(model: nn.Module) -> tuple[Any, ...]:
-    """Where a model's weights are, their type, and how many tokens it knows."""
+    """Device and dtype of a model's weights, and its vocabulary size."""
     weight, config = next(model.parameters(), None), getattr(model, "config", None)
     text = config.get_text_config(decoder=True) if isinstance(config, PretrainedConfig) else config
     return weight is not None and (weight.device, weight.dtype), getattr(text, "vocab_size", None)
 
 
-def _drafts_with(proposer: Proposer, asked: Any) -> bool:
-    """It is what a call asks for: n-grams, or a draft model."""
-    if asked == "ngram":
+def _drafts_with(proposer: Proposer, requested: Any) -> bool:
+    """Return True if the proposer is the one that a call requests: "ngram" or a draft model."""
+    if requested == "ngram":
         return isinstance(proposer, NgramProposer)
-    return isinstance(proposer, DraftModelProposer) and proposer.model is asked
+    return isinstance(proposer, DraftModelProposer) and proposer.model is requested

@@ -1,7 +1,4 @@
-"""`SpeculativeGenerator`: `model.generate()` with the same output in fewer target passes.
-
-Owns the public class, its way into transformers' `generate()`, and the loop. Knows nothing of model internals.
-"""
+"""`SpeculativeGenerator`: `model.generate()` with the same output in fewer target passes."""
 
 from __future__ import annotations
 
@@ -50,37 +47,59 @@ from specdec.utils.releases import note_release
 
 
 class SpeculativeGenerator:
-    """Generates what `model.generate()` would, verifying a proposer's drafts instead of single tokens.
+    """Generates the output of `model.generate()` by speculative decoding (Leviathan et al., arXiv 2211.17192).
 
-    At T = 0 the output is the same token for token (in float32; in half precision a pass over several tokens rounds
-    differently than one over a single token, and near ties may fall the other way); at T > 0 it has the same
-    distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that says why.
+    A proposer drafts several tokens. The target verifies all of them in one forward pass.
 
-    A call's own `assistant_model`, or `prompt_lookup_num_tokens`, chooses what drafts in it: that draft model, or
-    n-grams; how far, and how drafts are verified, remains the generator's. A draft model is prepared once, and kept.
+    At T = 0 the output is the same token for token in float32. In half precision a pass over several tokens rounds
+    differently than one over a single token, so near ties may be resolved differently. At T > 0 the output has the same
+    distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that states the reason.
+
+    A call's own `assistant_model` or `prompt_lookup_num_tokens` replaces the proposer in that call. `draft_length` and
+    `rule` still apply. An assistant is prepared once and kept.
 
     Args:
-        model: the target, a causal LM or an encoder-decoder from transformers, also with PEFT's adapters or in
+        model: the target, a causal LM or an encoder-decoder from transformers, also with PEFT adapters or wrapped in
             `torch.compile`.
-        proposer: what drafts: a `Proposer`, a draft model, "ngram", "suffix", "draft:PATH_OR_ID", "eagle3:PATH_OR_ID",
-            "dflash:PATH_OR_ID", "eagle3" or "dflash" (what `registry` knows for this model), "medusa:PATH_OR_ID",
-            "hydra:PATH_OR_ID", "mtp" (its own MTP layers), "mtp:PATH_OR_ID", "exit:LAYERS", one of these but the first
-            two behind "ngram+" (see `HybridProposer`), or "auto" ("ngram+" and the head, of EAGLE-3 or of blocks, that
-            `registry` knows, else "ngram+mtp" where its checkpoint holds MTP layers, else "ngram").
-        draft_length: tokens to draft per round; None lets measured costs and acceptance decide.
-        rule: how drafts are verified at T > 0. "coupled": target and draft share the noise of their sampling, and the
-            text is the one that plain `generate()` gives for the same seed (see `noise`). "block" (Sun et al.
-            2403.10444) and "token" (Leviathan et al. 2211.17192) verify chains drawn from the draft's distribution.
-            "typical" (Medusa 2401.10774) is LOSSY: the output no longer has the target's distribution. So is a
-            `Lenient(gap, budget)`, also at T = 0: drafts that are hardly worse than the target's choice are accepted.
-        on_unsupported: "plain" to fall back with a warning, "error" to raise `Unsupported`.
-        compile: "auto": on CUDA whole drafts and rounds are recorded, and replayed as one launch each (CUDA graphs),
-            in passes of few sizes. True: with code of their own for these passes, too, anywhere (`torch.compile`; a
-            size takes seconds to minutes at its second use). A model that cannot be captured runs as ever, with one
-            warning.
+        proposer: a `Proposer`, a draft model, or one of these names:
+
+            - "ngram", "suffix": lookup in the text so far.
+            - "draft:PATH_OR_ID": a draft model.
+            - "eagle3", "dflash": the head that `registry` lists for the target.
+            - "eagle3:PATH_OR_ID", "dflash:PATH_OR_ID", "medusa:PATH_OR_ID", "hydra:PATH_OR_ID": a head.
+            - "mtp", "mtp:PATH_OR_ID": the MTP layers of the target, or of another checkpoint.
+            - "exit:LAYERS": the target's first layers.
+            - "ngram+NAME": n-grams together with one of the above, except "ngram" and "suffix" (see `HybridProposer`).
+            - "auto": "ngram+" with the EAGLE-3 or DFlash head that `registry` lists, else "ngram+mtp" if the checkpoint
+              has MTP layers, else "ngram".
+        draft_length: tokens to draft per round. None chooses it from measured costs and acceptance, 0 drafts nothing.
+        rule: verification of drafts at T > 0.
+
+            - "coupled": target and draft share the exponential noise of sampling. The text is that of plain
+              `generate()` with the same seed (see `sampling.noise`).
+            - "block" (Sun et al., arXiv 2403.10444), "token" (Leviathan et al.): rejection sampling of chains drawn
+              from the draft's distribution.
+            - "typical" (Medusa, arXiv 2401.10774): LOSSY, the output no longer has the target's distribution.
+            - `Lenient(gap, budget)`: LOSSY, also at T = 0. Accepts drafts hardly worse than the target's choice.
+        on_unsupported: "plain" to run unsupported calls as plain `generate()` with a warning, "error" to raise
+            `Unsupported`.
+        compile: "auto" captures drafts and rounds as CUDA graphs on CUDA, in a few padded sizes. True also compiles the
+            target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
+            size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
 
     Attributes:
-        report: counts over all calls. last_report: those of the call that finished last.
+        report: `Report` over all calls.
+        last_report: `Report` of the call that finished last.
+
+    Raises:
+        ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, "ngram")
+        output = spec.generate(**tokenizer("Once upon a time", return_tensors="pt"), max_new_tokens=64)
+        print(spec.report)
+        ```
     """
 
     def __init__(
@@ -108,7 +127,7 @@ class SpeculativeGenerator:
         self.report, self.last_report = Report(), Report()
         self._traces: tuple[list[RoundTrace], ...] = ()
         self._warned: set[str] = set()
-        self._lock = Lock()  # of the reports and watchers: calls may run in several threads
+        self._lock = Lock()  # guards reports and traces: calls may run in several threads
 
     def __repr__(self) -> str:
         settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
@@ -118,17 +137,17 @@ class SpeculativeGenerator:
         )
 
     def __getstate__(self) -> Any:
-        """Of copies and pickles."""
+        """Refuse to be copied or pickled."""
         raise TypeError(
-            "a SpeculativeGenerator is neither copied nor pickled: make another one of the model and the proposer"
+            "a SpeculativeGenerator cannot be copied or pickled: make another one from the model and the proposer"
         )
 
     @property
     def capability(self) -> Capability:
-        """How the target can be run, in the mode and precision that it has now."""
+        """How the target can be run, in its current mode and precision."""
         return capability(self.model)
 
-    # Ways in
+    # Public entry points
 
     @overload
     def generate(
@@ -148,24 +167,32 @@ class SpeculativeGenerator:
     def generate(
         self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, *more: Any, **kwargs: Any
     ) -> Tensor | GenerateOutput:
-        """What `model.generate()` gives for the same arguments.
+        """Generate like `model.generate()` with the same arguments.
 
         Args:
-            inputs: prompts (B, T) int64, the shorter ones padded on the left; also as `input_ids` or `inputs_embeds`.
-            generation_config: settings; keyword arguments go before it. None: the model's own.
-            more: what `model.generate()` takes by position behind these.
-            kwargs: what it takes by name: `attention_mask` (B, T), `max_new_tokens`, `do_sample`, `streamer`, ...
-                `stop_strings` needs `tokenizer`; `assistant_model` (with `assistant_tokenizer`),
-                `assistant_early_exit` and `prompt_lookup_num_tokens` choose what drafts.
+            inputs: prompts (B, T) int64, left-padded; or pass them as `input_ids` or `inputs_embeds` (B, T, H).
+            generation_config: settings, which keyword arguments override. None for the model's own.
+            more: further positional arguments of `model.generate()`.
+            kwargs: keyword arguments of `model.generate()`: `attention_mask` (B, T), `max_new_tokens`, `do_sample`,
+                `streamer` and so on. `stop_strings` needs `tokenizer`. `assistant_model` (with `assistant_tokenizer`),
+                `assistant_early_exit` and `prompt_lookup_num_tokens` choose the proposer of this call.
 
         Returns:
-            Prompts and what follows, (B, T + new) int64, rows that end before others padded on the right. With
-            `return_dict_in_generate`, by argument or config, transformers' output object, whose `sequences` they are.
+            Prompts and new tokens (B, T + new) int64, with rows that end early padded on the right. With
+            `return_dict_in_generate`, as argument or in the config, transformers' output object with these as
+            `sequences`.
 
         Raises:
-            TypeError: an argument of `SpeculativeGenerator`'s own; inputs that are no tensor.
-            Unsupported: the call cannot be speculated on, under `on_unsupported="error"`.
-            ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, what `model.generate()` refuses.
+            TypeError: an argument of `SpeculativeGenerator`, or inputs that are not a tensor.
+            Unsupported: the call cannot be speculated on and `on_unsupported` is "error".
+            ValueError: an empty batch or prompt, `stop_strings` without `tokenizer`, or arguments that
+                `model.generate()` rejects.
+
+        Example:
+            ```python
+            output = spec.generate(**inputs, max_new_tokens=64, do_sample=True, temperature=0.7)
+            text = tokenizer.batch_decode(output, skip_special_tokens=True)
+            ```
         """
         check_arguments(inputs, kwargs)
         with self._counted() as report:
@@ -179,7 +206,7 @@ class SpeculativeGenerator:
         tokenizers = kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer")
         kwargs = with_stop_strings(self._generate_owner, generation_config, kwargs)
         plain_generate = type(self._generate_owner).generate
-        first = () if inputs is None else (inputs,)  # Whisper's has another name for it
+        first = () if inputs is None else (inputs,)  # by position: Whisper's `generate()` has another name for it
         outside = decided_before(self._generate_owner, generation_config, kwargs)
         if outside:
             self._fall_back(outside, report)
@@ -190,7 +217,7 @@ class SpeculativeGenerator:
             with report.part() as part:
                 return self._decode(part, model, input_ids, tokenizers=tokenizers, **hook_kwargs)
 
-        # transformers takes the streamer (it puts the prompt) but does not hand it to a custom_generate callable.
+        # transformers puts the prompt into the streamer, but does not pass it to a custom_generate callable.
         not_theirs = ("tokenizer", "assistant_tokenizer", "assistant_model", "custom_generate")
         kwargs = {name: value for name, value in kwargs.items() if name not in not_theirs}
         return plain_generate(
@@ -206,15 +233,24 @@ class SpeculativeGenerator:
         inputs_tensor: Tensor | None = None,
         **kwargs: Any,
     ):
-        """`model.generate(..., custom_generate=spec)`: transformers' own hook."""
+        """Decode a call of `model.generate(..., custom_generate=spec)`.
+
+        Transformers calls this with its prepared arguments.
+
+        Raises:
+            ValueError: `stop_strings`, or a model other than the target.
+        """
         if stop_strings is not None:
             raise ValueError(
-                f"stop_strings={stop_strings!r} does not reach custom_generate with its tokenizer: call "
-                "SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "
+                f"stop_strings={stop_strings!r} needs a tokenizer, which transformers does not pass to "
+                "custom_generate: call SpeculativeGenerator.generate(..., stop_strings=..., tokenizer=...), or pass "
                 "stopping_criteria=[StopStringCriteria(tokenizer, stop_strings)]"
             )
         if model is not self.model:
-            raise ValueError("custom_generate got another model than this SpeculativeGenerator was made for")
+            raise ValueError(
+                "custom_generate was called for another model than the one this SpeculativeGenerator was made "
+                "for: make a SpeculativeGenerator for that model"
+            )
         caller = generate_frame()
         given: dict[str, Any] = {name: caller.get(name) for name in NOT_HANDED_OVER}
         with self._counted() as report:
@@ -222,11 +258,11 @@ class SpeculativeGenerator:
 
     @contextmanager
     def _counted(self) -> Iterator[Report]:
-        """A call's report, which counts once the call is over, however it ends."""
+        """Yield the report of a call, and add it to `report` when the call ends, also by an error."""
         report, start = Report(num_calls=1), perf_counter()
         try:
             yield report
-        except BaseException as error:  # an interrupted call counts with the tokens that it wrote
+        except BaseException as error:  # also counts the rounds and tokens of an interrupted call
             report.num_failed_calls, report.total_seconds = 1, perf_counter() - start
             if isinstance(error, Exception):
                 note_release(error)
@@ -238,10 +274,19 @@ class SpeculativeGenerator:
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
-        """Within this context `model.generate` is `self.generate`, also for code we don't own (a pipeline, say).
+        """Replace `model.generate` by `self.generate` within this context, for third-party code such as pipelines.
 
-        What such code drafts with by itself, an `assistant_model` or prompt lookup, drafts here, too. Contexts of
-        several generators or threads may overlap: the one entered last answers, whichever thread calls.
+        An `assistant_model` or prompt lookup requested by that code is used as in `generate()`. Contexts of several
+        generators or threads may overlap: the one entered last is used, in every thread.
+
+        Yields:
+            This generator.
+
+        Example:
+            ```python
+            with spec.installed():
+                pipeline("text-generation", model=spec.model, tokenizer=tokenizer)("Once upon a time")
+            ```
         """
         remove = install(self._generate_owner, self.generate)
         try:
@@ -251,10 +296,20 @@ class SpeculativeGenerator:
 
     @contextmanager
     def watch(self) -> Iterator[list[RoundTrace]]:
-        """Keep every round of every call that begins within this context, in any thread, in the list that it gives.
+        """Record the rounds of all calls that begin within this context, in any thread.
 
-        Several contexts may nest or overlap: each list gets the rounds. A round takes about a kilobyte per drafted
-        token. The time to keep it counts as "other" in the report.
+        Contexts may nest or overlap: each list gets all rounds. A trace takes about a kilobyte per drafted token. The
+        time to record it counts as "other" in the report.
+
+        Yields:
+            A list, to which one `RoundTrace` per round and active row is appended.
+
+        Example:
+            ```python
+            with spec.watch() as rounds:
+                spec.generate(**inputs, max_new_tokens=64)
+            print(rounds[0].text(tokenizer))
+            ```
         """
         kept: list[RoundTrace] = []
         with self._lock:
@@ -265,7 +320,7 @@ class SpeculativeGenerator:
             with self._lock:
                 self._traces = tuple(other for other in self._traces if other is not kept)
 
-    # A call, as transformers has prepared it
+    # Decoding of a call that transformers has prepared
 
     def _decode(
         self,
@@ -300,7 +355,9 @@ class SpeculativeGenerator:
         able = self.capability
         reason = why_plain(model, able, call, uses_target_choices(self.rule, call.samples))
         if step is not None and step.anywhere(reason is not None) and reason is None:
-            reason = "another process's call runs so, and passes are made together (synced_gpus)"
+            reason = (
+                "another process runs its call as plain decoding, and forward passes are synchronised (synced_gpus)"
+            )
         if reason:
             self._fall_back(reason, report)
             output = plain(model, call, step is not None)
@@ -308,7 +365,7 @@ class SpeculativeGenerator:
             report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
         else:
             for name in ignored_fields(generation_config):
-                self._warn(f"{name} belongs to transformers' own assisted generation and is ignored")
+                self._warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
             drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
             with torch.no_grad():
                 output = self._speculate(drafting, able, call, stopwatch, step)
@@ -321,9 +378,9 @@ class SpeculativeGenerator:
             call = replace(call, criteria=group.stopping(call.criteria))
         layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, layout, self.model, able.positions)
-        pictures = shown(call.text_kwargs)
+        media = shown(call.text_kwargs)
         static_forward = (
-            None if step is not None or group is not None or pictures else self._static_forward(drafting, able)
+            None if step is not None or group is not None or media else self._static_forward(drafting, able)
         )
         recorder = Recorder(drafting.recorded) if static_forward is not None and self._launches else None
         target = ModelRunner(self.model, able.masks, drafting.taps, step, static_forward, call.encoder_outputs)
@@ -331,16 +388,16 @@ class SpeculativeGenerator:
         processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
         if group is not None and sampling:
             group.share_random_numbers(device)
-        fresh, looked = layout.fresh, None
-        if pictures:
-            layout, looked = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
+        fresh, media_output = layout.fresh, None
+        if media:
+            layout, media_output = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
         with layout.in_rows(target) as columns:
-            read = looked or prefill(target, call, layout, text)
+            read = media_output or prefill(target, call, layout, text)
             coupled = sampling and uses_target_choices(self.rule, sampling)
             size = (text.batch_size, read.logits.shape[-1])
             with noise_of_call(*size, device) if coupled else nullcontext() as noise:
                 pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
-                proposer = copy.copy(drafting.proposer)  # what a call sets on it goes with the call
+                proposer = copy.copy(drafting.proposer)  # attributes that a call sets are its own
                 verify = verification(self.rule, processors, noise, sampling, device)
                 loop = Loop(
                     target=target,
@@ -361,40 +418,41 @@ class SpeculativeGenerator:
                     loop.run(read, fresh)
                 finally:
                     stopwatch.report.num_output_tokens = text.num_output_tokens
-                    if noise is not None:  # also where a streamer or a criterion broke the call off
+                    if noise is not None:  # also after an error of a streamer or a criterion
                         noise.settle(text.settled - text.start)
                 if group is None or group.leads:
                     drafting.keep(text.batch_size, pacer)
                 if step is not None:
                     step.wait(target.idle)
-            columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is in no cache yet
+            columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache
         return returned(text, layout, call.encoder_outputs) if call.config.return_dict_in_generate else text.sequences
 
     @property
     def _launches(self) -> bool:
-        """The model is where kernels are launched one by one, and can be all at once."""
+        """True on devices where launches are worth capturing."""
         return device_of(self.model).type == "cuda"
 
     def _static_forward(self, drafting: Drafting, able: Capability) -> StaticForward | None:
-        """Of the target's passes, if they are to be captured and can be."""
+        """Return the captured target passes; None if they are not wanted or cannot be captured."""
         if not self.compile or (self.compile == "auto" and not self._launches):
             return None
-        reason = cannot_capture(self.model) if able.trees else "it makes masks of its own"
+        reason = cannot_capture(self.model) if able.trees else "it builds its own attention masks"
         if reason is not None:
-            if self.compile is True:  # else nobody asked for them
+            if self.compile is True:  # "auto" is silent
                 self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
             return None
         static_forward = drafting.capture(compiled=self.compile is True)
         return None if static_forward.refused else static_forward
 
     def _fall_back(self, reason: str, report: Report) -> None:
+        """Count and warn of a call that runs as plain decoding, or raise `Unsupported`."""
         if self.on_unsupported == "error":
             raise Unsupported(f'cannot speculate: {reason}. Pass on_unsupported="plain" to run it as plain generate().')
         report.record_plain(reason)
         self._warn(f"running as plain generate(): {reason}")
 
     def _warn(self, message: str) -> None:
-        """Once per generator and message."""
+        """Warn, once per generator and message."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(f"specdec: {message}", stacklevel=callers_level())

@@ -1,6 +1,6 @@
-"""What `model.generate(..., custom_generate="path-or-hub-id")` runs where that is ours (the folder `hub/`).
+"""Entry point of the `custom_generate` repository in `hub/`, and the generators that its calls share.
 
-Owns the generators that such calls share: one per model and settings. Knows nothing of how they generate.
+`model.generate(..., custom_generate="path-or-hub-id")` calls `generate`. There is one generator per model and settings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEPT_AT = "_specdec_generators"
 
 
 class Generators(dict[Any, SpeculativeGenerator]):
-    """A model's, by their settings. They lie at the model and go with it; a copy of the model makes its own."""
+    """Generators of one model by settings, kept as an attribute of the model. Copies of the model start empty."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Generators:
         return Generators()
@@ -37,7 +37,10 @@ def generate(
     on_unsupported: OnUnsupported = "plain",
     **kwargs: Any,
 ):
-    """What `model.generate(inputs, **kwargs)` would return; the other arguments are `SpeculativeGenerator`'s."""
+    """Return the output of `model.generate(inputs, **kwargs)`, decoded speculatively.
+
+    The arguments that are named here are those of `SpeculativeGenerator`. The others are those of `model.generate()`.
+    """
     kwargs = {name: value for name, value in kwargs.items() if name not in REPOSITORY_ARGUMENTS}
     return generator(model, proposer, draft_length, rule, on_unsupported).generate(inputs, **kwargs)
 
@@ -49,10 +52,23 @@ def generator(
     rule: RuleName = COUPLED,
     on_unsupported: OnUnsupported = "plain",
 ) -> SpeculativeGenerator:
-    """The one that such calls of this model share, made by the first of them; its `report` counts them."""
+    """Return the generator that `custom_generate` calls of this model with these settings share.
+
+    It is made on first use. Its `report` counts the calls.
+
+    Args:
+        model: the target.
+        proposer: as for `SpeculativeGenerator`, and so are the arguments after it.
+
+    Example:
+        ```python
+        model.generate(**inputs, custom_generate="path/to/hub", proposer="ngram")
+        print(generator(model, "ngram").report)
+        ```
+    """
     kept = vars(model).setdefault(KEPT_AT, Generators())
     settings = (proposer, draft_length, rule, on_unsupported)
-    if settings not in kept or kept[settings].model is not model:  # a shallow copy of a model shares what it keeps
+    if settings not in kept or kept[settings].model is not model:  # a shallow copy shares its attributes
         kept[settings] = SpeculativeGenerator(
             model, proposer, draft_length=draft_length, rule=rule, on_unsupported=on_unsupported
         )

@@ -1,7 +1,4 @@
-"""`Lenient`: a lossy rule that says how much it loses: drafts hardly worse than the target's choice are taken.
-
-Owns what a token may lose, and what a row has lost.
-"""
+"""`Lenient`: a lossy rule with a bound on its loss, which accepts drafts hardly worse than the target's choice."""
 
 from __future__ import annotations
 
@@ -18,13 +15,25 @@ from specdec.sampling.noise import Noise
 
 @dataclass(frozen=True)
 class Lenient:
-    """LOSSY: a drafted token is good enough if the target's own choice is hardly better.
+    """LOSSY acceptance rule: accept a drafted token if the target's own choice is hardly better.
 
-    By how much is its regret: the distance of processed scores, log p up to a constant, at T > 0 less the log of the
-    noise of sampling. (For greedy decoding: https://github.com/huggingface/transformers/issues/48636.)
+    The *regret* of a drafted token is the processed score of the target's choice minus its own. Scores are log p up to
+    a constant; at T > 0 the log of the sampling noise is subtracted from both. A token is accepted if its regret is at
+    most `gap` and the regrets accepted so far in this row, its own included, sum to at most `budget`. For greedy
+    decoding the rule is from https://github.com/huggingface/transformers/issues/48636.
 
     Args:
-        gap: most regret of a token, in nats. budget: most regret of all tokens of a row in a call, in nats.
+        gap: largest regret of a token, in nats.
+        budget: largest sum of regrets of a row in one call, in nats.
+
+    Raises:
+        ValueError: `gap` or `budget` is negative or NaN.
+
+    Examples:
+        >>> Lenient(gap=0.3, budget=5.0)
+        Lenient(gap=0.3, budget=5.0)
+
+        Pass it as a rule: `SpeculativeGenerator(model, "ngram", rule=Lenient(gap=0.3, budget=5.0))`.
     """
 
     gap: float = 0.5
@@ -36,12 +45,12 @@ class Lenient:
 
 
 class LenientVerifier(SequentialVerifier):
-    """`SequentialVerifier` that takes the best drafted child where its regret is small, and where the row can still afford it."""
+    """`SequentialVerifier` that prefers the best drafted child while its regret is within `gap` and `budget`."""
 
     def __init__(self, processors: NodeProcessors, noise: Noise | None, lenient: Lenient):
         super().__init__(processors, noise)
         self.lenient = lenient
-        self.spent: Tensor | None = None  # (B,) regret so far
+        self.spent: Tensor | None = None  # (B,) sum of accepted regrets; None before the first token
 
     def chosen_tokens(
         self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor

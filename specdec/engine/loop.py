@@ -1,6 +1,7 @@
-"""The decoding loop: draft, one target pass, accept, commit.
+"""The speculative decoding loop: propose a draft, run one target pass, verify, commit.
 
-Owns the order of things in a round. Knows nothing of how any of them is done.
+A round is algorithm 1 of Leviathan et al. (arXiv 2211.17192), for B rows whose drafts may be trees. `Loop` fixes the
+order of these steps; proposers, `models.runner` and `engine.verifier` implement them.
 """
 
 from __future__ import annotations
@@ -30,14 +31,22 @@ from specdec.utils.device_copies import HOST, uploaded
 
 @dataclass
 class Loop:
-    """One `generate()` call over B rows.
+    """The decoding loop of one `generate()` call over B rows.
 
     Args:
-        target: its runner, prefilled by `run`. proposer: drafts, the call's own copy. verify: see `verification`.
-        processors: those that a draft may go by. noise: of the call's sampling, None at T = 0 and for other rules.
-        text: takes the tokens and says when to stop. pacer: how far to draft. stopwatch: books the time.
-        sampling: T > 0. trees: the target can verify trees. traces: lists that get every round. recorder: where
-            drafts are recorded and replayed; None: each kernel is launched by itself. recorded: passes likewise.
+        target: runner of the target, prefilled with the prompts.
+        proposer: the call's own copy of the proposer.
+        verify: the verification rule, from `rules.verification`.
+        processors: logits processors that the draft may apply as well.
+        noise: exponential noise of the call's sampling; None at T = 0 and for rejection rules.
+        text: receives the new tokens and decides when to stop.
+        pacer: decides how far to draft.
+        stopwatch: measures the phases of each round.
+        sampling: True at T > 0.
+        trees: True if the target can verify trees.
+        traces: lists to which every round is appended.
+        recorder: captures drafts as CUDA graphs; None to launch each kernel separately.
+        recorded: captures whole target passes likewise; None to run them eagerly.
     """
 
     target: ModelRunner
@@ -55,13 +64,13 @@ class Loop:
     recorded: RecordedPass | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int]) -> None:
-        """Decode until the text is done.
+        """Decode until all rows have stopped.
 
         Args:
-            prefill: logits (B, 1, V) after the prompts, by now in the cache, and features of what was read of them.
-            fresh: how many tokens of each row that was.
+            prefill: logits (B, 1, V) after the prompts, which the cache holds, and features of the tokens just read.
+            fresh: number of tokens just read in each row.
         """
-        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # drafts of others' code
+        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # third-party, not checked yet
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._fresh, self._features = list(fresh), prefill.features
@@ -74,8 +83,10 @@ class Loop:
             self.text.streamer.end()
 
     def _round(self) -> None:
+        """Run one round: propose, one target pass, verify, commit."""
         text, start = self.text, self.stopwatch.elapsed()
 
+        # Propose a draft.
         passes, report = self.pacer.passes, self.stopwatch.report
         count, seconds = passes.count, passes.seconds
         context = self._context()
@@ -84,6 +95,7 @@ class Loop:
         self.stopwatch.mark("draft")
         report.num_draft_passes += passes.count - count
 
+        # Run one target pass over it and verify: the accepted path and one more token go into the text.
         active = text.active
         features, verified = self._verified(draft, proposed, context)
         took = self.stopwatch.mark_end("accept")
@@ -92,6 +104,7 @@ class Loop:
         self.pacer.observe_drafting(took["draft"])
         report.draft_pass_seconds += passes.seconds - seconds
 
+        # Commit the accepted path to the cache, roll the rest back, and let the proposer observe the verdict.
         in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
         self.target.commit(kept, None if in_order else verdict.path)
         self._fresh, self._features = kept, features if verified.moved else _along_path(features, verdict.path, kept)
@@ -103,8 +116,12 @@ class Loop:
         self._book(proposed, outcome, active, accepted, took, start)
 
     def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
-        """The target's pass and what it decides; features (B, N, C) of the draft's nodes, or of a recorded pass (B, W,
-        C) as the next context has them."""
+        """Run the target over the draft and verify it.
+
+        Returns:
+            Features (B, N, C) of the draft's nodes, or after a captured pass (B, W, C) of the tokens committed; and
+            the result of the verification.
+        """
         text = self.text
         if self.recorded is not None and not self.traces and self.recorded.takes(draft, text):
             launched = self.recorded.launched(draft, text)
@@ -112,8 +129,8 @@ class Loop:
             arrived, states = launched.sent(draft, text), launched.new_tokens.states
             self.stopwatch.mark_next()
             self.proposer.draft_ahead(context, launched.new_tokens)
-            verified = arrived()  # here the device is waited for
-            # A proposer that does not draft keeps them over rounds, and the next replay writes over them.
+            verified = arrived()  # host sync
+            # Cloned, because a proposer may keep features over rounds and the next replay overwrites this buffer.
             return None if states is None else states[:, -max(verified.kept) :].clone(), verified
         active = text.active
         output = self.target.grow(
@@ -124,20 +141,20 @@ class Loop:
             hidden_states=text.records.hidden_states is not None,
         )
         self.stopwatch.mark("verify")
-        verified = self.verify(draft, output.on(text.tokens.device), text)  # here the device is waited for
+        verified = self.verify(draft, output.on(text.tokens.device), text)  # host sync
         if self.traces:
             self._show(proposed, output, verified, active)
         return output.features, verified
 
     def _depth(self, draft: DraftTree) -> Tensor:
-        """(B, N) int64, at which the target runs the nodes."""
+        """Return the depths (B, N) int64 at which the target runs the nodes, limited to positions that it has."""
         deepest = self.text.deepest
         if deepest is None or min(deepest) >= draft.size - 1:
             return draft.depth
         return torch.minimum(draft.depth, uploaded(deepest, draft.tokens.device)[:, None])
 
     def _first_token(self, prefill: Output) -> None:
-        """The token after the prompt: a round whose draft is a root that the prefill has already been run over."""
+        """Choose the token after the prompt: a round whose draft is a root, and whose target pass was the prefill."""
         text, logits = self.text, prefill.logits
         self.stopwatch.mark("prefill")
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=text.tokens.device))
@@ -179,20 +196,28 @@ class Loop:
         )
 
     def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
-        """Proposers are also others' code: say which one broke which rule, before the target trips over it.
+        """Check a draft, which may come from third-party code, and move it to the root's device.
 
-        Column 0 is the loop's, and so is the device: a draft made elsewhere, or behind another root, is put right.
+        Node 0 is always replaced by the root (B,) int64.
+
+        Raises:
+            TypeError: not a `DraftTree`.
+            ValueError: wrong batch size, dtype, token or parent. The message names the proposer.
         """
         who = f"{self.proposer.drafted_by}.propose"
         if not isinstance(draft, DraftTree):
             raise TypeError(
-                f"{who} must return a DraftTree, got {type(draft).__name__}: context.chain(drafts) makes one"
+                f"{who} must return a DraftTree, got {type(draft).__name__}: build one with context.chain(drafts)"
             )
         B, N = draft.tokens.shape
         if len(root) != B or N == 0:
-            raise ValueError(f"{who} drafted for {B} rows of {N} nodes, the batch has {len(root)}: each needs its root")
+            raise ValueError(
+                f"{who} returned {B} rows of {N} nodes for a batch of {len(root)} rows: each row needs at least a root"
+            )
         if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
-            raise ValueError(f"{who} drafted {draft.tokens.dtype} tokens with {draft.parents.dtype} parents: use int64")
+            raise ValueError(
+                f"{who} returned tokens of {draft.tokens.dtype} and parents of {draft.parents.dtype}: use int64"
+            )
         tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
         if N == 1:
             return DraftTree.root_only(root)
@@ -204,14 +229,14 @@ class Loop:
         return self._within_reach(replace(draft, tokens=tokens, parents=parents, probs=probs))
 
     def _within_reach(self, draft: DraftTree) -> DraftTree:
-        """The draft without nodes for which the target may have no positions, which a proposer was not to draft."""
+        """Drop nodes beyond a row's budget, for which the target may have no position."""
         text = self.text
         if text.reach is None:
             return draft
         most = [budget for budget, alive in zip(text.budget, text.active, strict=True) if alive]
         if min(most, default=draft.size) >= draft.size - 1:
             return draft
-        if draft.chain:  # a model with masks of its own counts padding, too
+        if draft.chain:  # a model that builds its own masks counts padding as well
             draft = draft.first(1 + max(most))
         budget = uploaded(text.budget, draft.tokens.device)[:, None]
         parents = draft.parents.masked_fill(draft.depth > budget, -1)
@@ -219,7 +244,7 @@ class Loop:
         return replace(draft, parents=parents, probs=probs)
 
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
-        """What only a look at the values shows: on a device a wait, for others' first draft in a call alone."""
+        """Check the values of a draft. On a device this is a host sync: only a third-party's first draft is checked."""
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
             raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
         node = torch.arange(tokens.shape[1])
@@ -227,12 +252,12 @@ class Loop:
             raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
         orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)
         if bool(orphan.any()):
-            raise ValueError(f"{who} drafted a node whose parent is padding")
+            raise ValueError(f"{who} drafted a node whose parent is padding (parent -1)")
         if chain and bool(((parents >= 0) & (parents != node - 1)).any()):
-            raise ValueError(f"{who} says chain=True, but some node's parent is not the node before it")
+            raise ValueError(f"{who} set chain=True, but the parent of some node is not the node before it")
 
     def _pad_finished(self, draft: DraftTree) -> DraftTree:
-        """Rows that go on with pads (their scores are wanted) draft a chain of pads, as far as the others draft."""
+        """Replace the drafts of finished rows whose scores are still recorded by chains of pad tokens."""
         rows = [b for b, padding in enumerate(self.text.padding) if padding]
         if not rows or draft.size == 1:
             return draft
@@ -244,7 +269,7 @@ class Loop:
         return replace(draft, tokens=tokens, parents=parents, levels=None)
 
     def _show(self, draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]) -> None:
-        """Called right after the text took its tokens: what it settles later may cut rows back."""
+        """Append the round's traces. Called before the text settles, which may truncate rows."""
         positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
         rows = [b for b, alive in enumerate(active) if alive]
         made = trace_rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
@@ -260,13 +285,14 @@ class Loop:
         took: Mapping[str, float],
         start: float,
     ) -> None:
+        """Report the round to the pacer and the stopwatch's report."""
         rows = [b for b, alive in enumerate(active) if alive]
         if outcome.confidence_bins is not None:
             for b in rows:
                 self.pacer.observe_confidence(outcome.confidence_bins[b][1 : outcome.deepest[b] + 1], accepted[b])
         self.stopwatch.mark_end("other")
         seconds = self.stopwatch.elapsed() - start
-        if rows:  # else the round wrote pads alone. What a streamer or a criterion takes is no matter of drafts
+        if rows:  # otherwise the round wrote padding only. Time in streamers and criteria ("other") is left out
             drafting, passing = took["draft"], took["verify"] + took["accept"]
             self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
         self.stopwatch.report.record_round(
@@ -279,7 +305,7 @@ class Loop:
 
 
 def _along_path(features: Tensor | None, path: Tensor, kept: Sequence[int]) -> Tensor | None:
-    """(B, W, C) of each row's first `kept` nodes on its path (B, D), padded on the left; features: (B, N, C)."""
+    """Gather features (B, N, C) of each row's first `kept` path nodes, path (B, D), left-padded to (B, W, C)."""
     if features is None:
         return None
     width = max(kept)

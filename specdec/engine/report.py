@@ -1,6 +1,6 @@
-"""`Report`: what speculation brought: counts, rates, times, and their export.
+"""`Report`: counters, rates and times of speculative decoding, and their export.
 
-Owns counters and formulas. Names and formulas follow vLLM (v1/spec_decode/metrics.py). Knows nothing else.
+Names and formulas follow vLLM (v1/spec_decode/metrics.py).
 """
 
 from __future__ import annotations
@@ -21,21 +21,36 @@ PHASES = ("prefill", "draft", "verify", "accept", "other")
 class Report:
     """Counters of one or more `generate()` calls. Rates are pooled over all steps of all rows, not averaged.
 
+    A *row-round* is one round of one row: a round of B active rows is B row-rounds.
+
     Attributes:
-        num_calls: `generate()` calls. num_failed_calls: those that raised; of them only rounds are counted.
-        num_plain_calls: calls that ran as plain decoding. plain_reasons: why, and how many of them.
-        num_rows: sequences generated. num_output_tokens: new tokens returned, padding not counted.
+        num_calls: `generate()` calls.
+        num_failed_calls: calls that raised; only their rounds are counted.
+        num_plain_calls: calls that ran as plain decoding.
+        plain_reasons: number of plain calls by reason.
+        num_rows: sequences generated.
+        num_output_tokens: new tokens returned, without padding.
         num_rounds: target passes after the prefill.
-        num_drafts: row-rounds in which something was drafted. num_draft_tokens: drafted nodes.
-        num_drafts_by, num_accepted_tokens_by: the same drafts, and their accepted tokens, by who made them.
+        num_row_rounds: rounds summed over rows.
+        num_drafts: row-rounds with at least one drafted token.
+        num_draft_tokens: drafted nodes.
         num_accepted_tokens: drafted tokens that were accepted.
         num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
         num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
+        num_drafts_by: `num_drafts` by proposer.
+        num_accepted_tokens_by: `num_accepted_tokens` by proposer.
         seconds: wall time by phase: prefill, draft, verify, accept, other.
-        num_draft_passes, draft_pass_seconds: forward passes of a draft model or head, and the part of the draft phase
-            they took; the rest of it went into making drafts of their output.
-        latencies: seconds per round divided by the tokens the round gave a row, one entry per token; the last 100,000.
-        times_to_first_token: seconds, one entry per call; the last 100,000.
+        num_draft_passes: forward passes of a draft model or head.
+        draft_pass_seconds: their part of the draft phase; the rest was spent on building drafts from their output.
+        total_seconds: wall time of whole calls.
+        latencies: seconds of a round per token that it gave a row, one entry per token, the last 100,000.
+        times_to_first_token: seconds, one entry per call, the last 100,000.
+
+    Examples:
+        >>> report = Report(num_calls=1)
+        >>> report.record_round(drafted=[4, 2], depths=[4, 2], accepted=[3, 0], seconds=0.5)
+        >>> report.mean_acceptance_length
+        2.5
     """
 
     num_calls: int = 0
@@ -62,9 +77,13 @@ class Report:
 
     @contextmanager
     def part(self) -> Iterator[Report]:
-        """A report of its own for one of a call's decoding loops: Whisper's `generate()` runs one per stretch of sound.
+        """Count one decoding loop of a call in a report of its own, and add that report to this one at the end.
 
-        The call has one time to a first token, and is plain at most once.
+        Whisper's `generate()` runs one loop per audio segment. The call still has a single time to the first token and
+        counts as plain at most once.
+
+        Yields:
+            The report of this loop.
         """
         part = Report()
         try:
@@ -77,7 +96,7 @@ class Report:
             self.plain_reasons = dict.fromkeys(self.plain_reasons, 1)
 
     def record_plain(self, reason: str) -> None:
-        """Count a call that runs as plain decoding, and why."""
+        """Count a call that runs as plain decoding, under this reason."""
         self.num_plain_calls += 1
         _add(self.plain_reasons, {reason: 1})
 
@@ -87,8 +106,11 @@ class Report:
         """Count one round.
 
         Args:
-            drafted: drafted nodes of each active row. depths: its deepest draft. accepted: its accepted tokens.
-            seconds: the round's wall time. drafted_by: the proposer's name.
+            drafted: number of drafted nodes of each active row.
+            depths: depth of the deepest node of each active row.
+            accepted: number of accepted draft tokens of each active row.
+            seconds: wall time of the round.
+            drafted_by: name of the proposer.
         """
         self.num_rounds += 1
         _add(self.num_drafts_by, {drafted_by: sum(nodes > 0 for nodes in drafted)})
@@ -105,27 +127,30 @@ class Report:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted over drafted tokens; NaN before any draft. A tree drafts more nodes than it can have accepted."""
+        """Accepted tokens / drafted tokens; NaN before any draft. Of a tree at most one node per depth is accepted."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts: tokens per drafting row-round, the bonus or recovered token included (EAGLE's tau)."""
+        """1 + accepted tokens / drafts: tokens per row-round with a draft, with the bonus or recovered token.
+
+        This is EAGLE's tau (arXiv 2401.15077) and vLLM's mean acceptance length.
+        """
         return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens per row and target pass, rounds without a draft included: what the target passes were divided by."""
+        """Tokens per row and target pass, rounds without a draft included."""
         return 1 + _ratio(self.num_accepted_tokens, self.num_row_rounds)
 
     @property
     def acceptance_rate_per_pos(self) -> list[float]:
-        """Entry i: share of the drafts whose (i+1)-th token was accepted (vLLM's per-position rate)."""
+        """Entry i: share of all drafts whose (i+1)-th token was accepted (vLLM's per-position rate)."""
         return [_ratio(count, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
 
     @property
     def conditional_acceptance_rate_per_pos(self) -> list[float]:
-        """Entry i: of the drafts that got to position i+1 (drafted, all before accepted), the share accepted there."""
+        """Entry i: share accepted at position i+1 of the drafts that reach it (drafted, and all before accepted)."""
         reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
         return [
             _ratio(accepted, min(before, drafted))
@@ -146,10 +171,12 @@ class Report:
 
     @property
     def time_per_output_token_p50(self) -> float:
+        """Median of `latencies`."""
         return _quantile(self.latencies, 0.50)
 
     @property
     def time_per_output_token_p99(self) -> float:
+        """99th percentile of `latencies`."""
         return _quantile(self.latencies, 0.99)
 
     @property
@@ -159,27 +186,27 @@ class Report:
 
     @property
     def seconds_per_draft_pass(self) -> float:
-        """Mean seconds of a draft pass; NaN for proposers that run no model."""
+        """Mean seconds per draft pass; NaN for proposers that run no model."""
         return _ratio(self.draft_pass_seconds, self.num_draft_passes)
 
     @property
     def round_seconds(self) -> float:
-        """Wall time of all rounds: everything but the prefills."""
+        """Wall time of all rounds: all phases except the prefill."""
         return sum(self.seconds[phase] for phase in PHASES[1:])
 
     @property
     def building_share(self) -> float:
-        """Share of the rounds' time that went into making drafts, without the draft's passes, and accepting them."""
+        """Share of the rounds' time spent on building drafts (draft passes excluded) and accepting them."""
         building = self.seconds["draft"] - self.draft_pass_seconds + self.seconds["accept"]
         return _ratio(building, self.round_seconds)
 
     @property
     def overhead(self) -> float:
-        """Share of the rounds' time that is neither the target's pass nor drafting."""
+        """Share of the rounds' time spent on neither the target pass nor drafting."""
         return _ratio(self.seconds["accept"] + self.seconds["other"], self.round_seconds)
 
     def add(self, other: Report) -> None:
-        """Take in another report's counts."""
+        """Add another report's counts to this one."""
         for name in (
             "num_calls num_failed_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds "
             "num_drafts num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
@@ -197,11 +224,11 @@ class Report:
         self.times_to_first_token += other.times_to_first_token
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counters to zero."""
         self.__init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-ready numbers (seconds, tokens, rates); undefined ones are None."""
+        """Return counts, seconds and rates as JSON-serialisable values; undefined rates are None."""
         names = (
             "num_calls num_failed_calls num_plain_calls plain_reasons num_rows num_output_tokens num_rounds num_drafts "
             "num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
@@ -213,10 +240,11 @@ class Report:
         return {name: _finite(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
+        """Return `to_dict()` as a JSON string."""
         return json.dumps(self.to_dict())
 
     def table(self) -> list[tuple[str, str]]:
-        """What people read of it: names and values; "-" for what is not defined yet."""
+        """Return the rows of the printed table as (name, value); undefined values are "-"."""
         known = [rate for rate in self.conditional_acceptance_rate_per_pos[:10] if rate == rate]
         per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
         rounds = self.round_seconds
@@ -252,7 +280,7 @@ class Report:
             ("where the rounds' time went", shares if rounds else "-"),
             (
                 "making and accepting drafts",
-                f"{100 * self.building_share:.0f}%, a draft's passes aside" if rounds else "-",
+                f"{100 * self.building_share:.0f}%, draft passes excluded" if rounds else "-",
             ),
         ]
         return [(name, "-" if value.startswith("nan") else value) for name, value in rows]
@@ -263,17 +291,17 @@ class Report:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
     def __repr__(self) -> str:
-        odd = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
-        of_them = ", ".join(f"{count} {what}" for what, count in odd.items() if count)
-        said = [f"{self.num_calls} calls" + (f" ({of_them})" if of_them else ""), f"{self.num_output_tokens} tokens"]
+        exceptions = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
+        details = ", ".join(f"{count} {what}" for what, count in exceptions.items() if count)
+        parts = [f"{self.num_calls} calls" + (f" ({details})" if details else ""), f"{self.num_output_tokens} tokens"]
         if self.total_seconds:
-            said.append(f"{self.tokens_per_second:.1f} tokens/s")
+            parts.append(f"{self.tokens_per_second:.1f} tokens/s")
         if self.num_drafts:
-            said.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
-        return f"<Report: {', '.join(said)}>"
+            parts.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
+        return f"<Report: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        """The table, as notebooks show it."""
+        """Return the table as HTML, for notebooks."""
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
             for name, value in self.table()

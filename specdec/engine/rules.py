@@ -1,4 +1,4 @@
-"""Which of the verification rules decides a call's rounds, and whether it follows the target's own choices."""
+"""Selection of the verifier for a call, from its rule and from whether it samples."""
 
 from __future__ import annotations
 
@@ -16,14 +16,25 @@ from specdec.utils.choices import COUPLED, RuleName
 
 
 def uses_target_choices(rule: RuleName | Lenient, sampling: bool) -> bool:
-    """The target's own choices are followed, instead of a rule over all nodes."""
+    """Return True if verification compares the draft with the target's own choices, not by rejection sampling.
+
+    That is so for greedy decoding, for the "coupled" rule and for `Lenient`.
+    """
     return not sampling or rule == COUPLED or isinstance(rule, Lenient)
 
 
 def verification(
     rule: RuleName | Lenient, processors: NodeProcessors, noise: Noise | None, sampling: bool, device: torch.device
 ) -> Verification:
-    """Of a call. noise: of its sampling, where choices are followed. device: of its text."""
+    """Build the verifier of a call.
+
+    Args:
+        rule: as for `SpeculativeGenerator`.
+        processors: the call's logits processors.
+        noise: exponential noise of the call's sampling; None at T = 0 and for rejection rules.
+        sampling: True at T > 0.
+        device: device of the call's text.
+    """
     if isinstance(rule, Lenient):
         return LenientVerifier(processors, noise, rule)
     if not uses_target_choices(rule, sampling):
@@ -33,7 +44,7 @@ def verification(
 
 
 def _drawn(rule: RuleName) -> Rule:
-    """At T > 0: processed scores (B, N, V) in, verdict out."""
+    """Return a rejection rule for T > 0, which maps a draft and processed scores (B, N, V) to a verdict."""
     drawn_chain = {"block": acceptance.block_verification, "token": acceptance.speculative_sampling}
 
     def decide(draft: DraftTree, scores: Tensor) -> Verdict:

@@ -1,4 +1,4 @@
-"""`Stopwatch`: the seconds of each stage of a round, on the host or by events on a device."""
+"""`Stopwatch`: seconds of each phase of a round, from the host's clock or from device events."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specdec.utils.timing import clock
 
 
 class Stopwatch:
-    """Adds the wall time between its marks to a report's phases.
+    """Adds the time between its marks to the phases of a report.
 
-    A device that works on its own has only been asked by the time of a mark: an event is put into its queue there, and
-    read at the next mark that the host comes to after a wait.
+    On an asynchronous device a mark records an event. Its time is read at the next `mark_end`, after a host sync.
 
     Args:
-        device: of the target.
+        report: receives the seconds.
+        device: device of the target; None for the CPU.
     """
 
     def __init__(self, report: Report, device: torch.device | None = None):
@@ -26,12 +26,12 @@ class Stopwatch:
         self._device = device if device is not None and device.type not in ("cpu", "meta") else None
         self.start = self._last = perf_counter()
         self._clock = clock()
-        self._took: dict[str, float] = {}  # since the last `mark_end`, by phase
+        self._took: dict[str, float] = {}  # seconds by phase since the last `mark_end`
         self._events: list[tuple[str, Any]] = [] if self._device is None else [("", self._event())]
-        self._next: list[tuple[str, Any]] = []  # with which the next round begins
+        self._next: list[tuple[str, Any]] = []  # first event of the next round, if its work began in this one
 
     def mark(self, phase: str) -> None:
-        """This phase is over; on a device that works on its own, all of it is asked for."""
+        """End a phase; on an asynchronous device, after all of its kernels were launched."""
         if self._device is None:
             self._book(phase)
         else:
@@ -39,15 +39,15 @@ class Stopwatch:
             self._next = []
 
     def mark_next(self) -> None:
-        """What a device is asked for from here on, before the end of this round, is the next one's."""
+        """Count device work launched from here to the end of this round towards the next round."""
         if self._device is not None:
             self._next = [("", self._event())]
 
     def mark_end(self, phase: str) -> dict[str, float]:
-        """This phase is over, and the device has got to the last mark: it was waited for.
+        """End a phase after a host sync, when the device has reached the last mark.
 
         Returns:
-            seconds of this phase and of those marked since the last end, less what was lost to trying (`clock`).
+            Seconds by phase since the last `mark_end`, without the time spent on autotuning (`utils.timing.clock`).
         """
         for (_, before), (earlier, event) in zip(self._events, self._events[1:], strict=False):
             self._book(earlier, before.elapsed_time(event) / 1e3)
@@ -58,13 +58,13 @@ class Stopwatch:
         return took
 
     def _book(self, phase: str, seconds: float | None = None) -> None:
-        """seconds: None for those since the last booking."""
+        """Add seconds to a phase; None for the host's time since the last booking."""
         now, before = perf_counter(), self._clock
         if seconds is None:
             seconds = max(0.0, now - self._last)
             self._last, self._clock = now, clock()
             net = max(0.0, self._clock - before)
-        else:  # a device's: its host lost nothing
+        else:  # device time contains no autotuning of the host
             self._last, self._clock, net = self._last + seconds, before + seconds, seconds
         self.report.seconds[phase] += seconds
         self._took[phase] = self._took.get(phase, 0.0) + net
@@ -76,4 +76,5 @@ class Stopwatch:
         return event
 
     def elapsed(self) -> float:
+        """Seconds since the stopwatch was made."""
         return perf_counter() - self.start

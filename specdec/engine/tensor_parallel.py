@@ -1,17 +1,15 @@
 """`Group`: the processes that decode one call together, each with a part of every layer (tensor parallelism).
 
-All of them must run the target over the same draft and stop at the same token. What a draft looks like hangs on clocks,
-on the costs known to this machine and on rounding, so one of them drafts, and the others take its draft. Likewise its
-random numbers are everybody's, and so is its word where a stopping criterion goes by more than the text.
-
-Owns what is sent from the first process to the others. Knows nothing of how drafts are made.
+All of them must run the target over the same draft and stop at the same token. A draft depends on clocks, on measured
+costs and on rounding. Therefore rank 0 drafts and broadcasts its draft. It also broadcasts its random state, and the
+result of stopping criteria that depend on more than the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -26,14 +24,17 @@ from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.noise import generator_state, set_generator_state
 from specdec.sampling.results import Verdict
 
-BY_TEXT_ALONE = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # every process finds the same by itself
+BY_TEXT_ALONE = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # give the same result in every process
 
 
 class Group:
-    """Of one model's processes.
+    """The processes that hold one model.
+
+    Args:
+        processes: a `torch.distributed` process group.
 
     Attributes:
-        leads: this is the process that the others follow.
+        leads: True in rank 0 of the group.
     """
 
     def __init__(self, processes: Any):
@@ -41,29 +42,29 @@ class Group:
         self.leads = dist.get_rank(processes) == 0
 
     def firsts(self, value: Any) -> Any:
-        """The first process's `value`, which must be picklable; the others' are not looked at. Tensors: on the CPU."""
+        """Broadcast rank 0's `value`, which must be picklable, with tensors on the CPU; other ranks' are ignored."""
         box = [value if self.leads else None]
         dist.broadcast_object_list(box, dist.get_global_rank(self._processes, 0), self._processes)
         return box[0]
 
     def share_random_numbers(self, device: torch.device) -> None:
-        """Put the device's generator, in every process, where the first one's stands."""
+        """Set the device's random generator of every process to the state of rank 0's."""
         set_generator_state(device, self.firsts(generator_state(device)))
 
     def drafting(self, proposer: Proposer) -> Proposer:
-        """What drafts in this process: `proposer` in the first one."""
+        """Return this process's proposer: `proposer` itself in rank 0, a receiver of its drafts elsewhere."""
         return Leading(proposer, self) if self.leads else Following(self)
 
     def stopping(self, criteria: StoppingCriteriaList) -> StoppingCriteriaList:
-        """The same criteria, where a clock, say, may decide, by the first process's word."""
+        """Wrap criteria that may differ between processes (a clock, for example), so that rank 0 decides."""
         agreed = [one if type(one) in BY_TEXT_ALONE else Agreed(one, self) for one in criteria]
         return StoppingCriteriaList(agreed)
 
 
 def group_of(model: PreTrainedModel) -> Group | None:
-    """The processes that hold parts of the model's layers; None where this one holds them whole.
+    """Return the group of processes that hold parts of the model's layers; None if this one holds whole layers.
 
-    Processes that share weights but not their prompts (FSDP) are no group: see `step`.
+    Processes that shard weights but decode different prompts (FSDP) are handled by `models.lockstep` instead.
     """
     mesh = tensor_parallel_mesh(model)
     return None if mesh is None else Group(mesh.get_group())
@@ -71,12 +72,13 @@ def group_of(model: PreTrainedModel) -> Group | None:
 
 @dataclass(frozen=True)
 class Message:
-    """What the first process says in a round.
+    """Rank 0's broadcast in one round.
 
     Attributes:
-        draft: its fields, on the CPU. drafted_by: the proposer's name. random: the generator's state behind the draft,
-            which may have been drawn; None at T = 0.
-        error: what went wrong instead.
+        draft: fields of the draft, with tensors on the CPU.
+        drafted_by: name of the proposer.
+        random: state of the random generator after drafting; None at T = 0.
+        error: the error that drafting raised instead; empty if none.
     """
 
     draft: dict[str, Any] | None = None
@@ -86,7 +88,7 @@ class Message:
 
 
 class Leading(Proposer):
-    """Drafts as `proposer` does, and tells the others."""
+    """Drafts with `proposer` in rank 0 and broadcasts the drafts."""
 
     def __init__(self, proposer: Proposer, group: Group):
         self._proposer, self._group = proposer, group
@@ -113,7 +115,7 @@ class Leading(Proposer):
 
     @contextmanager
     def _telling_errors(self) -> Iterator[None]:
-        """The others would wait for a draft for ever."""
+        """Broadcast an error, so that the other ranks do not wait for a draft forever."""
         try:
             yield
         except BaseException as error:
@@ -122,7 +124,7 @@ class Leading(Proposer):
 
 
 class Following(Proposer):
-    """Takes the first process's drafts."""
+    """Receives rank 0's drafts in the other ranks."""
 
     def __init__(self, group: Group):
         self._group, self._drafted_by = group, ""
@@ -130,7 +132,7 @@ class Following(Proposer):
     def propose(self, context: Context) -> DraftTree:
         message: Message = self._group.firsts(None)
         if message.error or message.draft is None:
-            raise RuntimeError(f"the process that drafts for this one failed: {message.error}")
+            raise RuntimeError(f"drafting failed in rank 0 of the tensor-parallel group: {message.error}")
         if message.random is not None:
             set_generator_state(context.tokens.device, message.random)
         self._drafted_by = message.drafted_by
@@ -142,7 +144,7 @@ class Following(Proposer):
 
 
 class Agreed(StoppingCriteria):
-    """A criterion that is asked in the first process alone."""
+    """A stopping criterion that is evaluated in rank 0 only."""
 
     def __init__(self, criterion: Any, group: Group):
         self._criterion, self._group = criterion, group
@@ -153,5 +155,6 @@ class Agreed(StoppingCriteria):
 
 
 def _fields(draft: DraftTree) -> dict[str, Any]:
-    given = {name: getattr(draft, name) for name in ("tokens", "parents", "probs", "chain", "keys", "levels")}
+    """Arguments of `DraftTree` for a copy of the draft on the CPU."""
+    given = {field.name: getattr(draft, field.name) for field in fields(draft) if field.name != "notes"}
     return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in given.items()}

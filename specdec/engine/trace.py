@@ -1,7 +1,4 @@
-"""`RoundTrace`: one round of one row as plain numbers, to look at: the draft, what the target thought of it, what it took.
-
-Owns what is kept of a round and its text. Knows nothing of the loop that made it.
-"""
+"""`RoundTrace`: one round of one row as plain numbers: the draft, the target's probabilities and the accepted path."""
 
 from __future__ import annotations
 
@@ -14,21 +11,36 @@ from torch import Tensor
 from specdec.engine.verifier import Verified
 from specdec.sampling.draft_tree import DraftTree
 
-TOP = 5  # of the target's tokens after a node
+TOP = 5  # most probable target tokens recorded per node
 
 
 @dataclass(frozen=True)
 class RoundTrace:
-    """What happened to one row in one round. Node 0 is the root, the row's last token before the round.
+    """One round of one row: n nodes, of which node 0 is the root, the row's last token before the round.
+
+    Get traces from `SpeculativeGenerator.watch()`.
 
     Attributes:
-        row: of the batch. position: new tokens that the row had before. drafted_by: the proposer's name.
-        tokens: one per node. parents: the index of each node's parent, which comes before it; -1 for the root.
-        chances: p of each node after its parent, by the target's logits as they are (temperature and other processors
-            come later); 1.0 for the root.
-        top: the target's most probable tokens after each node and their chances, the best first.
-        path: the accepted nodes, from the root. next_token: what the target wrote behind them, the bonus or recovered
-            token; None where the text had ended before.
+        row: index in the batch.
+        position: number of new tokens of the row before the round.
+        drafted_by: name of the proposer.
+        tokens: (n) token id of each node.
+        parents: (n) index of each node's parent, which is lower than its own; -1 for the root.
+        chances: (n) target probability of each node after its parent, from raw logits (before temperature and other
+            logits processors); 1.0 for the root.
+        top: (n, up to 5) the target's most probable tokens after each node as (token, probability), best first.
+        path: indices of the accepted nodes, starting with the root.
+        next_token: the bonus or recovered token after the path; None if the text ended on the path.
+
+    Examples:
+        >>> trace = RoundTrace(0, 3, "ngram", [7, 1, 2], [-1, 0, 1], [1.0, 0.5, 0.25], [[], [], []], [0, 1], 9)
+        >>> trace.new_tokens
+        [1, 9]
+        >>> print(trace.text())
+        + 7  1.000
+        +   1  0.500
+        -     2  0.250
+        = 9
     """
 
     row: int
@@ -43,7 +55,7 @@ class RoundTrace:
 
     @property
     def depths(self) -> list[int]:
-        """Each node's distance from the root."""
+        """Distance of each node from the root."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -51,12 +63,16 @@ class RoundTrace:
 
     @property
     def new_tokens(self) -> list[int]:
-        """What the row's text gained."""
+        """Token ids that the round added to the row's text: the accepted ones and `next_token`."""
         bonus = [] if self.next_token is None else [self.next_token]
         return [self.tokens[node] for node in self.path[1:]] + bonus
 
     def text(self, tokenizer: Any = None) -> str:
-        """The tree, a line per node: the accepted marked, each with its chance; token ids without a tokenizer."""
+        """Format the tree, one line per node with its probability; accepted nodes begin with "+".
+
+        Args:
+            tokenizer: decodes tokens; None to show token ids.
+        """
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(self.parents):
             children.setdefault(parent, []).append(node)
@@ -75,17 +91,22 @@ class RoundTrace:
 
 
 def shown(token: int, tokenizer: Any = None) -> str:
-    """A token as people read it: its text with white space visible, or its id."""
+    """Format a token for display: its text, quoted so that white space is visible, or its id."""
     return repr(tokenizer.decode([token])) if tokenizer is not None else str(token)
 
 
 def trace_rounds(
     draft: DraftTree, logits: Tensor, verified: Verified, positions: Sequence[int], rows: Sequence[int], drafted_by: str
 ) -> list[RoundTrace]:
-    """What a batch's round was, for each of `rows`.
+    """Build the traces of a round for the given rows.
 
     Args:
-        logits: (B, N, V) of the target after each node. positions: new tokens of each of the B rows before the round.
+        draft: the verified draft, (B, N).
+        logits: (B, N, V) target logits after each node.
+        verified: result of the verification.
+        positions: number of new tokens of each of the B rows before the round.
+        rows: indices of the rows to trace.
+        drafted_by: name of the proposer.
     """
     found = []
     for b in rows:

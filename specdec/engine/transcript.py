@@ -1,8 +1,7 @@
-"""`Transcript`: the text of a batch while its rows run ahead of each other, and what `generate()` makes of it.
+"""`Transcript`: the text of a batch whose rows grow at different speeds, with stopping, streaming and recorded outputs.
 
-Owns tokens, stopping, streaming and the recorded outputs. Rows gain tokens at their own pace; a column of the output is
-*settled* when every unfinished row has reached it, in the order and with the tensors plain decoding would have used:
-stopping criteria see each column once, the streamer gets it once. Knows nothing of drafts.
+An output column is *settled* when every unfinished row has reached it. Columns settle in order. Stopping criteria and
+the streamer get each settled column once, with the tensors that plain decoding would give them.
 """
 
 from __future__ import annotations
@@ -22,13 +21,15 @@ from specdec.utils.device_copies import uploaded
 
 @dataclass
 class Records:
-    """Per row, what the caller asked to get back: one entry per token that was chosen.
+    """Outputs that the caller requested, per row and chosen token; None for those not requested.
 
     Attributes:
-        scores: processed (V,) float32 scores. logits: raw ones. hidden_states: per token, one (H,) per layer.
-        prompt_hidden_states: per layer (B, T, H), of the prefill.
-        wanted: something beside the text is returned, the cache at least: finished rows go on with pad tokens as in
-            plain decoding, instead of being left alone.
+        scores: (V,) float32, processed.
+        logits: (V,) float32, raw.
+        hidden_states: one (H,) per layer.
+        prompt_hidden_states: (B, T, H) per layer, from the prefill.
+        wanted: True if more than the text is returned, the cache at least. Finished rows then continue with pad tokens
+            as in plain decoding; otherwise they are no longer run.
     """
 
     scores: list[list[Tensor]] | None = None
@@ -38,7 +39,7 @@ class Records:
     wanted: bool = False
 
     def truncate(self, b: int, tokens: int) -> None:
-        """Forget what row b recorded behind its first `tokens` tokens."""
+        """Drop the records of row b after its first `tokens` tokens."""
         for kept in (self.scores, self.logits):
             if kept is not None:
                 del kept[b][tokens:]
@@ -52,14 +53,15 @@ class Transcript:
 
     Args:
         prompt: (B, T) int64, left-padded.
-        pads: columns of padding of each row.
-        order: (B, T) int64, the prompt's columns with all padding first, where some of it is not on the left.
-        criteria: asked once per settled column.
-        pad_token: what finished rows are filled with; None if rows without an end token never finish on their own.
-        streamer: gets each settled column, as plain decoding would give it.
-        max_length: columns at which the criteria are known to end everything; bounds the draft. None: unknown.
-        reach: of each row, the columns that it can fill before the target has no position left for another pass;
-            bounds the draft as well. None: there are positions for any text.
+        pads: number of padding columns of each row.
+        criteria: stopping criteria, evaluated once per settled column.
+        pad_token: fills finished rows; None if no criterion has end tokens, so that rows do not finish one by one.
+        order: (B, T) int64, the prompt's columns with all padding first; None if the padding is on the left already.
+        streamer: receives each settled column, as in plain decoding.
+        max_length: number of columns at which the criteria stop all rows, which limits the draft; None if unknown.
+        reach: number of columns that each row can fill before the target runs out of positions, which limits the draft
+            as well; None if positions are unlimited.
+        records: receives the requested outputs.
     """
 
     prompt: Tensor
@@ -76,19 +78,19 @@ class Transcript:
         B, T = self.prompt.shape
         self._prompt = None if self.order is None else self.prompt.gather(1, self.order.to(self.prompt.device))
         self.start = self.settled = T
-        self.tokens = self.prompt  # (B, columns), padded behind each row's end
+        self.tokens = self.prompt  # (B, columns), padded after each row's end
         self.written: list[list[int]] = [[] for _ in range(B)]  # new tokens of each row, on the host
-        self.ends = [T] * B  # column behind each row's last token
-        self.closed = [False] * B  # ended: pads follow
+        self.ends = [T] * B  # column after each row's last token
+        self.closed = [False] * B  # rows that have ended: padding follows
         self.done = False
         self._drafted: list[list[bool]] = [[] for _ in range(B)]
         self._unfinished = [True] * B
-        self._held: int | None = None  # column at which rows wait for those before it
+        self._held: int | None = None  # column at which rows wait for the others
         self._settled_scores: list[Tensor] = []
         on_tokens = [criterion for criterion in self.criteria if _ends_on_tokens_alone(criterion)]
         self._others = [criterion for criterion in self.criteria if not _ends_on_tokens_alone(criterion)]
         self._stop_tokens = {token for made in on_tokens for token in made.eos_token_id.flatten().tolist()}
-        # Rows stop being drafted for as soon as they hold one of these.
+        # Drafting for a row ends with its first token of these.
         self._end_tokens = set() if self.pad_token is None else self._stop_tokens
 
     @property
@@ -97,55 +99,60 @@ class Transcript:
 
     @property
     def padded_left(self) -> Tensor:
-        """(B, columns) int64, the text as proposers see it, whose padding is all on the left."""
+        """Text (B, columns) int64 for proposers, with all padding on the left."""
         return self.tokens if self._prompt is None else torch.cat([self._prompt, self.tokens[:, self.start :]], 1)
 
     @property
     def filler(self) -> int:
-        """The token behind a row's end."""
+        """Token that fills the columns after a row's end."""
         return 0 if self.pad_token is None else self.pad_token
 
     @property
     def active(self) -> list[bool]:
-        """Rows whose next tokens are wanted from the target."""
+        """True for rows that need further tokens from the target."""
         return [not closed and self._has_budget(b) for b, closed in enumerate(self.closed)]
 
     @property
     def padding(self) -> list[bool]:
-        """Finished rows that go on with pad tokens because the caller wants their scores or hidden states too."""
+        """True for finished rows that continue with pad tokens, because `records.wanted`."""
         return [closed and self.records.wanted and self._has_budget(b) for b, closed in enumerate(self.closed)]
 
     @property
     def finished(self) -> list[bool]:
-        """Rows that are not run any more: padding follows their text."""
+        """True for rows that are no longer run: padding follows their text."""
         return [closed and not padding for closed, padding in zip(self.closed, self.padding, strict=True)]
 
     @property
     def budget(self) -> list[int]:
-        """How many tokens may be drafted for each row: one less than it may gain."""
+        """Number of tokens that may be drafted for each row: one less than it may grow by."""
         most = self.max_length if self.max_length is not None else max(self.ends) + 1024
         columns = [most] * self.batch_size if self.reach is None else [min(most, reach) for reach in self.reach]
         return [max(0, most - end - 1) for most, end in zip(columns, self.ends, strict=True)]
 
     @property
     def deepest(self) -> list[int] | None:
-        """Depth at which each row's nodes are run at most, so that the target has a position for all of them.
+        """Largest depth at which to run each row's nodes, so that the target has a position for all of them.
 
-        -1 for rows that gain nothing: that is the last token that was read. None: there are positions for any node.
+        -1, the position of the last token in the cache, for rows that get no token. None if positions are unlimited.
         """
         if self.reach is None:
             return None
-        gaining = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
-        return [budget if gains else -1 for budget, gains in zip(self.budget, gaining, strict=True)]
+        growing = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
+        return [budget if grows else -1 for budget, grows in zip(self.budget, growing, strict=True)]
 
     def append(
         self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None = None
     ) -> list[int]:
-        """Give each row its new tokens; returns how many it kept (a row keeps none behind its end token).
+        """Append new tokens to the rows, up to the first end token of each.
 
         Args:
-            tokens: per row, in order. drafted: how many of them were accepted draft tokens.
-            device_tokens: (B, D) the same where the text is, each row's first ones; None: they are only known here.
+            tokens: new tokens of each row, in order.
+            drafted: number of accepted draft tokens among them, which come first.
+            device_tokens: (B, D) int64, the same tokens on the text's device, with anything after each row's own; None
+                to copy them from the host.
+
+        Returns:
+            Number of tokens appended to each row.
         """
         kept, writing, padding, before = [], self.active, self.padding, list(self.ends)
         for b, new in enumerate(tokens):
@@ -166,16 +173,16 @@ class Transcript:
         return kept
 
     def hold(self, column: int) -> None:
-        """Have rows that are this far wait until all others are: the next token there cannot be chosen before."""
+        """Pause rows that have reached a column until all rows have, because its token cannot be chosen before."""
         self._held = column
 
     def padded(self, b: int, columns: int) -> Tensor:
-        """(columns,) int64, a finished row and its padding."""
+        """Text (columns,) int64 of a finished row, with padding."""
         self._reserve(columns)
         return self.tokens[b, :columns]
 
     def _write(self, before: Sequence[int], kept: Sequence[int], device_tokens: Tensor | None) -> None:
-        """Put the last `kept[b]` tokens of each row into `tokens`, from column `before[b]` on."""
+        """Copy the last `kept[b]` tokens of each row into `tokens`, starting at column `before[b]`."""
         device = self.tokens.device
         if device_tokens is None or device.type == "cpu":
             self._reserve(max(self.ends))
@@ -186,19 +193,19 @@ class Transcript:
         self._reserve(max(before) + device_tokens.shape[1])
         first, count = uploaded([before, kept], device)[..., None]  # (B, 1) each
         place = torch.arange(device_tokens.shape[1], device=device)
-        new = torch.where(
-            place < count, device_tokens.to(device), self.filler
-        )  # behind a row's end is the filler anyway
+        new = torch.where(place < count, device_tokens.to(device), self.filler)  # the rest is filler already
         self.tokens.scatter_(1, first + place, new)
 
     def record(
         self, path: Sequence[Sequence[int]], accepted: Sequence[int], output: Output, scores: Sequence[Tensor]
     ) -> None:
-        """Keep, for each token that `append` is about to get, what it was chosen from.
+        """Record the requested outputs for the tokens that the next `append` adds.
 
         Args:
-            path: (B, D); token i of row b was chosen after node path[b][i], i from 0 to accepted[b].
-            output: of the target's pass. scores: processed (B, V), one per token.
+            path: (B, D) node indices: token i of row b was chosen after node path[b][i], i from 0 to accepted[b].
+            accepted: number of accepted draft tokens of each row.
+            output: output of the target pass.
+            scores: processed scores (B, V), one per token.
         """
         records = self.records
         if not records.wanted:
@@ -213,7 +220,11 @@ class Transcript:
                     records.hidden_states[b].append(tuple(states[b, node].clone() for states in output.hidden_states))
 
     def settle(self) -> None:
-        """Settle every column that all unfinished rows have reached; sets `done` once plain decoding would stop."""
+        """Settle every column that all unfinished rows have reached; set `done` once plain decoding would stop.
+
+        Raises:
+            RuntimeError: no row can grow, yet the criteria do not stop the text.
+        """
         while not self.done and self.settled < self._frontier():
             column = self.settled
             self._reserve(column + 1)
@@ -228,12 +239,12 @@ class Transcript:
                 for b in (b for b, now in enumerate(ended) if now):
                     self._close(b)
         if self._stuck:
-            self._held = None  # all have arrived
+            self._held = None  # all rows have reached the column
         if self._stuck:
             raise RuntimeError(
-                f"no row can gain a token behind column {self.settled}, and yet the stopping criteria do not end the "
-                f"text: {', '.join(type(criterion).__name__ for criterion in self.criteria)}. One of them has end "
-                "tokens or a maximum length that it does not keep to."
+                f"no row can grow after column {self.settled}, but the stopping criteria do not end the text: "
+                f"{', '.join(type(criterion).__name__ for criterion in self.criteria)}. Each must stop a row at "
+                "its own end tokens (eos_token_id) and all rows at its own max_length."
             )
 
     @property
@@ -241,17 +252,21 @@ class Transcript:
         return not self.done and not any(self.active) and not any(self.padding)
 
     def _stops(self, column: int) -> list[bool]:
-        """What the criteria say of each row once this column is written. Those that look at the text are shown it;
-        those known to look at the last token or at the clock are not worth a wait for the device."""
+        """Evaluate the stopping criteria for each row at this column.
+
+        Criteria that use only the last token, the length or the clock are evaluated on the host, without a sync.
+        """
         scores = self._score_column(column)
         stops = [token in self._stop_tokens for token in self._column(column)]
         for criterion in self._others:
             if type(criterion) in (MaxLengthCriteria, MaxTimeCriteria):
-                said = criterion(torch.zeros((), dtype=torch.long, device="cpu").expand(len(stops), column + 1), scores)
+                result = criterion(
+                    torch.zeros((), dtype=torch.long, device="cpu").expand(len(stops), column + 1), scores
+                )
             else:
-                said = criterion(self.tokens[:, : column + 1], scores)
-            said = torch.as_tensor(said).expand(len(stops)).tolist()  # some say one thing for all rows
-            stops = [stop or bool(also) for stop, also in zip(stops, said, strict=True)]
+                result = criterion(self.tokens[:, : column + 1], scores)
+            result = torch.as_tensor(result).expand(len(stops)).tolist()  # some return one value for all rows
+            stops = [stop or bool(also) for stop, also in zip(stops, result, strict=True)]
         return stops
 
     def _stream(self, column: int) -> None:
@@ -261,22 +276,21 @@ class Transcript:
         self.streamer.put(torch.tensor(self._column(column), device="cpu"))
 
     def _column(self, column: int) -> list[int]:
-        """The tokens of all rows in a column behind the prompt."""
+        """Tokens of all rows in a column after the prompt."""
         place = column - self.start
         return [row[place] if place < len(row) else self.filler for row in self.written]
 
     def _frontier(self) -> int:
-        """Column up to which the output is known."""
+        """Column up to which the output is known for all rows."""
         if self.records.wanted:
             return min(self.ends)
         open_ends = [end for end, closed in zip(self.ends, self.closed, strict=True) if not closed]
         return min(open_ends) if open_ends else max(self.ends)
 
     def _close(self, b: int) -> None:
-        """Row b is finished with the column just settled: what it wrote behind it was never asked for, be it an end
-        token that it ran ahead to."""
+        """Finish row b at the column just settled, and drop the tokens that it has after it, end tokens included."""
         if self.closed[b] and self._column(self.settled - 1)[b] in self._end_tokens:
-            return  # behind it there is padding alone
+            return  # only padding follows
         self.closed[b] = True
         self.tokens[b, self.settled :] = self.filler
         del self.written[b][self.settled - self.start :]
@@ -288,8 +302,8 @@ class Transcript:
         end = self.ends[b]
         if any(limit is not None and end >= limit for limit in (self.max_length, self._held)):
             return False
-        # Where a row's positions end it waits for the others: criteria that have seen all rows may end it there. If
-        # they do not, its next pass fails as in plain decoding.
+        # A row without further positions waits until its column settles, since a criterion may end it there. Otherwise
+        # its next pass fails as in plain decoding.
         return self.reach is None or end < self.reach[b] or end == self.settled
 
     def _reserve(self, columns: int) -> None:
@@ -304,11 +318,11 @@ class Transcript:
         self._settled_scores.append(torch.stack([row[column - self.start] for row in self.records.scores]))
         return tuple(self._settled_scores)
 
-    # What generate() returns
+    # Outputs of generate()
 
     @property
     def sequences(self) -> Tensor:
-        """(B, settled) int64."""
+        """Settled text (B, settled) int64."""
         return self.tokens[:, : self.settled].clone()
 
     @property
@@ -317,7 +331,7 @@ class Transcript:
         return sum(min(end, self.settled) - self.start for end in self.ends)
 
     def recorded(self) -> dict[str, Any]:
-        """`scores`, `logits` and `hidden_states` in `generate()`'s form, None where not asked for."""
+        """Return `scores`, `logits` and `hidden_states` in `generate()`'s format; None where not requested."""
         steps = self.settled - self.start
         records, logits, hidden = self.records, None, None
         if records.logits is not None:
@@ -333,5 +347,5 @@ class Transcript:
 
 
 def _ends_on_tokens_alone(criterion: Any) -> bool:
-    """It ends a row whenever that holds one of its tokens: transformers' rule, not any with such an attribute."""
+    """True for transformers' own `EosTokenCriteria`, but not for subclasses that override it or look-alikes."""
     return isinstance(criterion, EosTokenCriteria) and type(criterion).__call__ is EosTokenCriteria.__call__

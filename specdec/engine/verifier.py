@@ -1,9 +1,9 @@
-"""What a round makes of the target's logits: which path of the draft is accepted, which tokens the text gains.
+"""Verification of a draft from the target's logits: apply logits processors, accept a path, append tokens to the text.
 
-`SequentialVerifier` asks what plain decoding would choose after the root, then after the child that carries that token, and so on:
-processors and noise are those of plain decoding, node for node. `BatchedVerifier` comes to the same by asking at all nodes
-at once. `RejectionVerifier` hands the scores of all nodes to a rule of `acceptance`. Owns the order of processors, choice and
-text. Knows nothing of models or of what drafted.
+- `SequentialVerifier` chooses as plain decoding would after the root, then after the child with the chosen token, and
+  so on. Processors and noise are those of plain decoding at each node.
+- `BatchedVerifier` gives the same result from choices at all nodes at once.
+- `RejectionVerifier` applies a rule of `sampling.acceptance` to the scores of all nodes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ Rule = Callable[[DraftTree, Tensor], Verdict]  # (draft, processed scores (B, N,
 
 @dataclass(frozen=True)
 class Verified:
-    """What a round came to.
+    """Result of verifying a round.
 
     Attributes:
-        verdict: the accepted path. outcome: the same on the host.
-        kept: tokens that each row's text gained; a row keeps none behind its end token.
-        moved: in the target's cache the path lies in order by now.
+        verdict: the accepted paths, on the device.
+        outcome: the same on the host.
+        kept: number of tokens appended to each row's text, where nothing follows an end token.
+        moved: True if the accepted path is contiguous in the target's cache already.
     """
 
     verdict: Verdict
@@ -42,14 +43,15 @@ class Verified:
     moved: bool = False
 
 
-Verification = Callable[[DraftTree, Output, Transcript], Verified]  # writes what is accepted into the text
+Verification = Callable[[DraftTree, Output, Transcript], Verified]  # appends the accepted tokens to the text
 
 
 class SequentialVerifier:
-    """Follow the target's own choices, asked for at reached nodes alone.
+    """Accepts drafted tokens that equal the target's own choice, evaluating only the nodes on the accepted path.
 
     Args:
-        processors: the call's own. noise: of its sampling; None at T = 0: the best token is chosen.
+        processors: the call's logits processors.
+        noise: exponential noise of the call's sampling; None at T = 0, where the best token is chosen.
     """
 
     def __init__(self, processors: NodeProcessors, noise: Noise | None):
@@ -68,26 +70,35 @@ class SequentialVerifier:
     def chosen_tokens(
         self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor
     ) -> Tensor:
-        """(B,) int64: the tokens that plain decoding chooses by processed scores (B, V) at these columns.
+        """Choose the tokens that plain decoding would choose.
 
-        node: (B,) int64, of the draft, behind which each row is.
+        Args:
+            scores: (B, V) float32, processed.
+            columns: of each row, the output column that the token is for (the first new token's is 0).
+            alive: (B,) bool, rows whose choice matters.
+            draft: the draft being verified.
+            node: (B,) int64, the node after which each row chooses.
+
+        Returns:
+            (B,) int64.
         """
         if self.noise is None:
-            # `max` takes the first of equal maxima as `argmax` does, 4x faster on bfloat16.
+            # `max` returns the first of equal maxima like `argmax`, and is 4x faster on bfloat16.
             return scores.max(-1).indices
         probs = scores.softmax(-1)
-        race = (probs / self.noise.at(columns).to(probs.device)).max(-1)
-        if race.values.device.type == "cpu" and bool((race.values.isnan() & alive).any()):
-            torch.multinomial(probs[alive], 1)  # raises what plain decoding raises of such scores
-        return race.indices
+        perturbed = (probs / self.noise.at(columns).to(probs.device)).max(-1)
+        if perturbed.values.device.type == "cpu" and bool((perturbed.values.isnan() & alive).any()):
+            torch.multinomial(probs[alive], 1)  # raises the error of plain decoding for such scores
+        return perturbed.indices
 
 
 class _Step:
-    """One walk over one draft, as far as it got.
+    """State of `SequentialVerifier` during one round.
 
     Attributes:
-        alive: (B,) bool, rows whose next tokens are wanted. scores: processed (B, V) by depth.
-        written: tokens that the text has taken on the way.
+        alive: (B,) bool, rows that need a next token.
+        scores: processed scores (B, V) by depth.
+        written: number of tokens appended to the text so far (only if processors must see the text grow).
     """
 
     def __init__(self, walker: SequentialVerifier, draft: DraftTree, output: Output, text: Transcript):
@@ -100,10 +111,17 @@ class _Step:
         self.written = 0
 
     def choose(self, path: Tensor, alive: Tensor) -> Tensor | None:
-        """(B,) int64, the token after each row's node path[:, -1]. path: (B, d + 1) nodes from the root.
+        """Choose the token after each row's last node.
 
-        A processor that raises does so when plain decoding calls it: as soon as the text before is settled. None: this
-        is later, and the round ends before this node. At the root, rows that are ahead of the others wait for them.
+        An error of a processor is raised when plain decoding would raise it: once the text before it is settled. Until
+        then the round ends before the failing node, or, at the root, rows that are ahead wait for the others.
+
+        Args:
+            path: (B, d + 1) int64, nodes from the root.
+            alive: (B,) bool, rows that are still on their path.
+
+        Returns:
+            (B,) int64, or None to end the round before this node.
         """
         while True:
             try:
@@ -121,14 +139,14 @@ class _Step:
         text, depth = self.text, path.shape[1] - 1
         logits = self.output.logits[self.rows, path[:, -1]]  # (B, V)
         scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
-        taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # a device is not waited for
+        taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # avoids a host sync
         columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
         token = self.walker.chosen_tokens(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
         self.scores.append(scores)
-        return torch.where(self.padding, text.filler, token)  # finished rows go on with pads
+        return torch.where(self.padding, text.filler, token)  # finished rows get padding
 
     def write(self, path: Tensor, token: Tensor) -> bool:
-        """The text takes a token before processors are called again; False once plain decoding would stop."""
+        """Append a token (B,) before processors run again; return False once plain decoding would stop."""
         self.text.record(path[:, -1:].tolist(), [0] * len(path), self.output, self.scores[-1:])
         self.text.append(token[:, None].tolist(), [1] * len(path))
         self.text.settle()
@@ -136,7 +154,7 @@ class _Step:
         return not self.text.done
 
     def _texts(self, path: Tensor) -> list[list[Tensor]]:
-        """[b][0]: row b's text down to its node, in `generate()`'s layout; of finished rows with padding."""
+        """Text [b][0] of each row up to its node, in `generate()`'s layout; padded for finished rows."""
         text, drafted, depths = self.text, self.draft.tokens.gather(1, path)[:, 1:], _depths(path)
         longest = max(end + depth for end, depth in zip(self.ends, depths, strict=True))
         return [
@@ -146,10 +164,11 @@ class _Step:
 
 
 class RejectionVerifier:
-    """Process the scores of every node, and let a rule of `acceptance` decide.
+    """Applies an acceptance rule to the processed scores of all nodes.
 
     Args:
-        processors: the call's own, all of them known not to follow the text with a state.
+        processors: the call's logits processors, all known to be stateless.
+        rule: maps the draft and processed scores (B, N, V) to a verdict.
     """
 
     def __init__(self, processors: NodeProcessors, rule: Rule):
@@ -171,19 +190,23 @@ class RejectionVerifier:
         return written(verdict, outcome, tokens, text)
 
     def verdict(self, draft: DraftTree, scores: Tensor, text: Transcript) -> Verdict:
+        """Apply the rule to processed scores (B, N, V)."""
         return self.rule(draft, scores)
 
     def _up_to_failures(
         self, draft: DraftTree, output: Output, text: Transcript, error: Exception
     ) -> tuple[Verdict, Tensor]:
-        """The verdict on a draft at some of whose nodes a processor raises, and the processed scores.
+        """Verify a draft when a processor raises at some of its nodes.
 
-        Each failing node becomes a leaf. Whether it is accepted depends on the nodes before it, so the rule stays
-        exact. A row that accepts it ends its round there: the node is the next round's root.
+        Each failing node becomes a leaf. Whether it is accepted depends only on the nodes before it, so the rule stays
+        exact. A row that accepts it ends its round there: the node is the root of the next round.
+
+        Returns:
+            The verdict, and processed scores (B, N, V).
 
         Raises:
-            Exception: `error`, if plain decoding calls the processor with the text that is settled by now. Otherwise
-                the rows whose root fails wait for the rows before them.
+            Exception: `error`, if plain decoding would call the processor with the text settled so far. Otherwise
+                rows whose root fails wait for the rows before them.
         """
         scores, failed = _node_by_node(self.processors, draft, output, text)
         ends = [end for end, active in zip(text.ends, text.active, strict=True) if active]
@@ -211,15 +234,17 @@ class RejectionVerifier:
 
 
 class BatchedVerifier(RejectionVerifier):
-    """`SequentialVerifier` without walking: the target's choice at every node at once, and then the path along them.
+    """`SequentialVerifier` without a loop: chooses at all nodes at once, then finds the longest accepted path.
 
-    Few operations, whatever the depth, on more numbers: for devices, where operations are what costs.
+    It runs a fixed number of larger kernels at any depth, which is faster where launches dominate. Passes with more
+    than `MOST` scores are left to `SequentialVerifier`, which reads fewer of them.
 
     Args:
-        processors: all of them look at scores alone. noise: as for `SequentialVerifier`.
+        processors: logits processors that read only the scores.
+        noise: as for `SequentialVerifier`.
     """
 
-    MOST = 2**28  # scores of a pass; more, and `SequentialVerifier` looks at fewer of them
+    MOST = 2**28
 
     def __init__(self, processors: NodeProcessors, noise: Noise | None):
         super().__init__(processors, longest_accepted_path)
@@ -233,13 +258,13 @@ class BatchedVerifier(RejectionVerifier):
         return self.chosen(draft, scores, self.noise_for(draft, text))
 
     def noise_for(self, draft: DraftTree, text: Transcript) -> Tensor | None:
-        """(B, D, V), of the columns that the draft's nodes decide, by depth; None at T = 0."""
+        """Exponential noise (B, D, V) of the output columns after nodes at depths 0 to D - 1; None at T = 0."""
         if self.noise is None:
             return None
         return self.noise.ahead([end - text.start for end in text.ends], draft.height + 1)
 
     def chosen(self, draft: DraftTree, scores: Tensor, noise: Tensor | None) -> Verdict:
-        """By processed scores (B, N, V)."""
+        """Verdict from processed scores (B, N, V) and noise (B, D, V), or None at T = 0."""
         if noise is not None:
             noise = noise.to(scores.device)
             if not draft.chain:
@@ -249,20 +274,26 @@ class BatchedVerifier(RejectionVerifier):
 
 
 def written(verdict: Verdict, outcome: Outcome, tokens: Tensor, text: Transcript, moved: bool = False) -> Verified:
-    """The text takes what a round came to; tokens: the verdict's `new_tokens`."""
+    """Append a round's tokens to the text. `tokens` is the verdict's `new_tokens` (B, D), on the device."""
     kept = text.append(outcome.tokens, outcome.accepted, tokens)
     return Verified(replace(verdict, outcome=outcome), outcome, kept, moved)
 
 
 def _depths(path: Tensor) -> list[int]:
-    """Of the node that each row is at: behind it, its path (B, d + 1) repeats it."""
+    """Depth of each row's last node, which its path (B, d + 1) repeats once the row has stopped."""
     return (path[:, 1:] != path[:, :-1]).sum(1).tolist()
 
 
 def outcome_sent(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Callable[[], Outcome]:
-    """Sends to the host what it wants to know of the round; what is returned waits for it: the one time in a round.
+    """Start copying a round's verdict to the host.
 
-    tokens: the verdict's `new_tokens`.
+    Args:
+        draft: the verified draft.
+        verdict: the verdict on it.
+        tokens: (B, D) int64, the verdict's `new_tokens`.
+
+    Returns:
+        A function that waits for the copy and returns the outcome: the only host sync of a round.
     """
     parts = {"accepted": verdict.accepted, "tokens": tokens, "path": verdict.path, "parents": draft.parents}
     if draft.confidence_bins is not None:
@@ -285,7 +316,7 @@ def outcome_sent(draft: DraftTree, verdict: Verdict, tokens: Tensor) -> Callable
 
 
 def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Verdict:
-    """Rows that go on with pads need no verdict: all of their draft is accepted, and a pad follows."""
+    """Accept the whole draft of finished rows that continue with padding; a pad token follows it."""
     rows = [b for b, padding in enumerate(text.padding) if padding]
     if not rows:
         return verdict
@@ -304,9 +335,12 @@ def _accept_padding(draft: DraftTree, verdict: Verdict, text: Transcript) -> Ver
 def _node_by_node(
     processors: NodeProcessors, draft: DraftTree, output: Output, text: Transcript
 ) -> tuple[Tensor, Tensor]:
-    """Processed scores (B, N, V), and the nodes (B, N) bool at which a processor raises; there the scores are raw.
+    """Process scores one node at a time, to find the nodes at which a processor raises.
 
-    Descendants of these nodes, and of tokens that were ruled out, are not processed: no path reaches them.
+    Descendants of such nodes, and of tokens with probability 0, are not processed: no path reaches them.
+
+    Returns:
+        Processed scores (B, N, V), raw where processing failed; and the failed nodes (B, N) bool.
     """
     scores, texts = output.logits.float().clone(), _node_texts(text, draft)
     failed = torch.zeros_like(draft.tokens, dtype=torch.bool)
@@ -333,7 +367,7 @@ def _node_by_node(
 
 
 def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:
-    """[b][n]: row b's text up to and including node n, in `generate()`'s layout."""
+    """Text [b][n] of row b up to and including node n, in `generate()`'s layout."""
     ancestors = draft.ancestors.tolist()
     out: list[list[Tensor]] = []
     for b, end in enumerate(text.ends):

@@ -1,7 +1,4 @@
-"""`bench`: how fast a target answers prompts, plainly and with each of several proposers, taking turns.
-
-Owns what is measured and the table of it. How it is measured stands in `turns`.
-"""
+"""`bench`: measure plain decoding and several proposers on some prompts, in turns (see `timing`)."""
 
 from __future__ import annotations
 
@@ -24,15 +21,17 @@ from specdec.utils.choices import COUPLED, RuleName
 from specdec.utils.moved import renamed_method
 
 PLAIN = "plain"
-COLUMNS = ["", "tokens/s", "speed-up", "of prompts", "ms to the first", "ms a token", "tokens a pass", "plain's text"]
+COLUMNS = ["", "tokens/s", "speed-up", "by prompt", "ms to first token", "ms per token", "tokens per pass", "same text"]
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What came of one way to answer.
+    """Results of one method.
 
     Attributes:
-        measured: over all calls. speed_ups: over plain decoding, by prompt. same: texts that are plain decoding's.
+        measured: measurements over all calls.
+        speed_ups: speed-up over plain decoding by prompt.
+        same: number of texts that equal plain decoding's.
     """
 
     measured: Measured
@@ -42,10 +41,20 @@ class Answered:
 
 @dataclass(frozen=True)
 class Bench:
-    """What was measured: plain decoding first, then the proposers.
+    """Result of `bench`.
 
     Attributes:
-        prompts: that all of them answered. repeats: times that they did. stopped: before all was measured.
+        methods: results of plain decoding, then of each proposer.
+        prompts: number of prompts that all methods answered.
+        repeats: number of times that each prompt was answered.
+        stopped: True if interrupted before all was measured.
+
+    Examples:
+        >>> from specdec.evaluation.diagnosis import Measured
+        >>> plain = Answered(Measured("plain", "model.generate()", 100, 8.0, 0.5), (1.0,), same=1)
+        >>> ngram = Answered(Measured("ngram", "...", 100, 4.0, 0.5), (2.0,), same=1)
+        >>> Bench((plain, ngram), prompts=1, repeats=1).speed_ups
+        {'ngram': (2.0,)}
     """
 
     methods: tuple[Answered, ...]
@@ -54,14 +63,14 @@ class Bench:
     stopped: bool = False
 
     def summary(self) -> str:
-        """The ways beside each other, a line each."""
+        """Format a table with one line per method; "same text" counts texts that equal plain decoding's."""
         return "\n".join(table([COLUMNS, *map(self._row, self.labels, self.methods)]))
 
     in_words = renamed_method("Bench.in_words", "summary")
 
     @property
     def labels(self) -> list[str]:
-        """The ways' names, models by the last part of their paths if that is enough to tell them apart."""
+        """Names of the methods, with paths of models shortened to their last part if the names stay distinct."""
         whole = [method.measured.name for method in self.methods]
         parts = [name.partition(":") for name in whole]
         short = [kind + colon + Path(source).name for kind, colon, source in parts]
@@ -82,11 +91,11 @@ class Bench:
 
     @property
     def speed_ups(self) -> dict[str, tuple[float, ...]]:
-        """Over plain decoding, by proposer and prompt: what `plots.speed_ups` draws."""
+        """Speed-ups over plain decoding by proposer and prompt, as `plots.speed_ups` draws them."""
         return {label: method.speed_ups for label, method in list(zip(self.labels, self.methods, strict=True))[1:]}
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds are of whole calls."""
+        """Return the results as JSON-serialisable values; "seconds" is the duration of all calls of a method."""
         plain = self.methods[0].measured
         return {
             "prompts": self.prompts,
@@ -121,16 +130,33 @@ def bench(
     progress: Callable[[int, int], Any] = lambda done, total: None,
     **arguments: Any,
 ) -> Bench:
-    """Have a target answer prompts (T,) int64 plainly and with each proposer, after a call in each that is not counted.
+    """Measure plain decoding and each proposer on some prompts, after one warm-up call each.
 
-    Interrupted (Ctrl-C), it gives what was measured until then, if every way has answered one prompt.
+    If interrupted (Ctrl-C), it returns the results so far, provided that every method has answered one prompt.
 
     Args:
-        proposers: by the names to give them.
-        repeats: times that each prompt is answered in each way.
-        max_new_tokens: tokens to write for each prompt at most. draft_length, rule: of `SpeculativeGenerator`.
-        progress: called with the calls done and those there are.
-        arguments: more of `generate()`'s; greedy by default.
+        target: the target model.
+        proposers: proposers by name.
+        prompts: (T,) int64 each.
+        repeats: number of times that each method answers each prompt.
+        max_new_tokens: maximum number of new tokens per prompt.
+        draft_length: as for `SpeculativeGenerator`.
+        rule: as for `SpeculativeGenerator`.
+        progress: called with the number of calls done and the total.
+        arguments: further arguments of `generate()`; greedy decoding by default.
+
+    Returns:
+        The results; `summary()` formats them.
+
+    Raises:
+        KeyboardInterrupt: interrupted before every method has answered one prompt.
+        Unsupported: the target cannot be speculated on.
+
+    Example:
+        ```python
+        prompts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts]
+        print(bench(model, {"ngram": NgramProposer()}, prompts).summary())
+        ```
     """
     device = device_of(target)
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
@@ -147,19 +173,19 @@ def bench(
         done += 1
         progress(done, total)
 
-    asked = [prompt for prompt in prompts for _ in range(repeats)]
+    all_prompts = [prompt for prompt in prompts for _ in range(repeats)]
     with torch.random.fork_rng():
         for run in runs:
             run.warm_up(prompts[0])
             step()
-        answered = take_turns(runs, asked, step)
-    answered -= answered % repeats  # whole prompts alone
+        answered = take_turns(runs, all_prompts, step)
+    answered -= answered % repeats  # complete prompts only
     if not answered:
         raise KeyboardInterrupt
     for run in runs:
         del run.calls[answered:]
     found = tuple(_answered(run, runs[0], repeats) for run in runs)
-    return Bench(found, answered // repeats, repeats, stopped=answered < len(asked))
+    return Bench(found, answered // repeats, repeats, stopped=answered < len(all_prompts))
 
 
 def _answered(run: Runs, plain: Runs, repeats: int) -> Answered:

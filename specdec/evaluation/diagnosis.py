@@ -1,7 +1,7 @@
-"""`Diagnosis`: what was measured of the ways to answer some prompts, and what follows from it, in words.
+"""`Diagnosis`: measurements of several decoding methods on some prompts, and a summary with one recommendation.
 
-Owns the words. Every figure in them was measured, or is one measured sum less another; the ways are ranked by their
-seconds alone, one of them is advised, and one limit is named, so that no sentence can contradict another.
+Every figure in the summary was measured, or is the difference of two measured sums. Methods are ranked by seconds only.
+One of them is recommended and one limit is named, so that no sentence can contradict another.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from dataclasses import dataclass, field
 from specdec.engine.report import Report
 from specdec.utils.moved import renamed_method
 
-NEAR = 1.03  # times the fastest's seconds: as fast as that, for the clock
-MISSING = 0.05  # of the target's tokens: more of them outside of the draft's vocabulary are a fault
-UNUSUAL = 0.1  # less acceptance than on usual prompts is the prompts' doing
-WORTH = 0.01  # of a way's seconds: what would spare less of them is no limit
+NEAR = 1.03  # up to so many times the fastest method's seconds count as equally fast
+MISSING = 0.05  # a larger share of target tokens outside of the draft's vocabulary is reported as a fault
+UNUSUAL = 0.1  # an acceptance rate lower by more than this than on usual prompts is attributed to the prompts
+WORTH = 0.01  # a limit that would save a smaller share of a method's seconds is not reported
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A way to answer, as it went.
+    """Measurements of one method over all prompts.
 
     Attributes:
-        name: in words. code: what gives it. tokens: written, over all prompts.
-        seconds: of the whole calls, prefill included. first: until a call's first token, in the mean.
-        report: of the calls; empty for plain decoding.
+        name: name of the method.
+        code: code that builds it.
+        tokens: number of new tokens.
+        seconds: duration of all calls, prefill included.
+        first: mean seconds from the start of a call to its first token.
+        report: report of the calls; empty for plain decoding.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Measured:
         return self.seconds / self.tokens
 
     def row(self, plain: Measured) -> list[str]:
-        """Of the table: name, seconds, speed-up; what was drafted in a round, what it brought and what it took."""
+        """Cells of this method's row in the table of `Diagnosis.summary` (see `COLUMNS`)."""
         found = [self.name, f"{1e3 * self.first:.0f}", f"{1e3 * self.pace:.1f}", f"{plain.pace / self.pace:.2f}x"]
         rounds = self.report.num_row_rounds
         if not rounds:
@@ -51,12 +54,12 @@ class Measured:
         return [*found, f"{drafted:.1f}", f"{brought:.2f}", f"{drafting:.1f}", f"{verifying:.1f}"]
 
 
-COLUMNS = ["", "ms to the first", "ms a token", "speed-up"]
-COLUMNS += ["drafted", "tokens a round", "ms drafting", "ms target pass"]
+COLUMNS = ["", "ms to first token", "ms per token", "speed-up"]
+COLUMNS += ["drafted", "tokens per round", "ms drafting", "ms target pass"]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines whose columns are aligned, the first on the left."""
+    """Format rows as lines with aligned columns, the first one left-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -66,7 +69,13 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True)
 class Limit:
-    """A way's seconds if one thing were as good as it can be: never more than they are."""
+    """Lower bound of a method's seconds if one cause of lost time were removed.
+
+    Attributes:
+        seconds: the bound, at most the measured seconds.
+        means: the condition, as a clause.
+        cure: how to get closer to it.
+    """
 
     seconds: float
     means: str
@@ -75,16 +84,25 @@ class Limit:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was measured.
+    """Result of `diagnose`: measurements of plain decoding and of several ways to draft.
 
     Attributes:
-        plain: `model.generate()`. drafting: the ways with drafts, the proposer as it comes first.
-        step: seconds of plain decoding's pass over a single token.
-        acceptance: of chains, conditional, per position.
-        uncovered: share of the target's tokens that the draft's vocabulary lacks.
-        elsewhere: acceptance at the first position on prompts of ours, None if not measured.
-        has_head: an EAGLE head drafts. uses_lookup: n-grams take part.
-        answered: prompts that every way answered. stopped: before all was measured.
+        plain: `model.generate()`.
+        drafting: methods with drafts; the first is the proposer with its own settings.
+        step: seconds of a plain decoding pass over a single token.
+        acceptance: conditional acceptance rate of chains by position.
+        uncovered: share of the target's tokens that are not in the draft's vocabulary.
+        elsewhere: acceptance rate at the first position on `usual` prompts; None if not measured.
+        has_head: True if an EAGLE-3 head or MTP layers draft.
+        uses_lookup: True if n-grams or suffixes draft, alone or in a hybrid.
+        answered: number of prompts that every method answered.
+        stopped: True if interrupted before all was measured.
+
+    Examples:
+        >>> plain = Measured("plain decoding", "model.generate()", tokens=100, seconds=10.0, first=0.5)
+        >>> ngram = Measured("as it comes", 'SpeculativeGenerator(model, "ngram")', 100, 5.0, 0.5)
+        >>> Diagnosis(plain, (ngram,), step=0.1).best.name
+        'as it comes'
     """
 
     plain: Measured
@@ -100,35 +118,38 @@ class Diagnosis:
 
     @property
     def best(self) -> Measured:
-        """The first that is about as fast as the fastest: plain decoding, the proposer as it comes, the others."""
+        """The recommended method: the first that is within 3% of the fastest.
+
+        Plain decoding comes first, then the proposer with its own settings, then the others.
+        """
         methods = [self.plain, *self.drafting]
         fastest = min(method.pace for method in methods)
         return next(method for method in methods if method.pace <= NEAR * fastest)
 
     @property
     def best_draft(self) -> Measured:
-        """The fastest with drafts."""
+        """The fastest method with drafts."""
         return min(self.drafting, key=lambda method: method.pace)
 
     def limits(self) -> list[Limit]:
-        """Of the fastest with drafts, what would help it most first."""
+        """Limits of the fastest method with drafts, the one with the largest saving first."""
         method = self.best_draft
         report, rounds = method.report, method.report.num_row_rounds
         longest = 1 + sum(report.num_draft_tokens_per_pos) / rounds  # tokens a round, were every draft accepted
         wider = max(0.0, report.seconds["verify"] - rounds * self.step)
         spared = {
-            "were all its drafts accepted": (
+            "if all its drafts were accepted": (
                 report.round_seconds * (1 - report.tokens_per_round / longest),
                 self._acceptance,
             ),
-            "were drafting free": (report.seconds["draft"], self._drafting),
-            "were its passes as quick as plain decoding's": (wider, self._passes),
+            "if drafting were free": (report.seconds["draft"], self._drafting),
+            "if its target passes were as fast as plain decoding's": (wider, self._passes),
         }
         found = [Limit(method.seconds - saved, means, cure) for means, (saved, cure) in spared.items()]
         return sorted(found, key=lambda limit: limit.seconds)
 
     def summary(self) -> str:
-        """The ways beside each other, which to take, and what limits the fastest of the drafts."""
+        """Format a table of all methods, the recommended one, and the limits of the fastest method with drafts."""
         rows = [COLUMNS, *(method.row(self.plain) for method in (self.plain, *self.drafting))]
         return "\n".join([*table(rows), "", self._advice(), *self._facts(), *self._format_limits()])
 
@@ -137,18 +158,20 @@ class Diagnosis:
     def _advice(self) -> str:
         best, others = self.best, [method for method in (self.plain, *self.drafting) if method is not self.best]
         if best is self.plain:
-            return f"take: plain decoding, {best.code}: no draft was more than {100 * (NEAR - 1):.0f}% faster"
+            return f"recommended: plain decoding, {best.code}: no draft was more than {100 * (NEAR - 1):.0f}% faster"
         rank = "the fastest" if all(best.pace <= other.pace for other in others) else "about as fast as the fastest"
-        return f"take: {best.name}, {best.code}: {rank}"
+        return f"recommended: {best.name}, {best.code}: {rank}"
 
     def _facts(self) -> list[str]:
         found = []
         if self.acceptance:
-            found.append("accepted, of chains, by position: " + " ".join(f"{rate:.2f}" for rate in self.acceptance))
+            found.append(
+                "acceptance rate of chains by position: " + " ".join(f"{rate:.2f}" for rate in self.acceptance)
+            )
         if self._unusual and self.elsewhere is not None:
-            found.append(f"accepted at the first position on prompts of ours: {self.elsewhere:.2f}")
+            found.append(f"acceptance rate at the first position on specdec's own prompts: {self.elsewhere:.2f}")
         if self.uncovered > MISSING:
-            found.append(f"of what the target wrote, {100 * self.uncovered:.0f}% is not in the draft's vocabulary")
+            found.append(f"{100 * self.uncovered:.0f}% of the target's tokens are not in the draft's vocabulary")
         return found
 
     def _format_limits(self) -> list[str]:
@@ -157,16 +180,16 @@ class Diagnosis:
             return [f"{method.name} drafted nothing on these prompts."]
         limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * method.seconds]
         if not limits:
-            return ["", f"Neither its drafts nor its passes hold {method.name} back."]
+            return ["", f"Neither its drafts nor its target passes slow {method.name} down."]
         listed = [f"  {limit.means}: {self._speed_up(limit.seconds, method):.2f}x" for limit in limits]
         most = limits[0]
         if self._speed_up(most.seconds, method) < 1:
-            last = "No one of these would make drafting pay here."
+            last = "None of these would make drafting faster than plain decoding here."
         else:
-            last = f"The first limits most. {most.cure}"
+            last = f"The first limits the speed-up most. {most.cure}"
         return [
             "",
-            f"{method.name}, {self._speed_up(method.seconds, method):.2f}x, would be at the very best",
+            f"{method.name} has a speed-up of {self._speed_up(method.seconds, method):.2f}x. It would be at most",
             *listed,
             last,
         ]
@@ -183,23 +206,25 @@ class Diagnosis:
         by_a_model = self.best_draft.report.num_draft_passes > 0
         if by_a_model and self.uncovered > MISSING:
             return (
-                "Each token outside of the draft's vocabulary ends a draft: choose a larger one, from text like yours."
+                "Each token outside of the draft's vocabulary ends a draft: use a larger vocabulary, from text like "
+                "yours."
             )
         if by_a_model and self._unusual:
-            return "Your prompts are unlike what the draft knows, or they miss the chat template."
-        beside = "" if self.uses_lookup else ', or n-grams beside either ("ngram+eagle3", "ngram+draft:PATH")'
-        return f"More is accepted from an EAGLE-3 head trained on text like yours, or a larger draft model{beside}."
+            return "Your prompts differ from the draft's training data, or they lack the chat template."
+        lookup = "" if self.uses_lookup else ', or n-grams together with either ("ngram+eagle3", "ngram+draft:PATH")'
+        return f"More is accepted with an EAGLE-3 head trained on text like yours, or a larger draft model{lookup}."
 
     @property
     def _drafting(self) -> str:
         if self.has_head:
-            return "Quicker: a head with a smaller --draft-vocab or --intermediate-size."
-        return "Quicker: a smaller draft model, an EAGLE-3 head, or vocab= to trim the draft model's."
+            return "Faster: a head with a smaller --draft-vocab or --intermediate-size."
+        return "Faster: a smaller draft model, an EAGLE-3 head, or vocab= to trim the draft model's."
 
     @property
     def _passes(self) -> str:
         verify = self.best_draft.report
         ratio = verify.seconds["verify"] / verify.num_row_rounds / self.step
         return (
-            f"One of its passes takes {ratio:.2f} of plain decoding's: another number format (--dtype) may be quicker."
+            f"One of its target passes takes {ratio:.2f} times as long as plain decoding's: another number format "
+            "(--dtype) may be faster."
         )

@@ -1,6 +1,6 @@
-"""`diagnose`: how fast a target answers prompts, plainly and in each way that a proposer offers, taking turns.
+"""`diagnose`: measure plain decoding and the methods of a proposer on some prompts, in turns.
 
-Owns what is measured. What is said of it stands in `diagnosis`, what there is to measure in `methods`, how in `turns`.
+The methods are defined in `methods`, measured by `timing`, and summarised in `diagnosis`.
 """
 
 from __future__ import annotations
@@ -36,15 +36,31 @@ def diagnose(
     progress: Callable[[int, int], Any] = lambda done, total: None,
     **arguments: Any,
 ) -> Diagnosis:
-    """Have a target answer prompts (T,) int64 in every way there is, after a call in each that is not counted.
+    """Measure plain decoding and each method of a proposer on some prompts, after one warm-up call each.
 
-    Interrupted (Ctrl-C), what was measured until then is the diagnosis, if every way has answered one prompt.
+    If interrupted (Ctrl-C), it returns the results so far, provided that every method has answered one prompt.
 
     Args:
-        usual: prompts that most drafts are good at, to tell a bad draft from unusual prompts.
-        max_new_tokens: tokens to write for each prompt at most.
-        progress: called with the calls done and those there are.
-        arguments: more of `generate()`'s; greedy by default.
+        target: the target model.
+        proposer: as for `SpeculativeGenerator`.
+        prompts: (T,) int64 each.
+        usual: (T,) int64 each, prompts on which most drafts do well, to tell a bad draft from unusual prompts.
+        max_new_tokens: maximum number of new tokens per prompt.
+        progress: called with the number of calls done and the total.
+        arguments: further arguments of `generate()`; greedy decoding by default.
+
+    Returns:
+        The measurements; `summary()` formats them.
+
+    Raises:
+        KeyboardInterrupt: interrupted before every method has answered one prompt.
+        Unsupported: the target cannot be speculated on.
+
+    Example:
+        ```python
+        prompts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts]
+        print(diagnose(model, "ngram", prompts).summary())
+        ```
     """
     device = device_of(target)
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}

@@ -1,6 +1,6 @@
-"""`Method`: plain decoding, a proposer as it comes, or its drafts in one fixed shape: what the doctor measures.
+"""`Method`: a decoding method that the doctor measures.
 
-Owns which ways there are for a proposer, and each as the code that gives it. Knows nothing of times.
+That is plain decoding, a proposer with its own settings, or its drafts in one fixed shape.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.lookup.suffix import SuffixProposer
 from specdec.sampling.dynamic_tree import DynamicTree
 
-CHAINS = (2, 4, 8)  # tokens; the last shows the acceptance at so many positions
+CHAINS = (2, 4, 8)  # tokens; the last one gives the acceptance rates by position
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)
 LOOKUPS: dict[type, str] = {NgramProposer: '"ngram"', SuffixProposer: '"suffix"'}
 MODEL_OF: dict[type, str] = {
@@ -34,16 +34,18 @@ MODEL_OF: dict[type, str] = {
     MtpProposer: "",
     BlockProposer: "HEAD",
     HydraProposer: "HEAD",
-}  # as the code calls it
+}  # name of the model in `Method.code`
 
 
 @dataclass(frozen=True)
 class Method:
-    """One way to answer a prompt.
+    """A way to generate text for a prompt.
 
     Attributes:
-        name: in words. code: what gives it. generate: of the target, or of the speculative generator.
-        spec: the generator; None for plain decoding.
+        name: name for tables.
+        code: code that builds it.
+        generate: `generate` of the target or of the speculative generator.
+        spec: the speculative generator; None for plain decoding.
     """
 
     name: str
@@ -53,9 +55,10 @@ class Method:
 
 
 def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) -> list[Method]:
-    """Plain decoding first, then the proposer as it comes, its parts if it is a hybrid, chains, and trees.
+    """List the methods for a proposer: plain decoding, the proposer itself, its parts if a hybrid, chains and trees.
 
-    Chains and trees are of what drafts beside the n-grams; trees of models alone, where the target takes them.
+    Chains and trees are drafted without a hybrid's n-grams. There are trees only if a model drafts and the target
+    supports them.
     """
 
     def method(name: str, drafts: Proposer | PreTrainedModel | str, code: str, length: int | None = None) -> Method:
@@ -76,7 +79,7 @@ def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str)
     ]
     if isinstance(drafts, AutoregressiveProposer) and capability(target).trees:
         for size in TREE_SIZES:
-            # As wide as the proposer's own, which knows what is a cheap pass for its model.
+            # As wide as the proposer's own trees, whose width suits its model.
             shape = DynamicTree(TREE_DEPTH, (drafts.tree or DynamicTree()).top_k, size)
             code = _code(drafts, f"tree={shape}")
             found.append(method(f"tree of {size} nodes", drafts.shaped(tree=shape), code, TREE_DEPTH))
@@ -84,20 +87,20 @@ def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str)
 
 
 def chain(target: PreTrainedModel, proposer: Proposer, length: int = CHAINS[-1]) -> SpeculativeGenerator:
-    """Chains of one length, of what drafts beside the n-grams."""
+    """Return a generator that drafts chains of one length, without a hybrid's n-grams."""
     drafts = proposer.other if isinstance(proposer, HybridProposer) else proposer
     return SpeculativeGenerator(target, _chain(drafts, length), draft_length=length, on_unsupported="error")
 
 
 def _drafts_trees(proposer: Proposer) -> bool:
-    """Does a model draft trees, as it was made?"""
+    """Return True if a model drafts trees by its own settings."""
     return isinstance(proposer, AutoregressiveProposer) and (
         proposer.tree is not None or proposer.branching is not None
     )
 
 
 def _chain(proposer: Proposer, length: int) -> Proposer:
-    """Where it drafts trees, the same model drafting chains."""
+    """Return the same proposer drafting chains."""
     if isinstance(proposer, AutoregressiveProposer) and _drafts_trees(proposer):
         return proposer.shaped(branching=(1,) * length)
     return proposer
@@ -108,6 +111,7 @@ def _chain_code(proposer: Proposer, length: int) -> str:
 
 
 def _code(proposer: Proposer, shape: str = "") -> str:
+    """Code that builds the proposer with a shape argument."""
     if type(proposer) in LOOKUPS:
         return LOOKUPS[type(proposer)]
     model = MODEL_OF.get(type(proposer), "...")

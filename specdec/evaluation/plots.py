@@ -1,6 +1,14 @@
-"""Drawings of what speculation did: a round's tree, acceptance per position, where the time went.
+"""Plots of speculative decoding: draft trees, acceptance rate by position, time by phase, speed-ups.
 
-Owns matplotlib (`pip install matplotlib`), which is imported when something is drawn. Knows only what is drawn.
+They need matplotlib (`pip install matplotlib`), which is imported on the first plot.
+
+Example:
+    ```python
+    with spec.watch() as rounds:
+        spec.generate(**inputs, max_new_tokens=64)
+    plots.round_tree(rounds[0], tokenizer)
+    plots.acceptance_per_position(spec.last_report)
+    ```
 """
 
 from __future__ import annotations
@@ -21,16 +29,24 @@ Reports = Report | Mapping[str, Report]
 
 
 def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None) -> Axes:
-    """Draw a round: the tree from left to right, green what was accepted, blue what the target wrote itself.
+    """Draw the draft tree of a round from left to right.
 
-    Under each drafted token stands p, the target's chance of it behind its parent.
+    Accepted nodes are green. The bonus or recovered token is blue. Below each drafted token is p, the target's
+    probability of it after its parent.
 
     Args:
-        tokenizer: to show tokens as text; without it they are ids.
-        ax: where to draw; None: a new figure, high enough for the tree's leaves.
+        round: the trace of the round, from `SpeculativeGenerator.watch()`.
+        tokenizer: decodes tokens; None to show token ids.
+        ax: axes to draw on; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Example:
+        `plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")`
     """
     depths, heights = round.depths, _heights(round.parents)
-    bonus = len(depths)  # the target's own token is drawn as one more node, behind the accepted path
+    bonus = len(depths)  # the bonus or recovered token is drawn as one more node, after the accepted path
     if round.next_token is not None:
         depths.append(len(round.path))
         heights.append(_free(heights, depths, heights[round.path[-1]]))
@@ -42,10 +58,10 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         ax.plot(*ends, style, color=colour, linewidth=2 if colour == ACCEPTED else 1, zorder=1)
 
     def node(number: int, token: int, colour: str, chance: float | None) -> None:
-        said = shown(token, tokenizer).replace("$", r"\$") + ("" if chance is None else f"\np={chance:.2f}")
+        label = shown(token, tokenizer).replace("$", r"\$") + ("" if chance is None else f"\np={chance:.2f}")
         box = {"boxstyle": "round", "facecolor": "white", "edgecolor": colour, "linewidth": 1.5}
         place = depths[number], -heights[number]
-        ax.text(*place, said, color=colour, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
+        ax.text(*place, label, color=colour, ha="center", va="center", fontsize="small", bbox=box, zorder=2)
 
     for below, above in enumerate(round.parents):
         colour = ACCEPTED if below in round.path else REJECTED
@@ -62,10 +78,17 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
 
 
 def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
-    """Draw which share of the drafts that got to a position (depth) was accepted there, a line per report.
+    """Draw the conditional acceptance rate by position (depth) in the draft, one line per report.
 
     Args:
-        reports: one report, or several by the name to give them.
+        reports: a report, or several by name.
+        ax: axes to draw on; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Example:
+        `plots.acceptance_per_position({"ngram": ngram.report, "eagle3": eagle3.report})`
     """
     ax = _new_axes(6, 3.5) if ax is None else ax
     for name, report in _named(reports).items():
@@ -73,17 +96,24 @@ def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
         length = f"{report.mean_acceptance_length:.2f} tokens per draft" if report.num_drafts else "no drafts"
         label = f"{name} ({length})".strip()
         ax.plot(range(1, len(rates) + 1), rates, "o-", label=label)
-    ax.set(xlabel="position in the draft", ylabel="accepted, of what got there", ylim=(0, 1.05))
+    ax.set(xlabel="position in the draft", ylabel="conditional acceptance rate", ylim=(0, 1.05))
     ax.locator_params("x", integer=True)
     ax.legend()
     return ax
 
 
 def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
-    """Draw where the time went, a bar per report: seconds per new token in each part of decoding, prefill included.
+    """Draw the time per new token in each phase, prefill included, one bar per report.
 
     Args:
-        reports: one report, or several by the name to give them.
+        reports: a report, or several by name.
+        ax: axes to draw on; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Example:
+        `plots.time_per_part(spec.last_report)`
     """
     named = _named(reports)
     ax = _new_axes(6, 1.2 + 0.4 * len(named)) if ax is None else ax
@@ -100,10 +130,17 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
 
 
 def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
-    """Draw how many times as fast as plain decoding proposers were: a dot per prompt, their mean as a bar.
+    """Draw speed-ups over plain decoding: the mean of each proposer as a bar, with one dot per prompt.
 
     Args:
-        by_prompt: by proposer, as `Bench.speed_ups` has them.
+        by_prompt: speed-ups by proposer, such as `Bench.speed_ups`.
+        ax: axes to draw on; None for a new figure.
+
+    Returns:
+        The axes.
+
+    Example:
+        `plots.speed_ups(bench(model, proposers, prompts).speed_ups)`
     """
     ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
     for height, speeds in enumerate(by_prompt.values()):
@@ -114,7 +151,7 @@ def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) 
     ax.axvline(1, color="black", linewidth=0.8)
     ax.set_yticks(range(len(by_prompt)), list(by_prompt))
     ax.invert_yaxis()  # the first on top
-    ax.set(xlabel="times as fast as plain decoding: a dot per prompt, and the mean", xlim=(0, None))
+    ax.set(xlabel="speed-up over plain decoding: mean, and one dot per prompt", xlim=(0, None))
     return ax
 
 
@@ -123,18 +160,21 @@ def _named(reports: Reports) -> Mapping[str, Report]:
 
 
 def _new_axes(width: float, height: float) -> Axes:
-    """Of a pyplot figure, in inches: notebooks show it, scripts call `plt.show()` or `axes.figure.savefig(...)`."""
+    """Make axes in a new pyplot figure of this size in inches.
+
+    Notebooks show the figure; scripts call `plt.show()` or `axes.figure.savefig(...)`.
+    """
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            "specdec.evaluation.plots draws with matplotlib, which is not there: pip install matplotlib"
+            "specdec.evaluation.plots draws with matplotlib, which is not installed: pip install matplotlib"
         ) from error
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
 
 
 def _heights(parents: list[int]) -> list[float]:
-    """Of each node: leaves lie one below the other, a parent in the middle of its children."""
+    """Height of each node: leaves lie below each other, and a parent at the middle of its children."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         children.setdefault(parent, []).append(node)
@@ -155,7 +195,7 @@ def _heights(parents: list[int]) -> list[float]:
 
 
 def _free(heights: list[float], depths: list[int], wanted: float) -> float:
-    """The height next to `wanted` where the last depth has no node within one unit."""
+    """Height closest to `wanted` at which no node of the last depth is within one unit."""
     taken = [height for height, depth in zip(heights, depths, strict=False) if depth == depths[-1]]
     steps = (wanted + sign * step / 2 for step in range(2 * len(heights) + 3) for sign in (1, -1))
     return next(height for height in steps if all(abs(height - other) >= 1 for other in taken))

@@ -1,7 +1,4 @@
-"""`Runs`: how a target answers prompts in one way; several take turns, so that the machine's drift hits them alike.
-
-Owns the clock around a call. What is said of the times stands elsewhere.
-"""
+"""`Runs`: timed calls of one method. Methods take turns, so that drift of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from specdec.engine.report import Report
 from specdec.evaluation.diagnosis import Measured
 from specdec.evaluation.methods import Method
 
-WARM_UP = 16  # tokens of the calls that are not counted
+WARM_UP = 16  # new tokens of a warm-up call
 
 
 class Clock(BaseStreamer):
-    """Notes when tokens came; what comes first is the prompt."""
+    """Streamer that records when tokens arrive; the first entry is the prompt."""
 
     def __init__(self) -> None:
         self.moments: list[float] = []
@@ -36,7 +33,14 @@ class Clock(BaseStreamer):
 
 @dataclass(frozen=True)
 class Call:
-    """text: new tokens, (T,) int64. seconds: of the whole call. decoding: of them, after the first token."""
+    """A timed call.
+
+    Attributes:
+        text: (T,) int64, new tokens.
+        seconds: duration of the call.
+        decoding: seconds of these after the first token.
+        report: report of the call; empty for plain decoding.
+    """
 
     text: Tensor
     seconds: float
@@ -45,24 +49,31 @@ class Call:
 
 
 class Runs:
-    """The calls of one way, in the order in which they were made."""
+    """The timed calls of one method, in order.
+
+    Args:
+        method: the method to measure.
+        device: device of the target.
+        arguments: arguments of `generate()`.
+    """
 
     def __init__(self, method: Method, device: torch.device, arguments: dict[str, Any]):
         self.method, self._device, self._arguments = method, device, arguments
         self.calls: list[Call] = []
 
     def warm_up(self, prompt: Tensor) -> None:
-        """A call that is not counted; what it taught pacing stays."""
+        """Make a call that is not counted. The pacer keeps its estimates."""
         self.answer(prompt, max_new_tokens=WARM_UP)
         self.calls.clear()
 
     def answer(self, prompt: Tensor, **changed: Any) -> None:
+        """Make a timed call for a prompt (T,) int64; `changed` overrides arguments."""
         ids, clock = prompt[None].to(self._device), Clock()
-        mask = torch.ones_like(ids)  # without one, a pad token in a prompt would be taken for padding
-        torch.manual_seed(0)  # the same text in every way
+        mask = torch.ones_like(ids)  # otherwise a pad token in the prompt would count as padding
+        torch.manual_seed(0)  # the same text for every method
         start = perf_counter()
         output = self.method.generate(ids, attention_mask=mask, streamer=clock, **self._arguments | changed)
-        text = output[0, len(prompt) :].cpu()  # on an accelerator, this waits for it
+        text = output[0, len(prompt) :].cpu()  # a host sync on accelerators
         seconds = perf_counter() - start
         report = Report() if self.method.spec is None else self.method.spec.last_report
         self.calls.append(Call(text, seconds, clock.moments[-1] - clock.moments[1], report))
@@ -81,13 +92,13 @@ class Runs:
 
     @property
     def step(self) -> float:
-        """Seconds per token after the first; of all, if there are no others."""
+        """Seconds per token after each call's first; per token of all if there are no others."""
         later = self.tokens - len(self.calls)
         return self.decoding / later if later else self.seconds / self.tokens
 
     @property
     def report(self) -> Report:
-        """Of all calls."""
+        """Sum of the calls' reports."""
         total = Report()
         for call in self.calls:
             total.add(call.report)
@@ -99,11 +110,10 @@ class Runs:
 
 
 def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any]) -> int:
-    """Every way answers every prompt (T,), one way after the other; `step` is called after each call.
+    """Answer each prompt (T,) with each method in turn, and call `step` after each call.
 
     Returns:
-        How many prompts all of them answered: fewer than there are if it was interrupted (Ctrl-C), and calls behind
-        these are dropped.
+        Number of prompts that all methods answered. If interrupted (Ctrl-C), further calls are dropped.
     """
     try:
         for prompt in prompts:

@@ -11,13 +11,13 @@ from specdec.heads.rope import rotary_config
 
 
 class StateHead(nn.Module):
-    """A head whose linear layer `fc` takes the target's states."""
+    """Head whose linear layer `fc` reads the target's hidden states."""
 
     fc: nn.Linear
 
     def __init__(self, config: LayerConfig):
         super().__init__()
-        with torch.device("cpu"):  # in a tuple, lest `head.to(bfloat16)` round the frequencies
+        with torch.device("cpu"):  # in a tuple, so that `head.to(bfloat16)` does not round the frequencies
             self._rotary = (LlamaRotaryEmbedding(rotary_config(config)),)
 
     @property
@@ -29,13 +29,13 @@ class StateHead(nn.Module):
         return self.fc.weight.dtype
 
     def bring_frequencies(self) -> None:
-        """To where the weights are, before passes that are not to wait for it: `.to()` does not know of them."""
+        """Move the RoPE frequencies to the weights' device ahead of time. `head.to()` does not move them."""
         self._rotary[0].to(self.device)
 
     def rotation(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions (B, n) int64, in the precision of x."""
+        """Return cosines and sines for positions (B, n) int64, in the dtype of x."""
         return self._rotary[0].to(x.device)(x, positions)
 
 
-PROMPT = 16  # known tokens at once, from which on it pays to compute of all but the last only what is kept
-AT_ONCE = 1024  # known tokens per row that are read together: what is computed of them on the way goes again
+PROMPT = 16  # from this many known tokens on, only keys and values are computed for all but the last token
+AT_ONCE = 1024  # known tokens per row and pass, which bounds the memory for activations

@@ -1,6 +1,6 @@
-"""`Block`: what one pass drafted for every row, and what follows from it behind the tokens chosen so far.
+"""`Block`: logits that one pass of a block drafter computed, corrected for the tokens chosen so far.
 
-Knows nothing of where it comes from: a DFlash drafter, or a P-EAGLE head.
+DFlash, DSpark, Medusa and P-EAGLE drafts are read from it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from specdec.heads.markov import ConfidenceHead, MarkovHead
 
 @dataclass(frozen=True)
 class Block:
-    """Logits for each place of a block, whatever was chosen before; with a Markov head, its bias comes on top.
+    """Logits for each depth of a draft, independent of the tokens chosen. A Markov head adds a bias that is not.
 
     Attributes:
-        logits: (B, D, K). hidden: (B, D, H) what they were made of; None where there are no further heads.
-        markov, confidence: DSpark's heads.
-        carried: (B, 1, r) what a recurrent Markov head comes to the anchor with. states: (B, 1 + M, r) what it goes on
-            with from the anchor, and from each of the nodes so far. None: nothing.
-        sure: (B, n) float32, of the newest nodes, how likely their next tokens are to be accepted; None: not known.
+        logits: (B, D, K), one set per depth.
+        hidden: (B, D, H), input of the LM head. None if there is neither a Markov nor a confidence head.
+        markov: DSpark's Markov head, or None.
+        confidence: DSpark's confidence head, or None.
+        carried: (B, 1, r), recurrent state of the Markov head at the anchor. None if it has none.
+        states: (B, 1 + M, r), recurrent state after the anchor and after each of the M nodes so far, or None.
+        sure: (B, n) float32, acceptance probability of the tokens after the newest nodes. None if unknown.
     """
 
     logits: Tensor
@@ -34,11 +36,15 @@ class Block:
     sure: Tensor | None = None
 
     def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> tuple[Tensor, Block]:
-        """Logits (B, n, K) behind n tokens, and the block that knows of them.
+        """Compute the logits after n tokens of the draft.
 
         Args:
-            depth: tokens drafted up to there, these included: 0 behind the anchor. tokens: (B, n) int64.
-            above: (B, n) int64, the nodes that they come behind; None: the last one, or the anchor.
+            depth: length of the draft up to and including these tokens, 0 for the anchor.
+            tokens: (B, n) int64.
+            above: (B, n) int64, index of each token's parent node. None for the last node, or the anchor.
+
+        Returns:
+            Logits (B, n, K), and the block updated with these tokens.
         """
         n = tokens.shape[1]
         logits = self.logits[:, depth : depth + 1].expand(-1, n, -1)
@@ -59,7 +65,7 @@ class Block:
         return logits, replace(self, states=states, sure=sure)
 
     def _state(self, depth: int, above: Tensor | None, n: int) -> Tensor | None:
-        """(B, n, r) that the recurrent head comes to n nodes with."""
+        """Return the recurrent states (B, n, r) of the Markov head before n nodes."""
         if depth == 0 or self.states is None:
             return self.carried
         if above is None:

@@ -1,4 +1,4 @@
-"""`LayerConfig`: the decoder layers of a draft head."""
+"""`LayerConfig`: shape of the decoder layers of a draft head."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """Shape of a decoder layer, of Llama's or Qwen3's kind, and what its head drafts.
+    """Shape of Llama or Qwen3 decoder layers in a draft head, and the vocabulary it drafts from.
 
     Attributes:
-        hidden_size: H, width of the head. target_hidden_size: of the target's states, which may be others.
-        vocab_size: V, the target's. draft_vocab_size: K, what the head can draft.
-        num_layers: decoder layers.
-        attention_bias: of the q, k and v projections. output_bias: of the o projection.
-        qk_norm: a norm per head before RoPE (Qwen3 layers).
-        rope: transformers' `rope_parameters`, base 10000 where a checkpoint is silent: never the target's.
-        own_embedding: the checkpoint brings its own token embedding; else the target's is used.
-        mask_token_id: the token that stands for those not known yet, in heads that draft several tokens in a pass.
+        hidden_size: H, width of the head.
+        vocab_size: V, size of the target's vocabulary.
+        draft_vocab_size: K, number of tokens that the head can draft.
+        target_hidden_size: width of the target's states. It may differ from `hidden_size`.
+        num_layers: number of decoder layers.
+        attention_bias: whether the q, k and v projections have a bias.
+        output_bias: whether the o projection has a bias.
+        qk_norm: whether queries and keys are normed per head before RoPE, as in Qwen3.
+        rope: `rope_parameters` of transformers. The base defaults to 10000, never to the target's.
+        own_embedding: whether the checkpoint has its own token embedding. Otherwise the target's is used.
+        mask_token_id: placeholder for tokens not yet known, in heads that draft several tokens per pass.
     """
 
     hidden_size: int
@@ -43,12 +46,12 @@ class LayerConfig:
 
     @property
     def embedding_size(self) -> int:
-        """Width of the embeddings it reads."""
+        """Width of the token embeddings that the head reads."""
         return self.hidden_size
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is above vocab_size {self.vocab_size}")
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} is larger than vocab_size {self.vocab_size}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads"

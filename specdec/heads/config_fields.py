@@ -1,7 +1,6 @@
-"""The fields of a head's config.json: the kind of value that each may hold, whatever the layout.
+"""`FIELDS`: the kind of value that each field of a head's config.json may hold, in all layouts.
 
-Owns the check. A field of this table that is there, and is not null, is of its kind when a head is put together; other
-fields are not read.
+`read_head_config` checks every field of this table that is present and not null. Other fields are not read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ LARGEST = 2**31 - 1
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold: in words, and whether a value does."""
+    """Kind of value: a description for error messages, and a predicate."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -39,11 +38,9 @@ def _list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, kind) for item in value)
 
 
-COUNT = Kind(f"a whole number from 1 to {LARGEST}", lambda value: _whole(value, 1))
-INDEX = Kind(f"a whole number from 0 to {LARGEST}", lambda value: _whole(value, 0))
-LAYERS = Kind(
-    "a list of whole numbers from -1", lambda value: isinstance(value, list) and all(_whole(i, -1) for i in value)
-)
+COUNT = Kind(f"an integer from 1 to {LARGEST}", lambda value: _whole(value, 1))
+INDEX = Kind(f"an integer from 0 to {LARGEST}", lambda value: _whole(value, 0))
+LAYERS = Kind("a list of integers from -1", lambda value: isinstance(value, list) and all(_whole(i, -1) for i in value))
 SHARE = Kind("a number from 0 to 1", lambda value: _number(value, 1))
 BASE = Kind("a number from 1 to 1e18", lambda value: _number(value, 1e18) and value >= 1)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -76,10 +73,10 @@ FIELDS = {
 
 
 def read_head_config(folder: Path) -> dict[str, Any]:
-    """The config.json of a head.
+    """Read and check the config.json of a head.
 
     Raises:
-        ValueError: it is missing or no JSON object, or one of its fields is not of its kind.
+        ValueError: the file is missing or not a JSON object, or a field holds a value that is not of its kind.
     """
     config = read_config(folder)
     within: list[tuple[str, Mapping[str, Any]]] = [("", config)]
@@ -91,7 +88,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
             if not kind.fits(value):
                 raise ValueError(
                     f"{folder}/config.json: {path}{name} must be {kind.words}, it is {shortened(value)}: correct the "
-                    "file, or take it anew from where it came from"
+                    "file, or download it again"
                 )
             if kind is OBJECT:
                 within.append((f"{path}{name}.", value))
@@ -102,7 +99,7 @@ def read_head_config(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Field:
-    """One fact about a head: its value, and whether the config said so, the weights did, or it was assumed."""
+    """Fact about a head: its value, and where the value comes from."""
 
     name: str
     value: Any

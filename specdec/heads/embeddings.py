@@ -1,4 +1,4 @@
-"""Embedding and LM head that a draft head borrows from its target."""
+"""`BorrowedEmbeddings`: token embedding and LM head that a draft head borrows from its target."""
 
 from __future__ import annotations
 
@@ -27,14 +27,22 @@ class Borrower(Protocol):
 
 @dataclass(frozen=True)
 class BorrowedEmbeddings:
-    """What a head has not of its own and borrows of its target: the embedding, EAGLE-1 heads the LM head too."""
+    """Modules that a head borrows from its target because it has none of its own.
+
+    Attributes:
+        embedding: the target's token embedding, or None if the head has one.
+        lm_head: the target's LM head, or None if the head has one.
+    """
 
     embedding: nn.Module | None
     lm_head: nn.Module | None
 
     @classmethod
     def by(cls, target: PreTrainedModel, head: nn.Module) -> BorrowedEmbeddings:
-        """Copies, where the target's weights lie in several processes: then all of them must ask."""
+        """Borrow from `target` what `head` lacks.
+
+        If the target is sharded over several processes, the modules are copies, and every process must call this.
+        """
         embeddings = [
             target.get_input_embeddings() if head.embed_tokens is None else None,
             target.get_output_embeddings() if head.lm_head is None else None,
@@ -42,26 +50,31 @@ class BorrowedEmbeddings:
         return cls(*(module and whole(module) for module in embeddings) if is_sharded(target) else embeddings)
 
     def embedded(self, tokens: Tensor, head: Borrower, normed: bool = True) -> Tensor:
-        """(B, n, H) of tokens (B, n) int64, by the head's own embedding if it has one; its device and precision.
+        """Embed tokens with the head's own embedding if it has one, else with the target's.
 
-        normed: see `embed_tokens`.
+        Args:
+            tokens: (B, n) int64.
+            normed: see `embed_tokens`.
+
+        Returns:
+            (B, n, H), on the head's device and in its dtype.
         """
         embedding: Any = self.embedding if head.embed_tokens is None else head.embed_tokens
         assert embedding is not None
         weight = next(embedding.parameters())
-        if head.embed_tokens is not None:  # it may lack a target's padding tokens
+        if head.embed_tokens is not None:  # the head may lack the target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
         tokens = beside(weight, tokens)
         return embed_tokens(embedding, tokens, normed).to(head.device, head.dtype)
 
 
 def embed_tokens(embedding: nn.Module, tokens: Tensor, normed: bool = True) -> Tensor:
-    """Embeddings of tokens; normed: by a module that norms what it looks up as that does it, else without."""
+    """Embed tokens. If the module also norms its embeddings, `normed=False` skips that norm."""
     if not normed and hasattr(embedding, "embed_norm"):
         return nn.functional.embedding(tokens, next(embedding.parameters()))
     return embedding(tokens)
 
 
 def beside(weight: Tensor, tensor: Tensor) -> Tensor:
-    """On the weight's device; where it is fetched for each pass (accelerate's offloading), its hook sees to that."""
+    """Move a tensor to the weight's device. An offloaded weight (on "meta") has an accelerate hook that does it."""
     return tensor if weight.device.type == "meta" else tensor.to(weight.device)

@@ -1,4 +1,4 @@
-"""Writing a head's folder in the layouts that other engines read: what all kinds of heads share."""
+"""Shared code of all exports: configs and files in the layouts that other engines read."""
 
 from __future__ import annotations
 
@@ -16,36 +16,43 @@ from specdec.heads.files import read_config
 
 
 def among_all(ids: Tensor, vocab_size: int) -> Tensor:
-    """(V,) bool, which of the target's tokens can be drafted: speculators' `t2d`. ids: (K,) int64."""
+    """Return (V,) bool, True for tokens that can be drafted: the `t2d` of speculators. ids: (K,) int64."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
 
 
 def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
-    """Both files are replaced when both are whole. The weights last: a folder without them is not taken for a finished
-    one.
+    """Write config.json and model.safetensors, replacing both only when both are complete.
+
+    The weights are moved last, so that an interrupted write is never mistaken for a finished one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     described, partial = folder / "config.json.part", folder / "model.safetensors.part"
     described.write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, partial, metadata={"format": "pt"})
-    partial.chmod(described.stat().st_mode)  # safetensors makes it the owner's alone
+    partial.chmod(described.stat().st_mode)  # safetensors lets only the owner read it
     described.replace(folder / "config.json")
     partial.replace(folder / "model.safetensors")
 
 
 def refuse_others(folder: Path) -> None:
-    """Heads are written over heads, not over a target."""
+    """Raise ValueError if the folder holds a model that is not a head: only heads may be overwritten."""
     try:
         config = read_config(folder)
-    except ValueError:  # none, or none of a model's
+    except ValueError:  # no readable config
         config = {}
     others = (folder / "config.json").exists() or any(folder.glob("*.safetensors"))
     if "draft_vocab_size" not in config and others:
-        raise ValueError(f"{folder} holds another model, which would be lost: choose another folder")
+        raise ValueError(f"{folder} holds another model, which would be overwritten: choose another folder")
 
 
 def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]:
-    """What vLLM's layout says of any head. tokens: to draft in a round. target: its name or path."""
+    """Return the part of a speculators config that all heads have.
+
+    Args:
+        algorithm: "eagle3", "dflash" or "dspark".
+        tokens: tokens to draft per round.
+        target: name or path of the target.
+    """
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -64,7 +71,11 @@ def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]
 
 
 def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any]:
-    """What a layout says of the head's layers. windows: tokens each looks back, all that have one the same."""
+    """Return the part of a config that describes the decoder layers.
+
+    Args:
+        windows: sliding window of each layer, None for full attention. All windows must be equal.
+    """
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "hidden_size": c.hidden_size,
@@ -78,7 +89,7 @@ def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any
         "attention_bias": c.attention_bias,
         "mlp_bias": c.mlp_bias,
         "rope_parameters": dict(c.rope),
-        "rope_theta": c.rope["rope_theta"],  # engines older than rope_parameters read these two
+        "rope_theta": c.rope["rope_theta"],  # this and rope_scaling are for engines older than rope_parameters
         "max_position_embeddings": c.max_position_embeddings,
         "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,

@@ -1,4 +1,4 @@
-"""Matrices of a head as they are kept in 8 bits: int8, and a float32 scale for each row."""
+"""Conversion of a head's matrices to and from 8 bits: int8 values with a float32 scale per row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-SCALE = "_scale"  # behind the name of a matrix of int8
+SCALE = "_scale"  # suffix: the scales of "fc.weight" are "fc.weight_scale"
 
 
 def as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Matrices (rows, n) as int8, each beside its scales (rows, 1)."""
+    """Convert matrices (rows, n) to int8, and add scales (rows, 1) for each. Other tensors stay as they are."""
     out = dict(weights)
     for name, tensor in weights.items():
         if tensor.is_floating_point() and tensor.dim() == 2:
@@ -22,14 +22,14 @@ def as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def of_int8(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `as_int8` made, in bfloat16; and the scales."""
+    """Invert `as_int8`. Returns all tensors, the int8 matrices as bfloat16, and the scales by name."""
     out, scales = dict(tensors), {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:
             if name + SCALE not in tensors:
-                raise ValueError(f"{folder}: {name} is of int8, and its scales ({name + SCALE}) are not there")
+                raise ValueError(f"{folder}: {name} has dtype int8, but its scales ({name + SCALE}) are missing")
             scale = scales[name + SCALE] = out.pop(name + SCALE)
             if tuple(scale.shape) != (tensor.shape[0], 1):
-                raise ValueError(f"{folder}: {name + SCALE} has shape {tuple(scale.shape)}, not a scale for each row")
+                raise ValueError(f"{folder}: {name + SCALE} has shape {tuple(scale.shape)}, expected one scale per row")
             out[name] = (tensor.float() * scale.float()).to(torch.bfloat16)
     return out, scales

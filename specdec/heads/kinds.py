@@ -1,4 +1,4 @@
-"""`Head`: the kinds of heads that are trained, and copies of them."""
+"""`Head`: the types of heads that can be trained, and copies of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.mtp.trainable import MtpTrainee
 
-StandAlone = Eagle3Head | DFlashHead  # with a config of its own
+StandAlone = Eagle3Head | DFlashHead  # heads with a config of their own
 Head = StandAlone | MtpTrainee
 
 
 def copy_of(head: Head, dtype: torch.dtype) -> Head:
-    """The same head in another precision."""
+    """Return a copy of the head in another precision, in eval mode."""
     if isinstance(head, MtpTrainee):
         return head.copied(dtype)
     kind: Any = type(head)

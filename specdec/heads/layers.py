@@ -18,7 +18,7 @@ Visible = Tensor | BlockMask | None
 
 
 class DecoderLayer(nn.Module):
-    """An ordinary layer of width H."""
+    """Pre-norm transformer layer of width H."""
 
     def __init__(self, config: LayerConfig, index: int, input_norm: bool = True):
         super().__init__()
@@ -35,6 +35,8 @@ class DecoderLayer(nn.Module):
 
 
 class GatedMLP(nn.Module):
+    """Gated MLP of a Llama layer."""
+
     def __init__(self, config: LayerConfig):
         super().__init__()
         H, wide = config.hidden_size, config.intermediate_size
@@ -48,6 +50,8 @@ class GatedMLP(nn.Module):
 
 
 class Attention(nn.Module):
+    """Grouped-query attention with RoPE, and with a norm per head if `config.qk_norm` is set."""
+
     def __init__(self, config: LayerConfig, index: int, input_size: int):
         super().__init__()
         self.index, self.head_dim = index, config.head_dim
@@ -75,25 +79,25 @@ class Attention(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def remember(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
-        """Put the keys and values of x behind those in the cache. Returns all, (B, heads, slots, dim) each."""
+        """Append the keys and values of x to the cache. Returns all of them, (B, heads, slots, dim) each."""
         k = _rotate(self._per_head(self.k_proj(x), self.k_norm), rotation)
         v = self._per_head(self.v_proj(x))
         return (k, v) if cache is None else cache.update(k, v, self.index)
 
     def _per_head(self, x: Tensor, norm: nn.Module | None = None) -> Tensor:
-        """(B, n, heads * dim) as (B, heads, n, dim)."""
+        """Reshape (B, n, heads * dim) to (B, heads, n, dim)."""
         x = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return x if norm is None else norm(x)
 
 
 @cache
 def _flex_attention(compiled: bool) -> Any:
-    """Only compiled does it skip what is masked; uncompiled it is its own reference."""
+    """Return flex attention. Only the compiled version skips masked blocks; the eager one is the CPU reference."""
     return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """RoPE on the leading dimensions that it covers. x: (B, heads, n, dim)."""
+    """Apply RoPE to the leading dimensions that it covers. x: (B, heads, n, dim)."""
     cos, sin = (t[:, None] for t in rotation)
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     turned = turned * cos + rotate_half(turned) * sin

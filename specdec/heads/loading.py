@@ -23,12 +23,26 @@ from specdec.models.loading import is_block
 
 
 def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads:
-    """A drafter from a folder or hub id, in any of the layouts; P-EAGLE's is an EAGLE-3 head."""
+    """Load a block drafter from a folder or from the hub.
+
+    Args:
+        path: a folder or hub id, in any supported layout.
+
+    Returns:
+        A `DFlashHead` for DFlash and DSpark, an `Eagle3Head` for P-EAGLE, `MedusaHeads` or `HydraHeads`, on the CPU.
+
+    Raises:
+        ValueError: the checkpoint is missing, damaged or of an unknown layout.
+
+    Example:
+        drafter = load("z-lab/Qwen3-4B-DFlash-b16")
+        generator = SpeculativeGenerator(target, BlockProposer(drafter))
+    """
     return read(path).head()
 
 
 def read(path: str | Path) -> BlockCheckpoint | MedusaCheckpoint | HydraCheckpoint | eagle3.Checkpoint:
-    """Understand the checkpoint in a folder, or of a hub id (downloaded first); of an EAGLE head, too."""
+    """Read the checkpoint in a folder or on the hub (downloaded first). Checkpoints of EAGLE heads are read, too."""
     folder = folder_of(path)
     config = read_head_config(folder)
     if medusa.is_medusa(config):
@@ -39,7 +53,7 @@ def read(path: str | Path) -> BlockCheckpoint | MedusaCheckpoint | HydraCheckpoi
         return eagle3.read(folder)
     weights, used, ignored = placed(read_tensors(folder), folder)
     if "fc.weight" not in weights:
-        raise ValueError(f"{folder} holds no fc.weight: it is no drafter that reads a target's states")
+        raise ValueError(f"{folder} holds no fc.weight: it is not a drafter that reads the target's hidden states")
     reader = BlockReader(folder, config, weights, list(used))
     understood = reader.config()
     if understood.own_head:

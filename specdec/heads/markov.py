@@ -1,7 +1,4 @@
-"""`MarkovHead` and `ConfidenceHead` of DSpark: what the token before says of the next one, and how sure the draft is.
-
-Knows nothing of the block that their input comes from.
-"""
+"""`MarkovHead` and `ConfidenceHead` of DSpark: a bias from the previous token, and an estimate of acceptance."""
 
 from __future__ import annotations
 
@@ -12,9 +9,12 @@ from torch import Tensor, nn
 
 
 class MarkovHead(nn.Module):
-    """A bias on a token's logits that follows from the token before, of low rank r: `markov_w2(markov_w1[before])`.
+    """Low-rank bias on a token's logits, computed from the previous token: `markov_w2(markov_w1[before])`.
 
-    "gated" scales the embedding by a gate of the block's state there; "rnn" carries a state from token to token.
+    Args:
+        kind: "vanilla" for the bias above, "gated" to scale the embedding by a gate computed from the block's hidden
+            state, "rnn" to carry a recurrent state from token to token.
+        rank: r.
     """
 
     def __init__(self, kind: MarkovKind, rank: int, vocab_size: int, draft_vocab_size: int, hidden_size: int):
@@ -28,24 +28,25 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def embedded(self, before: Tensor) -> Tensor:
-        """(..., r) of tokens (...) int64."""
-        return self.markov_w1(before.clamp(max=self.markov_w1.num_embeddings - 1))  # a target may have padding tokens
+        """Embed tokens (...) int64. Returns (..., r)."""
+        return self.markov_w1(before.clamp(max=self.markov_w1.num_embeddings - 1))  # a target may pad its vocabulary
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """What comes behind some tokens.
+        """Compute the bias for the tokens after n previous tokens.
 
         Args:
-            before: (B, n, r), `embedded`. hidden: (B, n, H), the block's states where the next token is drafted.
-            state: (B, n, r) carried up to there; None: nothing was.
+            before: (B, n, r), embeddings of the previous tokens from `embedded`.
+            hidden: (B, n, H), the block's hidden states at the depth that is drafted.
+            state: (B, n, r), recurrent state so far. None for zeros.
 
         Returns:
-            The bias (B, n, K), and the state to carry on (B, n, r); None but for "rnn".
+            The bias (B, n, K), and the new recurrent state (B, n, r). The state is None unless `kind` is "rnn".
         """
         x, state = self.read(before, hidden, state)
         return self.markov_w2(x), state
 
     def read(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """As `forward`, with what `markov_w2` makes the bias of, (B, n, r), in its place."""
+        """Compute the input (B, n, r) of `markov_w2` and the new recurrent state. See `forward`."""
         if self.kind == "rnn":
             state = torch.zeros_like(before) if state is None else state
             gate, candidate, out = self.joint_proj(torch.cat([state, before, hidden], -1)).chunk(3, -1)
@@ -57,14 +58,14 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The chance that a drafted token is accepted where all before it were."""
+    """Linear head that estimates how likely a drafted token is accepted if all tokens before it were."""
 
     def __init__(self, input_size: int):
         super().__init__()
         self.proj = nn.Linear(input_size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., input) as (...) float32."""
+        """Map (..., input_size) to probabilities (...) float32."""
         return self.proj(x)[..., 0].float().sigmoid()
 
 

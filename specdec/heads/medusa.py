@@ -1,6 +1,6 @@
-"""`MedusaHeads`: each drafts one of the next tokens from the target's last state alone. Medusa, 2401.10774.
+"""`MedusaHeads`: each head drafts one of the next tokens from the target's last state alone. Medusa, 2401.10774.
 
-Owns the module, its checkpoints and how it runs: nothing is kept between rounds.
+This module holds the heads, their checkpoints and their runner, which keeps no state between rounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from specdec.heads.files import folder_of, read_tensors
 from specdec.heads.per_token import HeadPerToken, PerTokenConfig, counted, once, our_names
 from specdec.models.hidden_states import FINAL
 
-# Names in Medusa's own files and in vLLM's, and what they are in ours.
+# Parameter names in Medusa's own files and in vLLM's, each with the specdec name.
 NAMES = (
     (re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)"), r"heads.\1.blocks.\2.\3"),
     (re.compile(r"(?:medusa_head\.)?(\d+)\.\d+\.weight"), r"heads.\1.lm_head.weight"),
@@ -32,20 +32,24 @@ NAMES = (
 
 @dataclass(frozen=True)
 class MedusaConfig(PerTokenConfig):
-    """bias: the residual blocks have one."""
+    """Number and shape of Medusa heads.
+
+    Attributes:
+        bias: whether the linear layers of the residual blocks have a bias.
+    """
 
     bias: bool = True
 
     @property
     def own_embedding(self) -> bool:
-        return True  # it needs none
+        return True  # Medusa heads read no embedding
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         return (FINAL,)
 
 
 class MedusaHead(nn.Module):
-    """Residual blocks, and an LM head."""
+    """Residual blocks followed by an LM head."""
 
     def __init__(self, config: MedusaConfig):
         super().__init__()
@@ -60,7 +64,7 @@ class MedusaHead(nn.Module):
 
 
 class MedusaHeads(HeadPerToken):
-    """Head i drafts the token i + 2 behind the one whose state it reads: the one behind it is chosen already."""
+    """Medusa heads. Head i reads the state at token j and drafts token j + i + 2: token j + 1 is already known."""
 
     def __init__(self, config: MedusaConfig):
         super().__init__()
@@ -68,12 +72,12 @@ class MedusaHeads(HeadPerToken):
         self.heads = nn.ModuleList(MedusaHead(config) for _ in range(config.drafted))
 
     def forward(self, h: Tensor) -> Tensor:
-        """Logits (B, D, V) from the target's states (B, H)."""
+        """Return logits (B, D, V) for the target's states (B, H)."""
         return torch.stack([head(h) for head in self.heads], 1)
 
 
 class MedusaRunner:
-    """Runs the heads beside a target, over the rows of a batch."""
+    """Runs Medusa heads next to a target, over the rows of a batch."""
 
     block: Block
 
@@ -81,25 +85,28 @@ class MedusaRunner:
         self.head, self._fast = head, fast
 
     def start(self, batch_size: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Draft a block from each row's last state; logits (B, 1, V) of its first place. See `Follower.extend`."""
+        """Draft a block from each row's last state. Returns the logits (B, 1, V) of its first token.
+
+        See `Follower.extend`.
+        """
         self.block = Block(self._fast(states[:, -1].to(self.head.device, self.head.dtype)))
         return self.block.logits[:, :1]
 
     def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Logits (B, n, V) behind n tokens (B, n) at this depth of the draft, see `Block.behind`."""
+        """Return logits (B, n, V) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
         return self.block.behind(depth, tokens, above)[0]
 
     def drop_draft(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
 
 @dataclass(frozen=True)
 class MedusaCheckpoint(Understood):
-    """Of Medusa's heads."""
+    """Checkpoint of Medusa heads."""
 
     config: MedusaConfig  # type: ignore[assignment]
 
@@ -114,12 +121,12 @@ class MedusaCheckpoint(Understood):
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of Medusa's heads."""
+    """Return whether a config.json describes Medusa heads."""
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
 def read(path: str | Path) -> MedusaCheckpoint:
-    """Understand the checkpoint in a folder, or of a hub id (downloaded first). The weights say all of it."""
+    """Read the checkpoint in a folder or on the hub (downloaded first). The config follows from the weights alone."""
     folder = folder_of(path)
     config = read_head_config(folder)
     tensors = read_tensors(folder, "medusa*.pt")
@@ -130,7 +137,7 @@ def read(path: str | Path) -> MedusaCheckpoint:
     used = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     heads = [name for name in weights if name.endswith("lm_head.weight")]
     if "heads.0.lm_head.weight" not in weights:
-        raise ValueError(f"{folder} holds no Medusa heads with LM heads of their own")
+        raise ValueError(f"{folder} holds no Medusa heads with their own LM heads: heads.0.lm_head.weight is missing")
     vocab, hidden = weights["heads.0.lm_head.weight"].shape
     blocks = sum(name.startswith("heads.0.blocks.") and name.endswith("weight") for name in weights)
     known = MedusaConfig(hidden, vocab, len(heads), blocks, "heads.0.blocks.0.bias" in weights)

@@ -1,6 +1,6 @@
-"""`HeadPerToken`: a head of its own, with an LM head of its own, for each token of a draft (Medusa, Hydra).
+"""`HeadPerToken`: base class of drafters that have a separate head, with its own LM head, for each drafted token.
 
-Owns what such heads have in common, and the way from their checkpoints' names to ours.
+Medusa and Hydra are of this kind. Their checkpoints' names are translated to specdec's here.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from torch import nn
 
 from specdec.heads.config_fields import Field
 
-Names = Sequence[tuple[re.Pattern[str], str]]  # a rule for a checkpoint's name, and what it is in ours
+Names = Sequence[tuple[re.Pattern[str], str]]  # patterns of a checkpoint's names, each with the specdec name
 
 
 @dataclass(frozen=True)
 class PerTokenConfig:
-    """How many heads there are, and of what shape.
+    """Number and shape of the heads.
 
     Attributes:
-        hidden_size: H, the target's. vocab_size: V. drafted: heads. num_layers: residual blocks of each.
+        hidden_size: H, width of the target's states.
+        vocab_size: V, size of the target's vocabulary.
+        drafted: number of heads, one per drafted token.
+        num_layers: residual blocks per head.
     """
 
     hidden_size: int
@@ -45,7 +48,7 @@ class PerTokenConfig:
 
 
 class HeadPerToken(nn.Module):
-    """What borrows no LM head, and drafts any of the target's tokens."""
+    """Base class of drafters whose heads have their own LM heads over the target's whole vocabulary."""
 
     embed_tokens = None
     draft_to_target = None
@@ -53,7 +56,7 @@ class HeadPerToken(nn.Module):
 
     @property
     def lm_head(self) -> nn.ModuleList:
-        """It borrows none."""
+        """The heads. A value other than None says that no LM head is borrowed."""
         return self.heads
 
     @property
@@ -66,23 +69,23 @@ class HeadPerToken(nn.Module):
 
 
 def our_names(names: Iterable[str], rules: Names) -> dict[str, str]:
-    """By the checkpoint's names, ours; those that no rule knows stay."""
+    """Map a checkpoint's names to specdec's. Names that match no rule stay as they are."""
     return {
         name: next((found.expand(to) for rule, to in rules if (found := rule.fullmatch(name))), name) for name in names
     }
 
 
 def once(folder: Path, ours: dict[str, str]) -> None:
-    """Raises ValueError where two tensors are the same of ours."""
+    """Raise ValueError if two tensors have the same specdec name."""
     by_ours: dict[str, str] = {}
     for name, known in ours.items():
         if known in by_ours:
-            raise ValueError(f"{folder}: two tensors are {known}: {by_ours[known]} and {name}")
+            raise ValueError(f"{folder}: two tensors map to {known}: {by_ours[known]} and {name}")
         by_ours[known] = name
 
 
 def counted(known: PerTokenConfig, heads: int | None, layers: int | None) -> list[Field]:
-    """What the weights say, and where a config says otherwise of the number of heads and of their blocks."""
+    """Return the facts that the weights show, noting where the config gives another number of heads or blocks."""
     fields = []
     for name, count, said in (("drafted", known.drafted, heads), ("num_layers", known.num_layers, layers)):
         fields.append(Field(name, count, "weights", f"the config says {said}" if said not in (None, count) else ""))

@@ -1,7 +1,6 @@
-"""Which head belongs to which target: the heads of this project, and published ones by their hub ids.
+"""`HEADS`: registry of the head for each target, shipped by this project or published on the hub.
 
-Owns the names. Our own heads lie in `heads/` of a checkout, not in the wheel, and are known by their checksums; how one
-gets here stands in `shipped`. Knows nothing of what is in a head, but by which proposer's name it drafts.
+Shipped heads are in `heads/` of a checkout but not in the wheel. `shipped` downloads them; checksums verify them.
 """
 
 from __future__ import annotations
@@ -22,14 +21,19 @@ from specdec.utils.download import Content, DownloadFailed, checksum
 
 WEIGHTS = "model.safetensors"
 Kind = Literal["eagle3", "dflash"]
-IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "drafter of blocks"}
+IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
 
 
 @dataclass(frozen=True)
 class Known:
-    """target: its name on the hub, without its organization and in lower case. head: a folder of `heads/`, or a hub id.
-    kind: the proposer's name that drafts with it: a DSpark drafter's is "dflash", too. files: of a folder; the hub
-    checks its own. fingerprint: the target's, to know that one by if it goes by another name.
+    """Registry entry.
+
+    Attributes:
+        target: the target's name on the hub, in lower case and without its organization.
+        head: a folder in `heads/`, or a hub id.
+        kind: name of the proposer that drafts with it. DSpark drafters have "dflash", too.
+        files: files of a shipped head, with checksums. Empty for a hub id.
+        fingerprint: fingerprint of the target, which identifies it under any other name.
     """
 
     target: str
@@ -39,7 +43,7 @@ class Known:
     fingerprint: str | None = None
 
 
-# Of several for a target, `"auto"` takes the first.
+# If a target has several heads, `"auto"` uses the first.
 HEADS = (
     Known(
         "qwen2.5-coder-0.5b-instruct",
@@ -72,12 +76,15 @@ HEADS = (
 
 
 class NoHead(ValueError):
-    """No head is known for a target, or it is not there."""
+    """No head is known for a target, or it is not available on this machine."""
 
 
 def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
-    """The first head for a target, of one kind or of any; going by the name that it was loaded under, or else by what
-    it is."""
+    """Return the first entry for a target, by the name it was loaded under, else by its fingerprint.
+
+    Args:
+        kind: consider only heads of this kind. None considers all.
+    """
     name, wanted = name_of(target), [entry for entry in HEADS if kind in (None, entry.kind)]
     named = next((entry for entry in wanted if entry.target == name), None)
     if named is not None:
@@ -87,8 +94,10 @@ def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
 
 
 def fingerprint(target: PreTrainedModel) -> str | None:
-    """Of a target's shape and the norm of its last state, which number formats and quantization leave as it is; None
-    where that cannot be read."""
+    """Return the target's shape and a hash of its final norm's weight, or None if they cannot be read.
+
+    The norm's weight does not depend on the number format or quantization.
+    """
     weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
     text = target.config.get_text_config(decoder=True)
     shape = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
@@ -99,14 +108,16 @@ def fingerprint(target: PreTrainedModel) -> str | None:
 
 
 def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> str:
-    """The folder or hub id of a target's head. Ours lies in this checkout, in `$SPECDEC_HEADS` or in the cache
-    ($SPECDEC_CACHE/heads); else it is downloaded.
+    """Return the folder or hub id of a target's head.
+
+    A shipped head is searched in this checkout, in `$SPECDEC_HEADS` and in the cache (`$SPECDEC_CACHE/heads`). If none
+    has it, it is downloaded.
 
     Args:
-        patience: seconds that a download may take; None: as long as bytes come.
+        patience: time limit of a download in seconds. None waits as long as bytes arrive.
 
     Raises:
-        NoHead: none is known, ours is not here and cannot be downloaded, or its file is damaged.
+        NoHead: no head is known, it cannot be downloaded, or its file is damaged.
     """
     entry = known(target, kind)
     if entry is None:
@@ -118,10 +129,10 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
 
 
 def at_hand(name: str, kind: Kind, download: bool = False) -> bool:
-    """Whether one of our own heads for a target of this name is on this machine.
+    """Return whether a shipped head for a target of this name is on this machine.
 
     Args:
-        download: it may come here for that.
+        download: download the head if it is not.
     """
     for entry in HEADS:
         if entry.files and entry.target == name.lower() and entry.kind == kind:
@@ -131,7 +142,7 @@ def at_hand(name: str, kind: Kind, download: bool = False) -> bool:
 
 
 def _folder(entry: Known, patience: float | None = None) -> Path:
-    """Where one of our own heads is, whole."""
+    """Return the folder of a shipped head, downloaded if necessary and verified."""
     folder = shipped.folder_of(entry.head, WEIGHTS)
     try:
         folder = folder or shipped.bring(entry.head, entry.files, patience)
@@ -139,17 +150,17 @@ def _folder(entry: Known, patience: float | None = None) -> Path:
         raise NoHead(
             f"the head {entry.head} is not on this machine: {error}. Copy {' and '.join(entry.files)} from "
             f"heads/{entry.head} of specdec's repository into {shipped.head_folders()[-1] / entry.head}, or set "
-            f"{shipped.SOURCE} to a folder or an address that has {entry.head}/{WEIGHTS}"
+            f"{shipped.SOURCE} to a folder or URL that has {entry.head}/{WEIGHTS}"
         ) from error
     for name, content in entry.files.items():
         if not (folder / name).exists() or checksum(folder / name) != content.sha256:
             raise NoHead(
-                f"{folder / name} is not the file that it should be (its checksum differs): remove {folder}, and fetch "
-                "the head again"
+                f"{folder / name} is not the expected file (its checksum differs): remove {folder} and download the "
+                "head again"
             )
     return folder
 
 
 def name_of(target: PreTrainedModel) -> str:
-    """`Qwen/Qwen2.5-Coder-0.5B-Instruct` and a folder of that name give the same."""
+    """Return the last part of the hub id or folder that the target was loaded from, in lower case."""
     return Path(str(getattr(target.config, "_name_or_path", "") or "").rstrip("/")).name.lower()

@@ -1,6 +1,6 @@
-"""The heads that specdec ships, as files: the folders that may hold them, and how one gets there.
+"""Files of the heads that specdec ships: the folders that may hold them, and their download.
 
-Owns `$SPECDEC_HEADS`, and where heads are downloaded from. Which head is whose stands in `registry`.
+`$SPECDEC_HEADS` sets another source, or turns downloads off. `registry` says which head belongs to which target.
 """
 
 from __future__ import annotations
@@ -19,41 +19,46 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from specdec.utils.download import Content, DownloadFailed, download, progress_bar
 from specdec.utils.paths import cache_folder
 
-SOURCE = "SPECDEC_HEADS"  # a folder or an address that has HEAD/FILE, in place of the release page; or OFF
+SOURCE = "SPECDEC_HEADS"  # a folder or URL that has HEAD/FILE and replaces the release page; or OFF
 OFF = "off"
 DISTRIBUTION = "specdec-hf"
 
 
 def head_folders() -> list[Path]:
-    """Folders that may hold our heads: of a checkout, the user's own, the cache."""
+    """Return the folders that may hold shipped heads: the checkout's, the user's own, the cache's."""
     own = [Path(_source()).expanduser()] if _is_folder(_source()) else []
     return [Path(__file__).resolve().parents[2] / "heads", *own, cache_folder() / "heads"]
 
 
 def folder_of(head: str, file: str) -> Path | None:
-    """The head's folder, if this file is in it."""
+    """Return the head's folder if this file is in it, else None."""
     return next((place / head for place in head_folders() if (place / head / file).exists()), None)
 
 
 def bring(head: str, files: Mapping[str, Content], patience: float | None = None) -> Path:
-    """Download a head into the cache, all its files or none. Of several processes one does.
+    """Download a head into the cache, all its files or none. If several processes call this, one downloads.
 
     Args:
-        patience: seconds; None: as long as bytes come.
+        head: name of the head.
+        files: its files, with checksum and size.
+        patience: time limit in seconds. None waits as long as bytes arrive.
+
+    Returns:
+        The head's folder.
 
     Raises:
-        DownloadFailed: with the reason alone.
+        DownloadFailed: the download failed. The message holds only the reason.
     """
     address, place = _address(), cache_folder() / "heads"
     try:
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(place / f".{head}.lock", timeout=-1 if patience is None else patience):
-            if not (place / head).exists():  # else another process brought it
+            if not (place / head).exists():  # otherwise another process has downloaded it
                 _bring_into(place, head, f"{address}/{head}", files, patience)
     except Timeout as error:
         raise DownloadFailed("another process is downloading it") from error
     except OSError as error:
-        raise DownloadFailed(f"it cannot be kept in {place} ({error})") from error
+        raise DownloadFailed(f"it cannot be stored in {place} ({error})") from error
     return place / head
 
 
@@ -65,7 +70,7 @@ def _bring_into(place: Path, head: str, address: str, files: Mapping[str, Conten
         bar.disable = are_progress_bars_disabled()
         task = bar.add_task(f"downloading the head {head}", total=sum(content.size for content in files.values()))
         for name, content in files.items():
-            if (work / name).exists():  # it has its name since its checksum was right
+            if (work / name).exists():  # a file gets its final name once its checksum has matched
                 bar.advance(task, content.size)
             else:
                 download(f"{address}/{name}", work / name, content, lambda size: bar.advance(task, size), deadline)
@@ -73,7 +78,7 @@ def _bring_into(place: Path, head: str, address: str, files: Mapping[str, Conten
 
 
 def _address() -> str:
-    """Under which HEAD/FILE is found; DownloadFailed if nothing is to be downloaded."""
+    """Return the URL that HEAD/FILE is relative to. Raises DownloadFailed if downloads are off."""
     if is_offline_mode():
         raise DownloadFailed("HF_HUB_OFFLINE is set, so nothing is downloaded")
     if _source() == OFF:
@@ -95,8 +100,8 @@ def _is_folder(source: str) -> bool:
 
 
 def _releases() -> str:
-    """Of the repository that pyproject.toml names, a release for each head; "" if it names none."""
-    with suppress(PackageNotFoundError):  # files beside nothing that was installed
+    """Return the release page of the repository named in pyproject.toml, with a release per head, or ""."""
+    with suppress(PackageNotFoundError):  # specdec runs from a checkout without being installed
         for link in metadata(DISTRIBUTION).get_all("Project-URL") or ():
             kind, _, address = link.partition(", ")
             if kind == "Repository":

@@ -1,4 +1,4 @@
-"""Attention masks in the forms that models take them, and how far back each layer attends."""
+"""Attention masks in the formats that models take, and the attention span of each layer."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from transformers import PreTrainedModel
 from specdec.models.cache.buffers import Span
 from specdec.models.introspection import CHUNKED, FULL, RECURRENT, SLIDING, layer_kinds
 
-MASKED = 2**25  # entries of a mask at most, in the passes over known tokens (sdpa may make it float32: 128 MiB)
-FEWEST = 256  # known tokens per row and pass, from which on more of them at once are not read any faster
+MASKED = 2**25  # maximum entries of a mask in a pass over known tokens (sdpa may convert it to float32: 128 MiB)
+FEWEST = 256  # minimum known tokens per row and pass: reading more at once is not faster
 
 
 def masks_as_taken(model: PreTrainedModel, masks: str, seen: Callable[[Span], Tensor]) -> Any:
-    """A model's `attention_mask`.
+    """Build a model's `attention_mask`.
 
     Args:
-        masks: how it takes them, see `ModelRunner`. seen: of layers that look so far back, what tokens see: (B, n, S)
-            bool.
+        model: the model.
+        masks: its mask format, see `ModelRunner`.
+        seen: returns the slots (B, n, S) bool that tokens see in layers of a given span.
     """
     config = model.config.get_text_config(decoder=True)
 
@@ -40,19 +41,19 @@ def masks_as_taken(model: PreTrainedModel, masks: str, seen: Callable[[Span], Te
 
 
 def known_at_once(batch_size: int, length: int) -> int:
-    """How many known tokens per row one pass is run over that needs a mask, in texts of this length."""
+    """Number of known tokens per row to run in one pass that needs a mask, for texts of this length."""
     return max(FEWEST, MASKED // (batch_size * length))
 
 
 def default_masks(model: PreTrainedModel) -> str:
-    """How the model most likely takes masks; `capability.probe` finds out for sure."""
+    """Guess the model's mask format from its layer types; `capability.probe` verifies it."""
     kinds = set(layer_kinds(model.config.get_text_config(decoder=True)))
     attending = kinds - set(RECURRENT)
     return "dict" if attending and attending <= {FULL, SLIDING, CHUNKED} else "tensor"
 
 
 def _uniform_layer_type(config: Any) -> str:
-    """The one kind of attention of a model without layer types (as masking_utils.create_masks_for_generate)."""
+    """Attention kind of a model with a single one, found as in masking_utils.create_masks_for_generate."""
     types = set(getattr(config, "layer_types", None) or ())
     if len(types) == 1:
         return next(iter(types))
@@ -68,7 +69,7 @@ def _span(config: Any, layer_type: str) -> Span:
 
 
 def spans(model: PreTrainedModel, masks: str) -> list[Span]:
-    """How far back each layer looks. A model that makes its own masks counts on all keys being there, in order."""
+    """Attention span of each layer. A model that builds its own masks needs all keys, in order."""
     config = model.config.get_text_config(decoder=True)
     if masks == "own":
         return [Span()]

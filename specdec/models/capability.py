@@ -1,8 +1,9 @@
-"""`probe`: finds out how a model can be run by `ModelRunner`, by running it.
+"""`probe`: finds out how `ModelRunner` can run a model, by running it.
 
-A tiny ragged batch with a branching draft, a commit that moves nodes and a pass after it, against the model's own
-uncached forward pass. Decided once per model and mode, from its output, not from a list of names. Nothing that others
-share is touched: what is tried is a view of the model, with its weights and with settings of its own.
+The probe runs a tiny ragged batch with a branching draft, a commit that moves nodes, and a pass after it. It compares
+the logits with those of the model's own uncached forward pass. The result depends on these logits, not on a list of
+model names, and is kept per model and mode. The probe runs a view that shares the model's weights but not its settings,
+so that it changes nothing that other threads use.
 """
 
 from __future__ import annotations
@@ -30,18 +31,19 @@ from specdec.utils.releases import advice
 
 log = logging.getLogger(__name__)
 
-WINDOW = 4  # what sliding windows are set to for the probe, so that short texts reach past them
+WINDOW = 4  # sliding window during the probe, shorter than its texts
 
 
 @dataclass(frozen=True)
 class Capability:
-    """What a model can be used for.
+    """The kinds of drafts that a model can verify or make.
 
     Attributes:
-        masks: "dict" or "tensor" (how it takes masks: trees and ragged batches), "own" (chains of one row), or None.
-        reason: why it is not more, for warnings; empty for full capability.
-        installation: the reason lies in the installed transformers, not in the model.
-        positions: number of positions at which a pass can place tokens; None: any.
+        masks: "dict" or "tensor" (mask format of a model that can run trees and ragged batches), "own" (only chains of
+            one row), or None (no drafts).
+        reason: why the model cannot do more, for warnings; empty for full capability.
+        installation: True if the reason lies in the installed transformers, not in the model.
+        positions: number of positions at which a pass can place tokens; None: unlimited.
     """
 
     masks: str | None
@@ -51,31 +53,33 @@ class Capability:
 
     @property
     def trees(self) -> bool:
+        """True if the model can run draft trees and ragged batches."""
         return self.masks in ("dict", "tensor")
 
     def message(self, subject: str) -> str:
-        """The reason, after its subject where that is to blame."""
+        """Return the reason, preceded by `subject` if the model is the cause."""
         return self.reason if self.installation else f"{subject}: {self.reason}"
 
 
-REMEMBERED = 8  # states of a model: whoever trains switches between two
+REMEMBERED = 8  # settings kept per model: training switches between two
 _found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Capability]]] = WeakKeyDictionary()
 _known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
 
 
 def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
-    """`probe(model)`, once, and again when its config, precision, device or mode (train or eval) is another.
+    """Return the result of `probe(model)`, kept until its config, precision, device or mode (train or eval) changes.
 
-    The call's random numbers stay what they are: a model in train mode draws some for its dropout.
+    The state of the random number generators is restored: a model in train mode draws numbers for its dropout.
 
     Args:
-        drafts: it is a draft model, which runs in eval mode.
+        model: the model.
+        drafts: True for a draft model, which runs in eval mode.
     """
     known, state = _found.setdefault(model, []), _state(model, drafts)
     for before, found in known:
         if before == state:
             return found
-    log.info("trying out how %s can draft: trees, chains or not at all", type(model).__name__)
+    log.info("probing whether %s can run draft trees, only chains, or no drafts", type(model).__name__)
     with _same_random_numbers(model):
         found = probe(model, drafts)
         fault = "" if found.trees else installation_fault()
@@ -86,16 +90,16 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
 
 @functools.cache
 def installation_fault() -> str:
-    """Why no model can be speculated on with the installed transformers; empty if a tiny Llama made here can.
+    """Return why specdec does not work with the installed transformers; empty if a tiny Llama passes the probe.
 
-    Tells a transformers that specdec does not know, which is no fault of a user's model, from a model's own limits.
+    This tells an unsupported release of transformers from a limit of the user's model.
     """
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 64}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     try:
         with torch.device("cpu"), torch.random.fork_rng([]):
             found = probe(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).float().eval())
-    except Exception as error:  # a release that changed so much that there is nothing to try out
+    except Exception as error:  # a release that changed so much that the probe itself fails
         found = Capability(None, f"{type(error).__name__}: {error}")
     if found.trees:
         return ""
@@ -105,15 +109,15 @@ def installation_fault() -> str:
 
 
 def _state(model: PreTrainedModel, drafts: bool) -> Any:
-    """What a model's passes depend on, other than the values of its weights."""
+    """Collect the settings that a model's passes depend on, without the values of its weights."""
     training = [] if drafts else [module for module in model.modules() if module.training]
-    # Rates of dropout, whether states are computed anew for gradients, ...
+    # Dropout rates, gradient checkpointing, ...
     modes = [[value for value in vars(module).values() if isinstance(value, (bool, float))] for module in training]
     return drafts, model.dtype, device_of(model), _said(model.config), modes
 
 
 def _said(value: Any) -> Any:
-    """A config as it is now: values, lists and dictionaries of its own, other objects by what they are."""
+    """Copy a config's values, lists and dictionaries; other objects are represented by their id."""
     if isinstance(value, PretrainedConfig):
         value = vars(value)
     if isinstance(value, dict):
@@ -124,7 +128,7 @@ def _said(value: Any) -> Any:
 
 
 def draft_positions(model: PreTrainedModel) -> int | None:
-    """Number of positions of a draft model, found once; None: any, for its drafts at least."""
+    """Number of positions of a draft model, found once per model; None: unlimited, at least for its drafts."""
     if model not in _known_positions:
         with _same_random_numbers(model):
             _known_positions[model] = positions_of(apart(in_eval_mode(model)))
@@ -132,34 +136,36 @@ def draft_positions(model: PreTrainedModel) -> int | None:
 
 
 def _same_random_numbers(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Within this context passes of the model may draw random numbers; afterwards they go on as if none had been."""
+    """Context that restores the random number generators which passes of the model may use."""
     devices = _devices(model)
     return torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cpu")
 
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
-    """Try the ways to run `model` from the most to the least capable; the first whose logits are right counts.
+    """Try mask formats from the most to the least capable, and return the first with the right logits.
 
-    drafts: it is a draft model, whose logits may be a little off, by weights in 8 bits say.
+    Args:
+        model: the model.
+        drafts: True for a draft model, whose logits may be slightly off (for example with 8-bit weights).
     """
     if compat.cache_argument(model) is None:
         return Capability(None, "its forward pass takes no cache")
-    if is_sharded(model):  # what gathers its weights cannot be copied, and nobody else can be decoding with it
+    if is_sharded(model):  # the hooks that gather weights cannot be copied, and no other call can use the model now
         with _short_windows(model):
             found = _without_random_numbers(model, _probed(model, model, drafts))
             return replace(found, positions=positions_of(model))
     try:
         view = apart(in_eval_mode(model) if drafts else model)
-    except Exception as error:  # somebody's module may hold what cannot be copied: a lock, a file
-        return Capability(None, f"its modules cannot be copied to be tried out: {error}")
+    except Exception as error:  # a user's module may hold an object that cannot be copied: a lock, a file
+        return Capability(None, f"its modules cannot be copied for the probe: {error}")
     with _short_windows(view):
         found = _without_random_numbers(view, _probed(model, view, drafts))
         return replace(found, positions=positions_of(view))
 
 
 def _without_random_numbers(view: PreTrainedModel, found: Capability) -> Capability:
-    """What was found, unless passes draw random numbers: plain decoding, which makes other passes, draws others."""
+    """Return `found`, unless passes draw random numbers: plain decoding runs other passes and would draw others."""
     if found.masks is None:
         return found
     before = _random_states(view)
@@ -177,14 +183,14 @@ def _random_states(model: PreTrainedModel) -> list[Tensor]:
 
 
 def _devices(model: PreTrainedModel) -> list[torch.device]:
-    """Where a model's weights are that have a generator of random numbers beside the CPU's."""
+    """Devices of a model's weights that have a random number generator, except the CPU."""
     return sorted(
         {weight.device for weight in model.parameters() if weight.device.type not in ("cpu", "meta")}, key=str
     )
 
 
 def _probed(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capability:
-    """What passes of `view`, which is `model` or has its weights, show."""
+    """Run the probes on `view`, which is `model` or shares its weights."""
     reason = ""
     if model.config.get_text_config(decoder=True)._attn_implementation in ("sdpa", "eager"):
         other = {"dict": "tensor", "tensor": "dict"}
@@ -195,7 +201,7 @@ def _probed(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capa
             if not reason:
                 return Capability(masks)
     else:
-        reason = "its attention implementation takes no tree masks"
+        reason = 'its attention implementation takes no tree masks; attn_implementation="sdpa" does'
     failure = mismatch(view, probe_chain, "own", drafts)
     if not failure:
         return Capability("own", f"batches and trees are out of reach: {reason}")
@@ -205,7 +211,7 @@ def _probed(model: PreTrainedModel, view: PreTrainedModel, drafts: bool) -> Capa
 
 
 def _more_than_keys(model: PreTrainedModel) -> str:
-    """Empty if the model's own cache holds keys, values and states alone, else what else it holds."""
+    """Describe what the model's own cache holds besides keys, values and states; empty if nothing."""
     try:
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     except AttributeError:  # a config that does not say how many layers there are
@@ -216,7 +222,7 @@ def _more_than_keys(model: PreTrainedModel) -> str:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Within this context its sliding windows are so short that the trials' texts reach past them."""
+    """Context in which the model's sliding windows are shorter than the probes' texts."""
     config = model.config.get_text_config(decoder=True)
     types, window = layer_kinds(config), getattr(config, "sliding_window", None)
     slides = window is not None and (not types or SLIDING in types)

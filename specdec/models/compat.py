@@ -1,7 +1,7 @@
-"""What differs between releases of transformers, and the internals of transformers that specdec relies on.
+"""Differences between releases of transformers, and the internals of transformers that specdec relies on.
 
-The only module that depends on a release: a rename in transformers is mended here. Other modules name what they need
-(`CACHE`, `cache_argument`, `fill_attention_layer`, ...). Read in transformers 5.17 to 5.24.
+This is the only module that depends on a release: a rename in transformers is handled here. Other modules use its names
+(`CACHE`, `cache_argument`, `fill_attention_layer`, ...). Checked against transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers.generation.utils import GenerationMixin
 RENAMED = "cache" in GenerateDecoderOnlyOutput.__dataclass_fields__  # 5.24
 CACHE = "cache" if RENAMED else "past_key_values"  # argument of `generate()` and field of its outputs
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # arguments of `generate()` in any release
-# Arguments of forward passes. Before 5.24 XLM and Flaubert have a `cache` that is something else.
+# Arguments of forward passes. Before 5.24 the `cache` of XLM and Flaubert is not a `Cache`.
 _FORWARD_NAMES = CACHE_NAMES if RENAMED else CACHE_NAMES[1:]
 ASSISTED_STATIC = RENAMED  # 5.24 also gave assisted generation static caches, whose passes are compiled on GPUs
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")  # argument of embeddings that count positions
@@ -54,7 +54,7 @@ def cache_in(arguments: Mapping[str, Any]) -> Any:
 
 
 def with_current_cache_name(model: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a `generate()` call, with the cache under the name that this release has for it.
+    """Return arguments of a `generate()` call with the cache under this release's name.
 
     Raises:
         TypeError: more than one name is given.
@@ -97,7 +97,7 @@ def fill_attention_layer(layer: Any, keys: Tensor | None, values: Tensor | None,
 
 
 def fill_recurrent_layer(layer: Any, state: int, window: Tensor | None, memory: Tensor | None) -> None:
-    """Replace a recurrent state of a DynamicCache's layer: its convolution's window and its memory."""
+    """Replace a recurrent state of a DynamicCache's layer: the convolution window and the recurrent memory."""
     layer.has_previous_state[state] = True
     if window is not None:
         layer.lazy_initialization(conv_states=window, state_idx=state)
@@ -119,9 +119,9 @@ REPOSITORY_ARGUMENTS = frozenset(
 
 
 def generate_frame() -> dict[str, Any]:
-    """Local variables of transformers' `generate()` that is calling us, which hold what is `NOT_HANDED_OVER`.
+    """Local variables of the `generate()` call that runs this code; they hold the `NOT_HANDED_OVER` arguments.
 
-    generate() drops these even for a callable that names them; a streamer would then wait for its end forever.
+    generate() drops these even for a callable that names them. A streamer would then wait for its end forever.
     """
     frame: FrameType | None = sys._getframe(2)
     wanted = inspect.unwrap(GenerationMixin.generate).__code__
@@ -131,9 +131,7 @@ def generate_frame() -> dict[str, Any]:
 
 
 def requested(name: str, model: PreTrainedModel, config: GenerationConfig | None, arguments: Mapping[str, Any]) -> Any:
-    """Setting of a call as generate() resolves it: the argument, even if it is None, else the config's, else the
-    model's; None if nobody set it.
-    """
+    """Resolve a setting of a call as generate() does: from the arguments (even if None), the config, or the model."""
     if name in arguments:
         return arguments[name]
     value = getattr(config, name, None)
@@ -141,7 +139,7 @@ def requested(name: str, model: PreTrainedModel, config: GenerationConfig | None
 
 
 def is_synced(model: PreTrainedModel, synced_gpus: bool | None) -> bool:
-    """Whether processes make their passes together. Resolves a `synced_gpus` of None as `generate()` does."""
+    """Return whether processes run their passes together; `synced_gpus` of None is resolved as in `generate()`."""
     if synced_gpus is None:
         return utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
     return synced_gpus
@@ -180,7 +178,7 @@ def run_decoding_loop(
 
 
 def mask_width(config: GenerationConfig) -> int:
-    """Columns of a call's attention mask of ones, which generate() drops on the way to the callable; 0 if unknown."""
+    """Columns of a call's attention mask of ones, which generate() does not pass to the callable; 0 if unknown."""
     return getattr(config, "_mask_length", 0)
 
 
@@ -191,14 +189,14 @@ def pad_token(config: GenerationConfig) -> int | None:
 
 
 def is_pipeline_parallel(model: PreTrainedModel) -> bool:
-    """Whether the model's layers lie in several processes, one stage after the other."""
+    """Return whether the model's layers are split into stages that run in several processes."""
     return getattr(model, "_pp_stage", None) is not None
 
 
 def tensor_parallel_mesh(model: PreTrainedModel) -> Any:
-    """Device mesh of the processes that each hold a part of every layer; None if this one holds them whole.
+    """Device mesh of the processes that each hold a part of every layer; None if this process holds whole layers.
 
-    A model loaded with a `tp_size` has `_tp_size` and `_device_mesh`, of one dimension or with one called "tp".
+    A model loaded with a `tp_size` has `_tp_size` and `_device_mesh`, of one dimension or with a dimension named "tp".
     """
     mesh, size = getattr(model, "_device_mesh", None), getattr(model, "_tp_size", None)
     if mesh is None or (size or 1) == 1:

@@ -1,7 +1,7 @@
-"""Questions about a transformers model that its class and config answer, without running it.
+"""Properties of a transformers model that follow from its class and config, without running it.
 
-The model inside PEFT's adapters or `torch.compile`, its device, its layers and how they attend, the parameters of its
-forward pass, its end tokens and the marks of its images.
+These are the model inside PEFT adapters or `torch.compile`, its device, layers and attention kinds. Also the parameters
+of its forward pass, its end tokens, and its placeholder tokens of images, videos and audio.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.models import compat
 
-LEVELS = ("_orig_mod", "base_model", "model")  # torch.compile's, PEFT's (0.21) and its tuners' way to what they wrap
+LEVELS = ("_orig_mod", "base_model", "model")  # where torch.compile, PEFT (0.21) and its tuners keep the wrapped model
 
 
 def unwrap_model(model: Any) -> PreTrainedModel:
-    """The transformers model that `model` is, or wraps; raises TypeError where there is none."""
+    """Return the transformers model that `model` is or wraps; raise TypeError if there is none."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         inner = next((getattr(inner, level) for level in LEVELS if _holds(inner, level)), None)
         if inner is None:
             parallel = isinstance(getattr(model, "module", None), PreTrainedModel)  # DistributedDataParallel, FSDP1
             raise TypeError(
-                "model must be a transformers PreTrainedModel, or one in PEFT's adapters or torch.compile, got "
+                "model must be a transformers PreTrainedModel, or one wrapped by PEFT or torch.compile, got "
                 f"{type(model).__name__}" + ("; give its .module" if parallel else "")
             )
     return inner
 
 
 def require_lm_head(model: PreTrainedModel) -> None:
-    """Raises for a model that gives hidden states alone, as `AutoModel` loads them."""
+    """Raise ValueError for a model without an LM head, as `AutoModel` loads it."""
     if not model.can_generate():
         raise ValueError(
             f"{type(model).__name__} has no LM head, so it gives no logits: load the model with AutoModelForCausalLM"
@@ -42,8 +42,8 @@ def require_lm_head(model: PreTrainedModel) -> None:
 
 
 def generate_owner(model: Any) -> Any:
-    """Whose `generate()` to call: the outermost wrapper that has one of its own, else the model inside."""
-    outer = getattr(model, "_orig_mod", model)  # torch.compile's only passes on
+    """Return the outermost wrapper that has a `generate()` of its own, else the model inside."""
+    outer = getattr(model, "_orig_mod", model)  # torch.compile's wrapper only forwards the call
     return outer if hasattr(type(outer), "generate") else unwrap_model(model)
 
 
@@ -55,22 +55,22 @@ MARKS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio") for 
 
 
 def marks_of(config: PretrainedConfig) -> list[int]:
-    """Tokens that stand in a text in the place of pictures, films and sounds; none for a model of texts alone."""
+    """Placeholder tokens of images, videos and audio in a prompt; empty for a text-only model."""
     return [mark for name in MARKS if (mark := getattr(config, name, None)) is not None]
 
 
 def end_tokens(model: PreTrainedModel) -> set[int]:
-    """What ends a model's texts, by its generation config."""
+    """End tokens of a model, from its generation config."""
     return set(end_tokens_in(model.generation_config))
 
 
 def end_tokens_in(config: GenerationConfig | None) -> list[int]:
-    """What ends texts by a generation config."""
+    """End tokens of a generation config."""
     ends = config.eos_token_id if config is not None else None
     return [ends] if isinstance(ends, int) else list(ends or ())
 
 
-PREFIX = "decoder_"  # of what is the decoder's
+PREFIX = "decoder_"  # of a decoder's arguments and outputs in an encoder-decoder model
 OWN = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "hidden_states")
 
 
@@ -80,43 +80,49 @@ def forward_parameters(model: PreTrainedModel) -> set[str]:
 
 
 def decoders_name(model: PreTrainedModel, name: str) -> str:
-    """What a model calls a part of a decoder's pass."""
+    """Return the model's name for an argument or output of the decoder."""
     return PREFIX + name if model.config.is_encoder_decoder and name in OWN else name
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """A pass can be told where its tokens stand."""
+    """True if the forward pass takes position ids."""
     return decoders_name(model, "position_ids") in forward_parameters(model)
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The decoder's layers in order, found by `get_decoder()` and the config's number of layers."""
+    """Return the decoder's layers in order, found using `get_decoder()` and the config's number of layers.
+
+    Raises:
+        ValueError: no list of modules, or more than one, has that length.
+    """
     decoder = model.get_decoder()
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     lists = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     if len(lists) != 1:
-        raise ValueError(f"cannot tell which modules of {type(decoder).__name__} are its {count} layers")
+        raise ValueError(
+            f"cannot find the layers of {type(decoder).__name__}: expected exactly one ModuleList of length {count}"
+        )
     return list(lists[0])
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Do parts of its weights lie with other processes?
+    """Return whether other processes hold parts of the weights.
 
-    torch's DTensors (tensor parallelism, FSDP2), or DeepSpeed's mark on what ZeRO-3 has split (0.19). What FSDP2 has
-    gathered for a pass is a plain tensor until it lets go of it: then its modules tell.
+    Sharded weights are DTensors (tensor parallelism, FSDP2) or have DeepSpeed's ZeRO-3 attributes (0.19). During a pass
+    FSDP2 replaces gathered weights with plain tensors, so its modules are checked as well.
     """
     split = any(hasattr(weight, "full_tensor") or hasattr(weight, "ds_id") for weight in model.parameters())
     return split or any(hasattr(module, "set_reshard_after_forward") for module in model.modules())
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-INDEXED = "indexed_attention"  # of the tokens that an indexer picks, for which it wants a mask in every pass
-RECURRENT = ("linear_attention", "conv")  # layers that take a mask of padding alone, which they need not have here
-MIXED = {"hybrid": FULL, "hybrid_sliding": SLIDING}  # layers that have both, and how they attend
+INDEXED = "indexed_attention"  # to tokens that an indexer picks; it needs a mask in every pass
+RECURRENT = ("linear_attention", "conv")  # layers whose mask only covers padding, which is handled elsewhere here
+MIXED = {"hybrid": FULL, "hybrid_sliding": SLIDING}  # layers with recurrence and attention, and their attention kind
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model takes its inputs. One whose first weights accelerate keeps elsewhere calls itself "meta"."""
+    """Device of a model's inputs. A model whose first weights are offloaded by accelerate reports "meta"."""
     if model.device.type != "meta":
         return model.device
     device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)
@@ -124,10 +130,10 @@ def device_of(model: PreTrainedModel) -> torch.device:
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Under which name `model.forward` takes a cache, and gives it back; models without attention have their own."""
+    """Name under which `model.forward` takes and returns a cache. It differs for models without attention."""
     return compat.cache_argument(model) or compat.CACHE
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """How each layer sees the tokens before it; empty for a model that says nothing of it."""
+    """Attention kind of each layer; empty if the config does not state it."""
     return [MIXED.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]

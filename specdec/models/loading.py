@@ -1,4 +1,4 @@
-"""Loading a model from a folder or a hub id, with the class that its config names."""
+"""Load a model from a folder or a hub id, with the class that its config names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.utils.paths import require_folder_or_id
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a DFlash or DSpark drafter, in any layout."""
+    """Return whether a config.json describes a DFlash or DSpark drafter, in any layout."""
     kind = str(config.get("speculators_model_type", ""))
     names = [kind, *(config.get("architectures") or ())]
     return any(word in str(name).lower() for word in ("dflash", "dspark") for name in names) or (
@@ -29,10 +29,15 @@ log = logging.getLogger(__name__)
 
 
 def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTrainedModel:
-    """Load a model in the precision it was saved in; or in another's, and on its device.
+    """Load a model in the precision it was saved in, or in the precision and on the device of another model.
 
     Args:
-        placed: what `from_pretrained` is told of where its parts go.
+        path: folder or hub id.
+        like: model whose dtype and device to use; None: the saved dtype, placed by `placed`.
+        placed: placement arguments of `from_pretrained`, such as `device_map`.
+
+    Raises:
+        ValueError: `path` holds a draft head, or cannot be read as a model.
     """
     require_folder_or_id(path)
     log.info("loading %s", path)
@@ -40,11 +45,11 @@ def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTr
         with read_by_library(path):
             config, _ = PretrainedConfig.get_config_dict(path)
             if is_block(config):
-                raise ValueError(f'{path!r} is a block-parallel drafter, no model of its own: pass "dflash:{path}"')
-            if "draft_vocab_size" in config or "speculators_model_type" in config:
                 raise ValueError(
-                    f'{path!r} is an EAGLE head, no model of its own: pass "eagle3:{path}" as the proposer'
+                    f'{path!r} is a block-parallel drafter, not a model: pass "dflash:{path}" as the proposer'
                 )
+            if "draft_vocab_size" in config or "speculators_model_type" in config:
+                raise ValueError(f'{path!r} is an EAGLE head, not a model: pass "eagle3:{path}" as the proposer')
             model = _class_of(config).from_pretrained(path, dtype="auto", **placed).eval()
     except (OSError, HFValidationError) as error:
         raise ValueError(
@@ -52,12 +57,12 @@ def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTr
         ) from error
     if like is None:
         return model
-    # Of a quantized model the format may be one that nothing else is computed in.
+    # A quantized model's dtype may be a storage format that other models cannot compute in.
     return model.to(device_of(like), like.dtype if like.dtype in DTYPES.values() else model.dtype)
 
 
 def _class_of(config: dict[str, Any]) -> Any:
-    """Of a model that is to draft: of one with an encoder the class that it was saved as."""
+    """Return the class to load with: an encoder-decoder's own class, else AutoModelForCausalLM."""
     name = (config.get("architectures") or [""])[0]
     return (
         getattr(transformers, name, AutoModelForCausalLM) if config.get("is_encoder_decoder") else AutoModelForCausalLM

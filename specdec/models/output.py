@@ -1,4 +1,4 @@
-"""`Output`: what a pass of a model gives for the tokens or nodes it was run over."""
+"""`Output`: the result of a model's pass over tokens or draft nodes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Output:
-    """Logits (B, n, V) of the kept tokens, and what else was asked for.
+    """Result of a model's pass.
 
     Attributes:
-        hidden_states: one (B, n, H) per layer. features: (B, W, C), the tapped states of all W tokens of the pass.
+        logits: (B, n, V), of the tokens whose logits were requested.
+        hidden_states: one (B, n, H) per layer; None unless requested.
+        features: (B, W, C), tapped states of all W tokens of the pass; None without taps.
     """
 
     logits: Tensor
@@ -22,12 +24,12 @@ class Output:
     features: Tensor | None = None
 
     def first(self, count: int) -> Output:
-        """Of the first nodes alone."""
+        """Return the output of the first `count` nodes."""
         hidden = self.hidden_states and tuple(states[:, :count] for states in self.hidden_states)
         return Output(self.logits[:, :count], hidden, None if self.features is None else self.features[:, :count])
 
     def on(self, device: torch.device) -> Output:
-        """With logits and hidden states where the text is: plain decoding, too, brings them there."""
+        """Move logits and hidden states to the text's device, as plain decoding does."""
         if self.logits.device == device:
             return self
         hidden = self.hidden_states and tuple(states.to(device) for states in self.hidden_states)
@@ -35,7 +37,7 @@ class Output:
 
 
 def joined(outputs: Sequence[Output]) -> Output:
-    """Of passes over parts of a text: the last one's logits, the states of all."""
+    """Join the outputs of passes over consecutive parts of a text: the last one's logits, the states of all."""
     if len(outputs) == 1:
         return outputs[0]
     hidden = [output.hidden_states for output in outputs if output.hidden_states is not None]

@@ -1,8 +1,8 @@
-"""`positions_of`: how many positions a model has, found by asking it for one that lies far behind any table.
+"""`positions_of`: the number of positions of a model, found by running it at a position far beyond any table.
 
 Learned and sinusoidal embeddings, and buffers of the same length, are tables in which a pass looks positions up. A
-lookup beyond a table's end raises an error on CPUs and ruins the process on CUDA, so that no draft may cause one.
-RoPE computes its angles and has no end.
+lookup beyond a table's end raises an error on CPUs, and on CUDA makes the process unusable: no draft may cause one.
+RoPE computes its angles and has no limit.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from specdec.models.encoder import declined, stand_in
 from specdec.models.introspection import is_sharded, takes_positions
 from specdec.models.positions import counted_positions
 
-FAR = 2**20  # a position that no table reaches
+FAR = 2**20  # a position beyond any table
 ATEN = torch.ops.aten
 
 
 @torch.no_grad()
 def positions_of(model: PreTrainedModel) -> int | None:
-    """Positions from 0 on at which a model's pass can place a token; None: any.
+    """Return the number of positions, from 0 on, at which a pass can place a token; None: unlimited.
 
     Args:
-        model: nobody else's, as a pass may leave state behind in it.
+        model: a model that nothing else is using, as the pass may leave state in it.
     """
     if not takes_positions(model):
-        # MPT's biases are made anew in each pass, as many as its config says.
+        # MPT computes its biases in each pass, for the number of positions in its config.
         config = model.config.get_text_config(decoder=True)
         return counted_positions(model) or getattr(config, "max_seq_len", None)
     if is_sharded(model) and any(hasattr(module, "max_seq_len_cached") for module in model.modules()):
-        return None  # RoPE; others decode with this very model, and its frequencies may depend on the farthest position
+        return (
+            None  # RoPE. The model is shared with other calls, and its frequencies may depend on the farthest position
+        )
     token = torch.ones(1, 1, dtype=torch.long, device=model.device)
     inputs = {
         "input_ids": token,
@@ -45,16 +47,16 @@ def positions_of(model: PreTrainedModel) -> int | None:
         **declined(model),
     }
     encoder_outputs = stand_in(model, 1)
-    with _Lookups() as lookups, suppress(Exception):  # a model may refuse the position: what was found then counts
+    with _Lookups() as lookups, suppress(Exception):  # a model may reject the position: lookups so far count
         model(**(inputs if encoder_outputs is None else encoder_outputs.read_by(model, inputs)))
     return lookups.positions
 
 
 class _Lookups(TorchDispatchMode):
-    """Lets a pass of one token at position `FAR` look up the last entry of any table that ends before.
+    """Clamp lookups of a pass at position `FAR` to the last entry of any shorter table.
 
     Attributes:
-        positions: that the shortest of these tables has; None: none was met.
+        positions: number of positions in the shortest of these tables; None if there was none.
     """
 
     positions: int | None = None
@@ -69,7 +71,7 @@ class _Lookups(TorchDispatchMode):
         elif func is ATEN.gather.default:
             table, dim, index, *rest = args
             args = (table, dim, self._within(table.shape[dim], index), *rest)
-        elif func is ATEN.index_select.default:  # by this, models read tables that grow when a text outgrows them
+        elif func is ATEN.index_select.default:  # used by models whose tables grow with the text
             table, dim, index = args
             args = (table, dim, index.clamp(max=table.shape[dim] - 1))
         return func(*args, **(kwargs or {}))
@@ -80,7 +82,7 @@ class _Lookups(TorchDispatchMode):
         farthest = int(index.max())
         if farthest < size:
             return index
-        if size > 1:  # else it was made for a text of this length
+        if size > 1:  # a table of one entry was made for this text of one token
             found = size - (farthest - FAR)  # some tables begin a few entries before position 0
             self.positions = found if self.positions is None else min(self.positions, found)
         return index.clamp(max=size - 1)

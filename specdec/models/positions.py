@@ -1,9 +1,9 @@
-"""`with_positions`: a view of a model whose tokens stand where a pass places them, not where its cache ends.
+"""`with_positions`: a view of a model that takes its tokens' positions from the pass, not from its cache's length.
 
-Models without an argument for positions (BART, Marian, T5) count on from the cache's length. That is right for one
-row's chain and wrong for trees and ragged rows. What knows positions there, their embeddings and T5's biases, is asked
-what it says of a plain text; of that a pass takes what belongs to its tokens. So is a causal mask that a layer keeps
-(GPT-Neo's): its columns are not positions in trees and ragged rows, and they end.
+Models without a `position_ids` argument (BART, Marian, T5) count from the cache's length. That is right for a chain in
+one row, and wrong for trees and ragged rows. The view computes their position embeddings, and T5's biases, for a plain
+text, and picks those of the pass's tokens. It does the same with a causal mask that a layer keeps (GPT-Neo): in trees
+and ragged rows its columns are not positions, and its length is fixed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OF_BIAS = ["self", "query_length", "key_length", "device", "past_seen_tokens"]
 
 
 class RowPositions:
-    """Of the pass that is run.
+    """Positions of the current pass.
 
     Attributes:
-        visible_slots: where its tokens stand, and those that they see. None: as the model itself counts.
-        pads: of each row, which such a model counts as well; (B, 1) int64 on the host.
+        visible_slots: positions of its tokens, and the slots that they see; None: the model counts by itself.
+        pads: (B, 1) int64 on the host, padding of each row, which such a model counts as well.
     """
 
     visible_slots: VisibleSlots | None = None
@@ -40,19 +40,19 @@ class RowPositions:
 
 
 def counts_positions(model: PreTrainedModel) -> bool:
-    """It is told no positions, and something in it counts tokens in a way that is known here."""
+    """True if the model takes no `position_ids` but counts positions in a module that `with_positions` can replace."""
     return not takes_positions(model) and any(map(_placed, model.modules()))
 
 
 def counted_positions(model: PreTrainedModel) -> int | None:
-    """Number of positions of the decoder of such a model, from 0 on; None: any."""
+    """Number of positions, from 0 on, of the decoder of a model that counts them; None: unlimited."""
     encoder = set(model.get_encoder().modules()) if model.config.is_encoder_decoder else set()
     sizes = [_size(module) for module in model.modules() if module not in encoder and _placed(module)]
     return min((size for size in sizes if size is not None), default=None)
 
 
 def padding_counted_by(model: PreTrainedModel) -> set[int]:
-    """Padding tokens by which such a model numbers a prompt that it reads at once: it leaves them out (M2M100)."""
+    """Padding tokens that a model skips when it counts the positions of a prompt read in one pass (M2M100)."""
     if not counts_positions(model):
         return set()
     numbering = [module for module in model.modules() if hasattr(module, "create_position_ids_from_input_ids")]
@@ -60,12 +60,12 @@ def padding_counted_by(model: PreTrainedModel) -> set[int]:
 
 
 def has_causal_masks(model: PreTrainedModel) -> bool:
-    """Its layers keep causal masks of fixed length, which they apply beside the mask of a pass."""
+    """True if layers keep causal masks of fixed length, which they apply in addition to the mask of a pass."""
     return any(map(_is_causal_mask, model.buffers()))
 
 
 def with_positions(model: M, row_positions: RowPositions) -> M:
-    """A view of `model`, by its weights, that looks into `row_positions`; `model` itself where nothing in it counts."""
+    """Return a view of `model` with the same weights that reads `row_positions`, or `model` if nothing in it counts."""
     counts = not takes_positions(model)
     if not counts and not has_causal_masks(model):
         return model
@@ -82,7 +82,7 @@ def with_positions(model: M, row_positions: RowPositions) -> M:
 
 
 def _is_causal_mask(buffer: Tensor | None) -> bool:
-    """A causal mask of all columns, (1, 1, P, P)."""
+    """True for a square boolean mask (1, 1, P, P)."""
     return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4 and len(set(buffer.shape[2:])) == 1
 
 
@@ -92,10 +92,10 @@ def _placed(module: nn.Module) -> type[nn.Module] | None:
 
 @cache
 def _placed_class(kind: type[nn.Module]) -> type[nn.Module] | None:
-    if issubclass(kind, (_Embedding, _Bias)):  # of a view, of which another one is made
+    if issubclass(kind, (_Embedding, _Bias)):  # already replaced: a view is made of a view
         return kind
     parameters = list(inspect.signature(kind.forward).parameters)
-    # Whole inputs' embeddings, as BERT has them, count on, too; those of positions alone are told how many first.
+    # Embeddings of whole inputs, as in BERT, count as well. Those of positions alone first take the tokens or a shape.
     if not set(CACHE_LENGTHS).isdisjoint(parameters) and parameters[1] in HOW_MANY:
         return type(kind.__name__, (_Embedding, kind), {"argument": parameters[1]})
     bias = getattr(kind, "compute_bias", None)
@@ -118,11 +118,13 @@ def _masking_class(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Mod
 
 
 def _size(module: Any) -> int | None:
-    """Number of positions that such a module knows; None: any, as it makes more where a text outgrows its table."""
+    """Number of positions in a module's table; None: unlimited, as the table grows with the text."""
     return module.num_embeddings - getattr(module, "offset", 0) if isinstance(module, nn.Embedding) else None
 
 
 class _Embedding(nn.Module):
+    """Position embedding that returns the embeddings of the pass's positions."""
+
     row_positions: RowPositions
     argument: str  # the first argument: the tokens, or their shape
 
@@ -134,12 +136,12 @@ class _Embedding(nn.Module):
         if pads is not None:
             positions, count = positions + pads.to(positions.device), count + int(pads.max())
         size = _size(self)
-        if size is not None:  # a tree may have more nodes than positions are left
+        if size is not None:  # a tree may have more nodes than there are positions left
             count = min(count, size)
         padding = getattr(self, "padding_idx", None)
 
         def of_text(token: int) -> Tensor:
-            """What it says of a text of one token, at the pass's positions."""
+            """Embeddings of a text that repeats `token`, at the pass's positions."""
             text = torch.full((1, count), token, device=positions.device)
             argument = text.shape if self.argument == "input_ids_shape" else text
             return super(_Embedding, self).forward(argument).reshape(count, -1)[positions]
@@ -152,10 +154,12 @@ class _Embedding(nn.Module):
 
 
 class _Bias(nn.Module):
+    """Relative attention bias (T5) between the pass's tokens and the slots that they see."""
+
     row_positions: RowPositions
 
     def compute_bias(self, query_length: int, key_length: int, device: Any = None, past_seen_tokens: int = 0) -> Tensor:
-        """(B, heads, n, S) of the tokens of a pass and what they see."""
+        """Return the biases (B, heads, n, S) between a pass's tokens and the slots that they see."""
         visible_slots, native = self.row_positions.visible_slots, super().compute_bias  # type: ignore[misc]
         if visible_slots is None:
             return native(query_length, key_length, device=device, past_seen_tokens=past_seen_tokens)
@@ -167,19 +171,19 @@ class _Bias(nn.Module):
 
 
 class _CausalMask:
-    """A layer's own causal mask (1, 1, P, P), by which it also limits how far back it looks.
+    """A layer's own causal mask (1, 1, P, P), which may also limit its attention span.
 
-    It is indexed by columns, queries and then keys; of a pass it gives what is right for the positions of its tokens.
+    The layer indexes it by columns, of queries and then keys. It returns the entries at the pass's positions instead.
     """
 
     def __init__(self, mask: Tensor, row_positions: RowPositions):
         self.mask, self.row_positions = mask, row_positions
 
     def __getitem__(self, columns: tuple[slice, ...]) -> Tensor:
-        """(B, 1, n, S) bool."""
+        """Return the mask (B, 1, n, S) bool of the pass."""
         visible_slots = self.row_positions.visible_slots
         if visible_slots is None:
             return self.mask[columns]
-        last = self.mask.shape[-1] - 1  # slots after the rows may have numbers that are no positions: nobody sees them
+        last = self.mask.shape[-1] - 1  # slots after the rows may have larger numbers: no token sees them
         keys = visible_slots.held(Span())[:, None].clamp(max=last)
         return self.mask[0, 0][visible_slots.positions[..., None], keys][:, None]

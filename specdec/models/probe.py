@@ -1,6 +1,6 @@
-"""Trials of a model: passes through `ModelRunner`, beside the logits that the model's own passes give for them.
+"""Probes of a model: passes through `ModelRunner`, compared with the logits of the model's own passes.
 
-Run by `capability.probe`. Nothing here decides what a result means.
+`capability.probe` runs them and decides what a result means.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from specdec.sampling.draft_tree import DraftTree
 
 
 def mismatch(model: PreTrainedModel, run, masks: str, drafts: bool) -> str:
-    """Empty if the trial's logits agree with the model's own, else what went wrong."""
+    """Run a probe; return an empty string if its logits agree with the model's own, else what went wrong.
+
+    Args:
+        model: the model.
+        run: `probe_tree` or `probe_chain`.
+        masks: mask format, see `ModelRunner`.
+        drafts: True for a draft model, whose logits may be slightly off.
+    """
     try:
         ours, reference = run(model, masks)
-    except Exception as error:  # a model may refuse a mask or a cache in any way it likes: that is the finding
+    except Exception as error:  # a model may reject a mask or a cache with any error: that is the result
         first_line = str(error).partition("\n")[0][:120]
         return f"its forward pass failed with {type(error).__name__}: {first_line}"
     difference = (ours.float() - reference.float()).abs().mean() / reference.float().std().clamp(min=1e-6)
@@ -32,6 +39,7 @@ def mismatch(model: PreTrainedModel, run, masks: str, drafts: bool) -> str:
 
 
 def probe_tree(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    """Run a draft tree over two ragged rows; return the runner's and the model's own logits, (N, V) each."""
     runner, device = ModelRunner(model, masks, encoder_outputs=stand_in(model, 2)), device_of(model)
     ids = token_ids(model, 32)
     prompts = [ids[:7], ids[7:11]]
@@ -59,12 +67,13 @@ def probe_tree(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
         logits[len(text) - len(pick) : len(text)]
         for logits, text, pick in zip(_plain_logits(model, texts), texts, picks, strict=True)
     ]
-    # Once with the model's own cache: some drop keys there that their uncached pass sees, and so does plain decoding.
+    # One reference uses the model's own cache. Some models drop keys there, and plain decoding does the same.
     reference[0][-1:] = last_logits(model, texts[0])
     return torch.cat(picks), torch.cat(reference)
 
 
 def probe_chain(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
+    """Run a chain over one row, with a rejected token; return the runner's and the model's own logits, (N, V) each."""
     runner, device = ModelRunner(model, masks, encoder_outputs=stand_in(model, 1)), device_of(model)
     ids = token_ids(model, 12)
     runner.start(1)
@@ -83,28 +92,28 @@ def probe_chain(model: PreTrainedModel, masks: str) -> tuple[Tensor, Tensor]:
 
 
 def _plain_logits(model: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
-    """(B, T, V) of texts without any cache, in one pass; behind a shorter one's end whatever comes."""
+    """Logits (B, T, V) of texts in one pass without a cache; arbitrary after the end of a shorter text."""
     longest = max(texts, key=len)
     padded = torch.stack([torch.cat([text, longest[len(text) :]]) for text in texts])
     return _run(model, padded, 0, use_cache=False).logits
 
 
 def last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
-    """(1, V) after one text, the last token behind the others in the model's own cache, as in plain decoding."""
+    """Logits (1, V) after a text whose last token is read using the model's own cache, as in plain decoding."""
     past = cache_argument(model)
     read = _run(model, text[None, :-1], 0, use_cache=True)
     return _run(model, text[None, -1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
 
 
 def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
-    """The model's own pass over texts (B, T), whose first token stands at `start`."""
+    """Run the model's own pass over texts (B, T), whose first token has position `start`."""
     inputs = {"input_ids": texts, "return_dict": True, **declined(model), **options, **_positions(model, texts, start)}
     encoder_outputs = stand_in(model, len(texts))
     return model(**(inputs if encoder_outputs is None else encoder_outputs.read_by(model, inputs)))
 
 
 def _positions(model: PreTrainedModel, texts: Tensor, start: int) -> dict[str, Tensor]:
-    """As `generate()` numbers them, from zero; RoBERTa's own forward pass would start at another number."""
+    """Position ids as `generate()` passes them, from zero; RoBERTa's own default would start elsewhere."""
     if not takes_positions(model):
         return {}
     positions = torch.arange(start, start + texts.shape[1], device=texts.device)
@@ -112,7 +121,7 @@ def _positions(model: PreTrainedModel, texts: Tensor, start: int) -> dict[str, T
 
 
 def token_ids(model: PreTrainedModel, count: int) -> Tensor:
-    """Some ids spread over the vocabulary, always the same; end and padding ids avoided."""
+    """Return fixed token ids spread over the vocabulary, without special tokens."""
     config = model.config.get_text_config(decoder=True)
     ends = getattr(config, "eos_token_id", None)
     special = {getattr(config, "pad_token_id", None), getattr(config, "bos_token_id", None)}

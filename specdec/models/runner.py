@@ -1,7 +1,6 @@
-"""`ModelRunner`: runs a Hugging Face causal LM, or a decoder, over chunks and draft trees of a batch of ragged rows.
+"""`ModelRunner`: runs a Hugging Face causal LM or decoder over known tokens and draft trees of a batch of ragged rows.
 
-Owns the cache, the positions and the masks. Knows nothing of sampling or of where a draft came from. The target and a
-draft model both run through it.
+It is responsible for the cache, the positions and the masks. The target and draft models both run through it.
 """
 
 from __future__ import annotations
@@ -39,16 +38,18 @@ from specdec.models.static_forward import StaticForward, filled_up
 
 
 class ModelRunner(CachedRows):
-    """One model, one cache, three verbs: `extend` the rows, `grow` a draft behind them, `commit` a part of it.
+    """A model with its cache: `extend` the rows, `grow` a draft after them, `commit` a part of the draft.
 
     Args:
-        model: a decoder-only causal LM from transformers, in eval mode; a `with_fast_linears` view of it is run, unless other
-            processes have parts of its layers: rounding must not hang on this one's clock.
-        masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" when it can
-            only build its own, which restricts it to chains of rows of one length.
-        taps: hidden states to take along in every pass. step: of other processes, which passes are made in.
-        static_forward: of the model, with the same taps: passes over drafts are theirs.
-        encoder_outputs: what it reads beside its text, if it does. sized: drafts are filled up to few sizes, as graphs ask for.
+        model: a causal LM or decoder from transformers, in eval mode. It is run as a `with_fast_linears` view, unless
+            its weights are sharded: rounding must not depend on what one process finds fastest.
+        masks: how the model takes an attention mask: "dict" (keyed by layer type), "tensor", or "own" if it can only
+            build its own. "own" restricts it to chains of rows of one length.
+        taps: hidden states to capture in every pass.
+        step: synchronizes passes with other processes.
+        static_forward: runs draft passes of the model, with the same taps, as captured functions.
+        encoder_outputs: encoder outputs that the decoder also reads; None for a decoder-only model.
+        sized: pad drafts to few sizes, as captured passes need. Implied by `static_forward`.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class ModelRunner(CachedRows):
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
         self.encoder_outputs = encoder_outputs
-        self.planes: Tensor | None = None  # (P, B, 1) int64, how far the model's positions are ahead of the rows' own
+        self.planes: Tensor | None = None  # (P, B, 1) int64, offset of the model's positions from the rows' own
         super().__init__(spans(model, self.masks))
         self.cache_argument = cache_argument(model)
         self._declined = declined(model)
@@ -87,13 +88,16 @@ class ModelRunner(CachedRows):
         embedded: bool = False,
         hidden_states: bool = False,
     ) -> Output:
-        """Append known tokens to the rows and commit them, in as many passes as keep masks small.
+        """Append known tokens to the rows and commit them, in several passes if one would need a large mask.
 
         Args:
-            given: (B, W) int64, row b left-padded by `pads[b]`; (B, W, H) where they are `embedded` already.
+            given: (B, W) int64 tokens; (B, W, H) embeddings if `embedded`.
+            pads: number of padding tokens on the left of each row.
+            embedded: `given` holds embeddings.
+            hidden_states: also return all hidden states.
 
         Returns:
-            Logits (B, 1, V) after each row's last token; hidden states and features over all W.
+            Logits (B, 1, V) after each row's last token; hidden states and features of all W tokens.
         """
         given = given.to(self.device)
         width = self._most_at_once(given.shape[1], pads)
@@ -105,7 +109,7 @@ class ModelRunner(CachedRows):
         return joined(outputs)
 
     def _most_at_once(self, width: int, pads: Sequence[int]) -> int:
-        """How many known tokens per row to run over in one pass."""
+        """Number of known tokens per row to run in one pass."""
         unmasked = self.aligned and not any(pads) and self.lengths[0] == 0
         if self.masks == "own" or unmasked:
             return width
@@ -122,15 +126,21 @@ class ModelRunner(CachedRows):
 
     @torch.no_grad()
     def extend_behind(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
-        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        """Append few tokens as `extend` does, but after the rows of `device_lengths`; pads: (B, 1) int64."""
         visible_slots = self.place_behind(given.shape[1], pads)
         mask = self._mask_argument(visible_slots, unmasked=False)
         return self._forward(given, visible_slots, mask, keep=1, hidden=False, embedded=embedded)
 
     @torch.no_grad()
     def read_multimodal(self, inputs: Mapping[str, Any]) -> Output:
-        """A pass as `generate()` prepares it, over whole prompts and what else belongs to them, into a cache that is
-        among the inputs: logits (B, 1, V), hidden states if asked for and features over all columns."""
+        """Run one pass over whole prompts with their images, videos or audio.
+
+        Args:
+            inputs: model inputs as `generate()` prepares them, including the cache to fill.
+
+        Returns:
+            Logits (B, 1, V), features and, if requested, hidden states of all columns.
+        """
         logits, states, features = self._listen({**self._declined, **inputs})
         return Output(logits[:, -1:], states, features)
 
@@ -145,16 +155,21 @@ class ModelRunner(CachedRows):
         embedded: bool = False,
         hidden_states: bool = False,
     ) -> Output:
-        """Write n draft nodes behind the rows (and behind nodes already pending) and run the model over them.
+        """Write n draft nodes after the rows and the nodes already pending, and run the model over them.
 
         Args:
-            tokens: (B, n) int64; (B, n, H) where they are `embedded` already.
-            depth: (B, M + n) int64, of the M pending nodes and these: position = length + depth.
-            ancestors: (B, n, M + n) bool, which of all these nodes each of the n sees.
+            tokens: (B, n) int64; (B, n, H) embeddings if `embedded`.
+            depth: (B, M + n) int64, depth of the M pending and the n new nodes: position = length + depth.
+            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included.
             chain: the nodes form one path in order, in every row.
+            embedded: `tokens` holds embeddings.
+            hidden_states: also return all hidden states.
 
         Returns:
             Logits (B, n, V).
+
+        Raises:
+            ValueError: the model builds its own masks, and the pass needs others.
         """
         self._require_masks(unless=chain and self.aligned)
         tokens, depth, ancestors = (t.to(self.device) for t in (tokens, depth, ancestors))
@@ -172,10 +187,10 @@ class ModelRunner(CachedRows):
         return output.first(n) if self.sized else output
 
     def idle(self) -> None:
-        """A pass for nothing: over a token behind each row, which is forgotten."""
+        """Run a pass over one dummy token per row and discard it, to stay in step with other processes."""
         B, device = len(self.lengths), device_of(self.model)
         nothing = torch.zeros(B, 1, dtype=torch.long, device=device)
-        last = nothing - 1  # where the row's last token stands: there may be no position behind it
+        last = nothing - 1  # the position of the row's last token: there may be none after it
         self.grow(nothing, last, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
         self.commit([0] * B)
 
@@ -189,15 +204,15 @@ class ModelRunner(CachedRows):
             )
 
     def _unmasked(self, width: int, chain: bool) -> bool:
-        """The next pass needs no mask, and is better off without: a mask rules out flash attention.
+        """True if the next pass should run without a mask, which would rule out flash attention.
 
-        On CPUs a mask also for a single token: without one sdpa takes its slow GQA path there (1290 against 102 us a
-        layer for one token, 12 heads over 2, 1000 slots).
+        On CPUs even a single token gets a mask. Without one, sdpa takes its slow GQA path (1290 against 102 us a layer
+        for one token, 12 heads over 2, 1000 slots).
         """
         return self.device.type != "cpu" and not self.sized and self.sees_all(width, chain)
 
     def _mask_argument(self, visible_slots: VisibleSlots, unmasked: bool) -> Any:
-        """The model's `attention_mask`: a 4D mask, or one per layer type; None where it makes its own or needs none."""
+        """Build a 4D `attention_mask`, or one per layer type; None if the model builds its own or needs none."""
         kinds = set(layer_kinds(self.config))
         own = self.masks == "own" or (kinds and kinds <= set(RECURRENT))
         if own or (unmasked and self.masks == "tensor"):
@@ -242,12 +257,12 @@ class ModelRunner(CachedRows):
         return Output(logits[:, -keep:], states, features)
 
     def _pass(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
-        """As `_listen`, into our cache."""
+        """Run `_listen` with this runner's cache."""
         with self.cache.states.passing():
             return self._listen({**inputs, self.cache_argument: self.cache})
 
     def _listen(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
-        """Logits, hidden states if they were asked for, features."""
+        """Run the model; return logits, hidden states (if requested) and features."""
         if self.step is not None:
             self.step.before_pass()
         if self.encoder_outputs is not None:

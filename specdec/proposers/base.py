@@ -1,6 +1,6 @@
-"""`Proposer`: what drafts, and `Context`: what it may look at.
+"""`Proposer`, the base class of everything that drafts, and `Context`, its view of the batch.
 
-Knows nothing of targets, caches or the loop. A proposer needs `propose` alone; see examples/own_proposer.py.
+A proposer has to implement `propose` only; see examples/own_proposer.py.
 """
 
 from __future__ import annotations
@@ -26,38 +26,46 @@ from specdec.sampling.noise import Noise
 from specdec.sampling.results import NewTokens, Verdict
 from specdec.utils.device_copies import uploaded
 
-# How far log p of a target scatters around the draft's log q, as a Gumbel's scale: 0.8 for a 0.5B beside a 1.5B, 1.0
-# for a head (benchmarks/results/coupling.md).
+# Gumbel scale of the target's log p around the draft's log q: 0.8 for a 0.5B draft of a 1.5B target, 1.0 for a head
+# (benchmarks/results/coupling.md).
 SPREAD = 0.8
-LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are taken for different ones
+LARGEST_PADDING = 1024  # vocabularies whose sizes differ by more are treated as different ones
 
 
 @dataclass(frozen=True)
 class Context:
-    """The state of a batch between two rounds.
+    """The state of a batch between two rounds, as a proposer sees it.
 
     Attributes:
         tokens: (B, T) int64, the text so far in `generate()`'s layout: left padding, prompt, generated tokens.
-        pads: left padding of each row. ends: column behind each row's last token, the root.
-        active: False for rows that are finished; whatever is drafted for them is ignored.
-        budget: how many tokens may be drafted for each row at most.
-        sampling: False at T = 0, when drawing a draft is pointless: choose its best.
-        chains_only: the target cannot verify trees.
+        pads: B ints, left padding of each row.
+        ends: B ints, the column after each row's last token. This last token is the row's root.
+        active: B bools, False for finished rows. Drafts for them are ignored.
+        budget: B ints, the largest number of tokens to draft for each row.
+        sampling: False at T = 0, where a draft should be the most probable token instead of a drawn one.
+        chains_only: True if the target cannot verify trees.
         vocab_size: V, the width of the target's logits.
-        processors: the call's logits processors, to bring q close to p.
-        pacer: says how far to draft.
-        fresh: how many tokens of each row the target was run over since the last context: what the row gained, less
-            its root, which is still to come.
-        features: (B, W, C) the target's states at those tokens (see `Proposer.taps`), padded on the left; None for
-            a proposer without taps.
-        target: the model that verifies; a head borrows its embedding. masks: how it takes them, see `ModelRunner`.
-        noise: of the call's sampling, where the text follows it (see `coupled_scores`). start: column of its first new token.
-        cache: the target's, which holds each row but its root; None where it has none of ours.
-        encoder_outputs: what an encoder read, of a target that has one.
-        recorder: where drafts may be recorded and replayed; None: they are not.
-        written: the new tokens of each row on the host (see `recent`): a look at `tokens` may wait for a device.
-        device_budget: (B,) int64, `budget` on the device, 0 for rows that are finished, while a draft is made that may be
-            replayed for rows with other room; None: `budget` says it.
+        processors: the call's logits processors, which bring q closer to p.
+        pacer: decides how far to draft.
+        fresh: B ints, tokens that the target has processed since the last context: the new ones except the root.
+        features: (B, W, C), the target's hidden states at the `fresh` tokens (see `Proposer.taps`), left-padded. None
+            for a proposer without taps.
+        target: the target model. Heads borrow its embedding.
+        masks: the form in which the target takes an attention mask, see `ModelRunner`.
+        noise: the noise that the call samples with, if the rule shares it with drafts (see `coupled_scores`).
+        start: the column of the first new token.
+        written: the new tokens of each row on the host (see `recent`). Reading `tokens` may need a host sync.
+        cache: the target's cache, which holds each row except its root. None if the caller provides none.
+        encoder_outputs: the encoder outputs of an encoder-decoder target.
+        recorder: captures and replays drafts as CUDA graphs. None if drafts run eagerly.
+        device_budget: (B,) int64, `budget` on the device, 0 for finished rows. Set while a draft is captured, since a
+            replay may have another budget.
+
+    Example:
+        ```python
+        def propose(self, context: Context) -> DraftTree:  # repeat the last two tokens
+            return context.chain([context.recent(b, 2) for b in range(context.batch_size)])
+        ```
     """
 
     tokens: Tensor
@@ -83,17 +91,18 @@ class Context:
     device_budget: Tensor | None = None
 
     def coupled_scores(self, scores: Tensor, depth: int, ids: Tensor | None = None) -> Tensor:
-        """Scores whose order is that of the race which will choose the token: of q / E in place of q.
+        """Rank tokens by q / E, using the exponential noise E that the target will sample with.
 
-        The target's token is the winner of p / E with the column's noise E. Were its log p the draft's log q with
-        Gumbel noise of scale s added, token x would be the winner with a chance of softmax((log q - log E) / s).
+        The target's token is argmax(p / E). If log p is log q plus Gumbel noise of scale s, this token is x with
+        probability softmax((log q - log E) / s)[x]. See Gumbel coupling, arXiv 2408.07978.
 
         Args:
-            scores: (B, n, K) float32, log q up to a constant. depth: tokens drafted before these.
-            ids: (K,) int64, what the scores are of; None: all tokens.
+            scores: (B, n, K) float32, log q up to a constant.
+            depth: the number of tokens drafted before these.
+            ids: (K,) int64, the tokens that the scores belong to. None: all tokens.
 
         Returns:
-            (B, n, K) float32: scores of those chances. At T = 0, and under rules that draw drafts, they stay.
+            (B, n, K) float32, log-probabilities up to a constant. Unchanged at T = 0 and without shared noise.
         """
         if self.noise is None:
             return scores
@@ -103,7 +112,7 @@ class Context:
 
     @property
     def room(self) -> Sequence[int]:
-        """The old name of `budget`."""
+        """Deprecated name of `budget`."""
         warnings.warn("Context.room is now Context.budget", DeprecationWarning, stacklevel=2)
         return self.budget
 
@@ -113,17 +122,17 @@ class Context:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row's text."""
+        """Number of tokens in each row's text, without padding."""
         return [end - pad for end, pad in zip(self.ends, self.pads, strict=True)]
 
     @property
     def rows(self) -> list[int]:
-        """Indices of the rows worth drafting for."""
+        """Indices of the rows to draft for: active and with a budget."""
         return [b for b, active in enumerate(self.active) if active and self.budget[b] > 0]
 
     @property
     def host_sync_is_free(self) -> bool:
-        """Values can be looked at without waiting for a device to get there."""
+        """True on the CPU, where reading a tensor's values does not wait for a device."""
         return self.tokens.device.type == "cpu"
 
     @cached_property
@@ -139,44 +148,55 @@ class Context:
 
     @property
     def drafting_budget(self) -> list[int]:
-        """`budget`, 0 for rows that are finished."""
+        """The `budget` of each row, 0 for finished rows."""
         return [budget if active else 0 for budget, active in zip(self.budget, self.active, strict=True)]
 
     def short_budget(self, depth: int) -> Tensor | None:
-        """(B,) int64, `drafting_budget`; None: all rows have room for drafts of so many tokens."""
+        """(B,) int64, `drafting_budget` on the device. None if every row has a budget of at least `depth` tokens."""
         if self.device_budget is not None:
             return self.device_budget
         budget = self.drafting_budget
         return None if min(budget) >= depth else uploaded(budget, self.tokens.device)
 
     def row(self, b: int) -> Tensor:
-        """(T_b,) int64, the whole text of row b, prompt included, without padding."""
+        """The whole text of row b, (T_b,) int64, including the prompt, without padding."""
         return self.tokens[b, self.pads[b] : self.ends[b]]
 
     def last_tokens(self, width: int) -> Tensor:
-        """(B, width) int64, what each row's text ends in; where a row is shorter, whatever stands in its padding."""
+        """The last `width` tokens of each row, (B, width) int64. Shorter rows begin with their padding."""
         if len(set(self.ends)) == 1 and self.ends[0] >= width:
             return self.tokens[:, self.ends[0] - width : self.ends[0]]
         place = torch.arange(-width, 0, device=self.tokens.device)
         return self.tokens.gather(1, (self._ends + place).clamp(min=0))
 
     def recent(self, b: int, count: int) -> list[int]:
-        """The last `count` tokens of row b, on the host; of the prompt they are brought there."""
+        """The last `count` tokens of row b on the host. Tokens of the prompt are copied from the device."""
         new = self.written[b] if self.written else ()
         return list(new[len(new) - count :]) if count <= len(new) else self.row(b)[-count:].tolist()
 
     def source_text(self, b: int) -> list[int]:
-        """What an encoder read for row b, as far as the target could write it, too; [] without one."""
+        """The encoder's input for row b, without tokens outside the target's vocabulary; [] without an encoder."""
         text = [] if self.encoder_outputs is None else self.encoder_outputs.text(b)
         return [token for token in text if token < self.vocab_size]
 
     def chain(self, drafts: Sequence[Sequence[int]]) -> DraftTree:
-        """A deterministic draft of one continuation (any length, also none) per row."""
+        """Build a deterministic draft from one continuation per row.
+
+        Args:
+            drafts: for each of the B rows a list of token ids, possibly empty. Each is cut to the row's budget.
+
+        Returns:
+            The draft as a chain.
+
+        Raises:
+            TypeError: `drafts` is not one list of ints per row.
+            ValueError: a token is outside the target's vocabulary.
+        """
         if len(drafts) != self.batch_size or any(isinstance(draft, int) for draft in drafts):
-            raise TypeError(f"chain() takes a list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
+            raise TypeError(f"chain() takes one list of tokens for each of the {self.batch_size} rows, got {drafts!r}")
         cut = [list(draft)[: self.budget[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         if any(int(token) != token for draft in cut for token in draft):
-            raise TypeError(f"chain() takes token ids, got {drafts!r}")
+            raise TypeError(f"chain() takes integer token ids, got {drafts!r}")
         if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
             raise ValueError(f"drafted a token outside of the target's vocabulary of {self.vocab_size}")
         longest = max(map(len, cut), default=0)
@@ -187,14 +207,23 @@ class Context:
 
 
 class Proposer(ABC):
-    """Drafts tokens for the target to verify. Whatever it drafts, the output stays the target's.
+    """Base class of proposers: drafts tokens for the target to verify.
 
-    A draft must say how it was made: chosen deterministically (`DraftTree.probs` None), or drawn from q, which then
-    must be the very distribution drawn from. Whether a token is drafted may depend on q, never on the token sampled.
+    The output does not depend on the proposer, as long as each draft states how it was made. A draft is either chosen
+    deterministically (`DraftTree.probs` is None), or drawn from a distribution q, given as `DraftTree.probs`. Whether
+    a token is drafted may depend on q, never on the token that was drawn.
 
-    Calls share a proposer's weights, settings and learnt costs, and nothing else: each `generate()` drafts with a
-    shallow copy of the proposer, which goes when the call ends. What `begin` and later methods set on `self` is that
-    call's own; what `__init__` made is shared, by calls in other threads too.
+    Each `generate()` call drafts with a shallow copy of the proposer. Attributes set in `begin` and later belong to
+    this call alone. Attributes set in `__init__` are shared between calls, also in other threads.
+
+    Example:
+        ```python
+        class RepeatProposer(Proposer):
+            def propose(self, context: Context) -> DraftTree:
+                return context.chain([[token] * 4 for token in context.root.tolist()])
+
+        spec = SpeculativeGenerator(model, RepeatProposer())
+        ```
     """
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -206,49 +235,72 @@ class Proposer(ABC):
             cls.sync = cls.follow  # type: ignore[attr-defined, method-assign]
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
-        """Which of the target's hidden states this proposer wants to see as `Context.features`."""
+        """The target's hidden states that this proposer reads as `Context.features`. None: it reads none."""
         return None
 
     def check(self, target: PreTrainedModel) -> None:
-        """Raise ValueError if this proposer cannot draft for `target`. Called once, at construction."""
+        """Check that this proposer can draft for `target`. Called once, when the generator is constructed.
+
+        Raises:
+            ValueError: it cannot.
+        """
 
     def begin(self, context: Context) -> None:
-        """A `generate()` call starts, and this copy of the proposer is its own. `context` holds the prompts."""
+        """Prepare for a `generate()` call. Called on the call's own copy; `context` holds the prompts."""
 
     def drafting_model(self) -> nn.Module | None:
-        """What drafts are made by passes of, if anything: their cost is known by its shape. Asked after `check`."""
+        """The model whose passes make the drafts, if there is one. Called after `check`.
+
+        Costs measured by earlier processes are looked up by the shape of this model.
+        """
         return None
 
     def capture(self, compiled: bool) -> None:
-        """Passes may be captured as graphs from now on (`SpeculativeGenerator(compile=True)`). Asked after `check`.
+        """Allow passes to be captured as CUDA graphs from now on. Called after `check`.
 
-        compiled: see `StaticForward`.
+        Args:
+            compiled: True to run captured passes through `torch.compile`, see `StaticForward`.
         """
 
     @property
     def drafted_by(self) -> str:
-        """What made the last draft, for the report."""
+        """Name of the proposer that made the last draft, for the report."""
         return type(self).__name__
 
     @abstractmethod
     def propose(self, context: Context) -> DraftTree:
-        """Draft continuations of the rows. `DraftTree.root_only(context.root)` drafts nothing."""
+        """Draft continuations of the rows.
+
+        Args:
+            context: the state of the batch.
+
+        Returns:
+            One tree per row. `DraftTree.root_only(context.root)` drafts nothing.
+        """
 
     def sync(self, context: Context) -> None:
-        """Another proposer drafts in this round (see `HybridProposer`): take in what will be gone later.
+        """Keep up with a round in which another proposer drafts (see `HybridProposer`).
 
-        The text will be in the next context; `fresh` and `features` are of this round alone. `observe` is not called.
+        Store `context.fresh` and `context.features` if they are needed: the next context holds only later ones. The
+        text stays available. `observe` is not called for such a round.
         """
 
     def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
-        """A device verifies this round's draft: if the next one needs but tensors, it may be asked for already.
+        """Called while the device verifies this round's draft.
 
-        The next `propose` gives it out. context: of this round.
+        A proposer whose next draft depends on device tensors only may launch it now; the next `propose` returns it.
+
+        Args:
+            context: the state of the batch in this round.
+            new_tokens: the tokens that each row gets in this round, on the device.
         """
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        """A round is over in which this proposer drafted.
+        """Process the result of a round in which this proposer drafted.
 
-        `accepted[b]` drafted tokens of row b, and `verdict.next_token[b]`, are its text now. `verdict.outcome` has all
-        of it on the host, with the draft's notes: looking at the tensors would wait for a device.
+        Args:
+            draft: the draft that was verified.
+            verdict: the result. `verdict.outcome` holds it on the host, with the draft's notes, so that no host sync
+                is needed.
+            accepted: B ints, drafted tokens that became text in each row, followed by `verdict.next_token`.
         """

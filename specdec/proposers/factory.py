@@ -1,7 +1,4 @@
-"""Proposers by their short names: `"ngram"`, `"draft:PATH_OR_ID"`, `"auto"` and the others.
-
-Owns what the names of `choices` stand for. Knows nothing of the loop.
-"""
+"""Construction of proposers from their short names in `choices`: `"ngram"`, `"draft:PATH_OR_ID"`, `"auto"` etc."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ from specdec.proposers.lookup.suffix import SuffixProposer
 from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, ProposerName, check_name
 from specdec.utils.paths import located
 
-PATIENCE = 60.0  # seconds of a download that nobody asked for by name
+PATIENCE = 60.0  # seconds, time limit for a download that the user did not request by name
 
 
 def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Proposer]:
-    """Several by their names; what two of them draft with is loaded once."""
+    """Build several proposers from their names. A model or head that two of them use is loaded once."""
     made: dict[str, Proposer] = {}
     for name in names:
         alone = name.removeprefix(WITH_NGRAMS)
@@ -49,11 +46,20 @@ def as_proposer(
     target: PreTrainedModel,
     tokenizers: tuple[Any, Any] = (None, None),
 ) -> Proposer:
-    """A `Proposer` from an object, a loaded draft model, or a short string.
+    """Build a `Proposer` from a proposer, a loaded draft model, a path, or a short name.
 
-    tokenizers: the target's and the draft model's, where they are known.
+    A draft model that is loaded here gets the target's dtype and device.
 
-    A draft model that is loaded here has the target's number format, and is on its device.
+    Args:
+        proposer: the proposer, model, path or name. A `Proposer` is returned unchanged.
+        target: the target model.
+        tokenizers: tokenizers of the target and of the draft model; None where unknown.
+
+    Returns:
+        The proposer, not yet checked against the target.
+
+    Raises:
+        ValueError: the name is unknown, or there is no known head for the target.
     """
     if isinstance(proposer, Proposer):
         return proposer
@@ -63,7 +69,7 @@ def as_proposer(
         proposer = fspath(proposer)
     if not isinstance(proposer, str):
         raise ValueError(
-            f"proposer must be a Proposer (an instance), a loaded draft model, {PROPOSERS_IN_WORDS}, got "
+            f"proposer must be an instance of Proposer, a loaded draft model, {PROPOSERS_IN_WORDS}, got "
             f"{shortened(proposer)}"
         )
     check_name(proposer)
@@ -92,7 +98,7 @@ def as_proposer(
 def _draft_model(
     model: PreTrainedModel | str, target: PreTrainedModel, tokenizers: tuple[Any, Any] = (None, None)
 ) -> Proposer:
-    """With its tokens as they are, or translated."""
+    """Build a `DraftModelProposer`, or a `TranslatedDraftProposer` if the tokenizers differ."""
     proposer = DraftModelProposer(model, like=target)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         return TranslatedDraftProposer(model, like=target, target_tokenizer=tokenizers[0], tokenizer=tokenizers[1])
@@ -102,8 +108,7 @@ def _draft_model(
 
 
 def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
-    """The registry's head, or else the target's own MTP layers, if they are there and fit; "auto" is content with
-    n-grams."""
+    """The head for "auto": the registry's, else the target's own MTP layers. None if there is none that fits."""
     known = registry.known(target)
     if known is None and not at_hand(target):
         return None

@@ -1,7 +1,7 @@
 """`HybridProposer`: n-grams where the text repeats itself, a model's drafts elsewhere.
 
-Owns the choice between the two, once per round. SuffixDecoding's hybrid (arXiv 2411.04975) makes it by a threshold on
-the n-grams' score; here it is made by expected tokens per second.
+The choice is made once per round. SuffixDecoding's hybrid (arXiv 2411.04975) compares the score of the n-grams with a
+threshold. Here the expected tokens per second are compared.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import Verdict
 
-IN_A_ROW = 8  # rounds of n-grams; then, unless they are far ahead, the other shows anew what it brings
-FAR_AHEAD = 2.0  # times the other's tokens per second
+IN_A_ROW = 8  # rounds of n-grams, after which the other proposer is measured again unless n-grams are FAR_AHEAD
+FAR_AHEAD = 2.0  # times the other proposer's tokens per second
 
 
 @dataclass
 class ProposerStats:
-    """The other proposer's rounds in calls of one kind: moving averages per row.
+    """Moving averages over the rounds that the other proposer drafted, in calls of one kind.
 
     Attributes:
-        estimates: its own, whose price of a token is that of these rounds. count: how many. tokens: gained by each row.
-        seconds: of its draft and the target's pass.
+        estimates: the estimates of these rounds, with their own pace.
+        count: the number of rounds.
+        tokens: new tokens per row and round.
+        seconds: seconds per round, of the draft and the target's pass.
     """
 
     estimates: Estimates
@@ -56,25 +58,35 @@ class ProposerStats:
 
 
 class HybridProposer(Proposer):
-    """Lets the n-grams draft where they promise more tokens per second than the other proposer's recent rounds brought.
+    """Drafts with n-grams or with another proposer, whichever is expected to give more tokens per second.
 
-    Who drafts depends on the text so far and on costs, never on what is drawn: the output stays the target's.
+    The expected rate of the n-grams is compared with the rate of the other proposer's recent rounds. The choice
+    depends on the text so far and on costs, never on drawn tokens, so the output distribution does not change.
 
     Args:
-        other: an EAGLE-3 head, a draft model, or a proposer of your own (see `Proposer.sync`).
-        ngram: looks the text up: `NgramProposer()` by default, or a `SuffixProposer`.
+        other: the proposer for text without repetition: a head, a draft model, or your own (see `Proposer.sync`).
+        ngram: the lookup proposer, an `NgramProposer` or a `SuffixProposer`. `NgramProposer()` by default.
+
+    Raises:
+        TypeError: `other` is not a `Proposer`.
+
+    Example:
+        ```python
+        proposer = HybridProposer(DraftModelProposer("path/to/draft-model"))
+        spec = SpeculativeGenerator(model, proposer)  # or by name: "ngram+draft:path/to/draft-model"
+        ```
     """
 
     def __init__(self, other: Proposer, ngram: Lookup | None = None):
         if not isinstance(other, Proposer):
             raise TypeError(
-                f"HybridProposer takes a Proposer, DraftModelProposer(model) say, got a {type(other).__name__}"
+                f"HybridProposer takes a Proposer, got {type(other).__name__}; for a model: DraftModelProposer(model)"
             )
         self.other = other
         self.ngram: Lookup = NgramProposer() if ngram is None else ngram
         self._rounds: WeakKeyDictionary[Estimates, ProposerStats] = (
             WeakKeyDictionary()
-        )  # by what calls of a kind learnt
+        )  # by the estimates of a kind of call
         self._looking_up = False  # in this round
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
@@ -94,10 +106,10 @@ class HybridProposer(Proposer):
         self.other, self.ngram = copy(self.other), copy(self.ngram)
         self.other.begin(context)
         self.ngram.begin(context)
-        self._pacer: Pacer | None = None  # of the other
+        self._pacer: Pacer | None = None  # the other proposer's
         self._context: Context | None = None  # this round's
-        self._reads_prompt = True  # in its next draft
-        self._in_a_row = 0  # rounds that the other sat out
+        self._reads_prompt = True  # the other proposer's next draft includes its prefill
+        self._in_a_row = 0  # consecutive rounds of n-grams
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._stats_of(context.pacer)
@@ -114,7 +126,7 @@ class HybridProposer(Proposer):
         return self._rounds.setdefault(pacer.estimates, ProposerStats(pacer.estimates.apart()))
 
     def _pacer_of(self, context: Context) -> Pacer:
-        """The other's, in this call."""
+        """The other proposer's pacer in this call."""
         if self._pacer is None:
             self._pacer = context.pacer.apart(self._stats_of(context.pacer).estimates)
         return self._pacer
@@ -133,12 +145,12 @@ class HybridProposer(Proposer):
             return
         self.other.observe(draft, verdict, accepted)
         if draft.size > 1 and self._reads_prompt:
-            self._reads_prompt = False  # which is not what a round costs
+            self._reads_prompt = False  # a round with a prefill says little about later rounds
         else:
             self._book(self._stats_of(context.pacer), context, draft.size, accepted)
 
     def _book(self, rounds: ProposerStats, context: Context, size: int, accepted: Sequence[int]) -> None:
-        """A round of the other's, with a draft of `size` nodes."""
+        """Record a round of the other proposer with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify
         if rows and verify.known:
             seconds = context.pacer.drafting + verify(size)
@@ -147,14 +159,14 @@ class HybridProposer(Proposer):
             rounds.observe(new_tokens / len(rows), seconds)
 
     def _lookup_pays(self, gains: Sequence[float], rounds: ProposerStats, context: Context) -> bool:
-        """gains: per depth, how many of the rows' looked-up tokens are expected to be accepted."""
+        """Return whether the n-grams should draft. gains: expected accepted tokens over all rows, per depth."""
         rows, verify = context.rows, context.pacer.verify
         length = context.pacer.best_length(gains, context.batch_size)
         if length == 0 or not verify.known:
             return False
         left, pacer = max(context.budget), self._pacer_of(context)
         rate = rounds.rate if rounds.count else pacer.promise()
-        if self._reads_prompt:  # seconds that the rest of the text has to pay for
+        if self._reads_prompt:  # the remaining tokens have to make up for the seconds of the prefill
             reading = sum(context.ends) * pacer.seconds_to_read
             rate = left / (left / rate + reading)
         promised = (1 + sum(gains[:length]) / len(rows)) / verify(1 + length)

@@ -1,4 +1,4 @@
-"""The texts of a run: those to learn from, and those held out to evaluate on."""
+"""Texts of a run: those to train on, and those held out for evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.utils.parsing import read_by_library
 
 
 def checksum_of_entries(recipe: Recipe) -> str:
-    """Of the texts as they were given, before any template."""
+    """Compute the checksum of the given texts, before any chat template."""
     content = hashlib.sha256()
     for file in (recipe.data, recipe.held_out_data):
         for _, entry in read_entries(file) if file is not None else ():
@@ -29,7 +29,7 @@ def checksum_of_entries(recipe: Recipe) -> str:
 
 
 def check_length(recipe: Recipe) -> None:
-    """Raise ValueError for rows longer than the target reads."""
+    """Raise ValueError if rows are longer than the target's context."""
     with read_by_library(f"the config of {recipe.target}"):
         context = context_of(AutoConfig.from_pretrained(recipe.target))
     if recipe.length > context:
@@ -39,11 +39,15 @@ def check_length(recipe: Recipe) -> None:
 
 
 def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, checksum: str) -> None:
-    """Texts to learn from, and held out, into the folder's files, one by one; those that an earlier run read stay, for
-    a chat template may show the date.
+    """Encode the training and held-out texts into the folder's files, one by one.
+
+    Files of an earlier run with the same texts are kept, because a chat template may contain the date.
 
     Args:
-        checksum: of the entries, as `checksum_of_entries` gives it.
+        recipe: options of the run.
+        folder: folder of the run.
+        tokenizer: the target's tokenizer.
+        checksum: result of `checksum_of_entries`.
     """
     before = folder.identity() or {}
     if before.get("texts") == checksum and folder.training_texts.exists() and folder.held_out.exists():
@@ -57,11 +61,14 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
     seen = _among(held_out, training_texts)
     if seen:
-        warnings.warn(f"{seen} of the {len(held_out)} texts to evaluate on are learnt from, too")
+        warnings.warn(
+            f"{seen} of the {len(held_out)} texts to evaluate on are also trained on, so the evaluation is too "
+            "optimistic: remove them from one of the files"
+        )
 
 
 def ends_of(target: str) -> list[int]:
-    """Tokens that end a target's texts, by the generation config beside its weights, or by its config."""
+    """Return the tokens that end a target's texts, from its generation config, or else from its config."""
     try:
         return end_tokens_in(GenerationConfig.from_pretrained(target))
     except OSError:
@@ -69,19 +76,19 @@ def ends_of(target: str) -> list[int]:
 
 
 def corpus(folder: RunFolder) -> tuple[Texts, Texts]:
-    """What `write_corpus` wrote: to learn from, and held out."""
+    """Open the texts that `write_corpus` wrote: those to train on, and those held out."""
     return kept_texts(folder.training_texts), kept_texts(folder.held_out)
 
 
 def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
-    """Held out are texts evenly over the data."""
+    """Hold out texts at even intervals, and write both sets."""
     every, count = folder.training_texts.with_name("every_text"), recipe.held_out
-    whole = keep(texts, every)  # how many there are is known when all are read
-    every.unlink()  # the system keeps what is still mapped
+    whole = keep(texts, every)  # their number is known only after all are read
+    every.unlink()  # the data stays available while it is mapped
     if len(whole) <= count:
         raise ValueError(
-            f"{recipe.data} holds {len(whole)} texts and {count} are held out: none is left. Choose a smaller "
-            "--held-out"
+            f"{recipe.data} holds {len(whole)} texts and {count} are held out, so none is left to train on: choose a "
+            "smaller --held-out"
         )
     apart = {i * len(whole) // count for i in range(count)}
     keep((whole[i] for i in sorted(apart)), folder.held_out)
@@ -89,6 +96,6 @@ def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
 
 
 def _among(some: Texts, others: Texts) -> int:
-    """How many of `some` are one of the others, too."""
+    """Count the texts of `some` that are also in `others`."""
     known: dict[tuple[int, ...], int] = Counter(tuple(text.ids.tolist()) for text in some)
     return sum(known.pop(tuple(text.ids.tolist()), 0) for text in others)

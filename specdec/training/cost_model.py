@@ -1,6 +1,6 @@
-"""`Outline`: a head that has shapes and no numbers: how large it is, what a pass of its training computes and keeps.
+"""Cost model of a head in training: its size, and the work and memory of a pass, without any weights.
 
-Its modules lie on torch's meta device, its passes are made with torch's fake tensors.
+Modules are created on torch's meta device, and passes run on torch's fake tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +29,15 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Outline:
-    """A head in training.
+    """Head with shapes but no weights.
 
     Args:
-        taps: of the target's states that it reads. length: T, tokens per row. drafted: of a pass, or of so many passes.
-        anchors: tokens of a row that a drafter of blocks learns to draft behind. device: that is planned for.
+        config: config of the head.
+        taps: number of the target's states that it reads per token.
+        length: tokens per row (T).
+        drafted: drafted tokens.
+        anchors: anchors per row of texts, for a block drafter.
+        device: device to plan for.
     """
 
     config: Eagle3Config | DFlashConfig
@@ -50,24 +54,24 @@ class Outline:
 
     @cached_property
     def matrices(self) -> int:
-        """Numbers in the weights that are Muon's."""
+        """Count the parameters that Muon updates."""
         with META:
             return sum(weight.numel() for weight in matrices(self._head()))
 
     @property
     def estimates_per_row(self) -> int:
-        """Tokens of a row that drafts are learnt behind, at most: all, or the anchors."""
+        """Maximum number of tokens in a row after which drafts are trained: all, or the anchors."""
         every = self.length - 2
         return min(self.anchors, every) if isinstance(self.config, DFlashConfig) else every
 
     @property
     def width(self) -> int:
-        """W, of what the LM head reads: with a Markov head its embeddings, too."""
+        """Width of the LM head's input (W), including a Markov head's embeddings."""
         return self.config.hidden_size + (self.config.markov_rank if isinstance(self.config, DFlashConfig) else 0)
 
     def kept_for_gradients(self, rows: int) -> int:
-        """Bytes that a pass over so many rows keeps, if every token is learnt."""
-        kept: dict[int, torch.UntypedStorage] = {}  # held, or its number would be given to another
+        """Count the bytes that a pass over `rows` rows keeps for the backward pass, if all tokens are trained on."""
+        kept: dict[int, torch.UntypedStorage] = {}  # keeps storages alive, so that their addresses are not reused
 
         def keep(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
@@ -77,11 +81,11 @@ class Outline:
 
         with FakeTensorMode(), saved_tensors_hooks(keep, lambda tensor: tensor):
             drafts = self._unrolled(rows)
-        gradient = 4 * drafts.numel()  # the loss computes it on the way
+        gradient = 4 * drafts.numel()  # computed together with the loss
         return sum(storage.nbytes() for storage in kept.values()) + gradient
 
     def forward_work(self) -> int:
-        """Floating-point operations over one row, all its steps, logits aside."""
+        """Count the floating-point operations over one row, all steps included, logits excluded."""
         with FakeTensorMode(), FlopCounterMode(display=False) as counter, torch.no_grad():
             self._unrolled(1)
         return counter.get_total_flops()
@@ -90,7 +94,7 @@ class Outline:
         return DFlashHead(self.config) if isinstance(self.config, DFlashConfig) else Eagle3Head(self.config)
 
     def _unrolled(self, rows: int) -> Tensor:
-        """What the LM head reads of all drafts, (rows, n, W)."""
+        """Return the LM head's input for all drafts, (rows, n, W)."""
         T, wide = self.length, self.taps * self.config.target_hidden_size
         with self.device:
             head = self._head()

@@ -1,4 +1,4 @@
-"""`draw`: a training run as two curves, loss and acceptance."""
+"""Plot of a training run: loss and acceptance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Loss and acceptance against training tokens; nothing without matplotlib."""
+    """Plot loss and acceptance against training tokens. Does nothing without matplotlib.
+
+    Args:
+        content: content of `evaluation.json`.
+        path: image file to write.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,4 +1,4 @@
-"""`Deadline`: stops training when time is up, in a way that the same command can go on from."""
+"""Time limit of a training run. A stopped run is resumed by the same command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 
 class Deadline(TrainerCallback):
-    """Saves and stops when time is up."""
+    """Save a checkpoint and stop training when time is up.
+
+    Args:
+        at: end of the time, as `time.monotonic` counts.
+    """
 
     def __init__(self, at: float):
         self.at = at
@@ -18,7 +22,7 @@ class Deadline(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if state.global_step % args.logging_steps:  # what is logged is of whole intervals, stopped or not
+        if state.global_step % args.logging_steps:  # stop at logged updates only, so that log intervals stay whole
             return control
         up = torch.tensor(float(time.monotonic() > self.at), device=args.device)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -26,5 +30,8 @@ class Deadline(TrainerCallback):
         if bool(up) and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
             if state.is_world_process_zero:
-                print(f"time is up at update {state.global_step} of {state.max_steps}: the same command goes on")
+                print(
+                    f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to "
+                    "resume"
+                )
         return control

@@ -1,4 +1,4 @@
-"""How good a head is: measured by the real decoder, and simulated from the same texts, which must agree."""
+"""Evaluation of a head: measured with the real decoder, and simulated on the same texts. Both must agree."""
 
 from __future__ import annotations
 
@@ -31,19 +31,21 @@ from specdec.training.teacher.base import taps_of
 from specdec.training.teacher.target_logits import TargetLogits
 
 TREE = DynamicTree(depth=6, top_k=8, size=24)
-# The target's pure distribution, whatever its generation config says: that is what a head is trained on.
+# Decode from the target's plain distribution, as in training, whatever its generation config says.
 GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
 SAMPLED: dict[str, Any] = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of greedy chains of a fixed length on some prompts.
+    """Evaluation of a head with the decoder, on some prompts.
 
     Attributes:
-        mean_acceptance_length: the decoder's. simulated_length: what teacher forcing over the decoder's own texts says.
-        acceptance_rate_per_pos: conditional, the decoder's.
-        tree_length: mean acceptance length with trees of 24 nodes. tree_length_sampled: the same at T = 1.
+        mean_acceptance_length: mean acceptance length of greedy chains, measured with the decoder.
+        simulated_length: the same, simulated by teacher forcing on the decoder's own texts.
+        acceptance_rate_per_pos: conditional acceptance rate by position, measured with the decoder.
+        tree_length: mean acceptance length with trees of 24 nodes at T = 0.
+        tree_length_sampled: the same at T = 1.
     """
 
     mean_acceptance_length: float
@@ -54,27 +56,28 @@ class Evaluation:
 
     @property
     def agrees(self) -> bool:
-        """In float32 the two are the same; near ties of half precision move a few drafts."""
+        """True if measured and simulated length agree. They are equal in float32; half precision breaks near ties."""
         return abs(self.mean_acceptance_length - self.simulated_length) <= 0.05 * self.simulated_length
 
     @property
     def warning(self) -> str:
-        """What to look at if training and decoding disagree; empty if they don't."""
+        """Warning if training and decoding disagree; empty otherwise."""
         if self.agrees:
             return ""
         return (
-            f"the decoder accepts {self.mean_acceptance_length:.2f} tokens per draft where teacher forcing over the "
-            f"same texts says {self.simulated_length:.2f}: training and decoding disagree about the head (taps, shift, "
-            "mask, norms or positions)"
+            f"the decoder accepts {self.mean_acceptance_length:.2f} tokens per draft, but teacher forcing on the same "
+            f"texts predicts {self.simulated_length:.2f}: training and decoding compute the head differently. Check "
+            "taps, shift, mask, norms and positions"
         )
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of a head that was not measured by the decoder: by teacher forcing on held-out texts.
+    """Evaluation of a head by teacher forcing on held-out texts, without the decoder.
 
     Attributes:
-        loss: per token, weighted over steps. simulated_length: mean acceptance length, if steps were independent.
+        loss: mean loss per token, weighted over steps.
+        simulated_length: mean acceptance length, taking the steps as independent.
     """
 
     loss: float
@@ -92,9 +95,15 @@ def evaluate(
     draft_length: int = 5,
     max_new_tokens: int = 64,
 ) -> Evaluation:
-    """Decode each prompt (T,) int64 greedily with chains, and with `TREE` at T = 0 and T = 1.
+    """Decode each prompt greedily with chains, and with `TREE` at T = 0 and T = 1.
 
-    Of a prompt that leaves no room for `max_new_tokens` in what the target reads, the end is taken.
+    Args:
+        head: head to evaluate.
+        target: model that it drafts for.
+        prompts: token ids, (T,) int64 each. If a prompt and `max_new_tokens` exceed the target's context, only the
+            prompt's end is used.
+        draft_length: length of the chains.
+        max_new_tokens: tokens to decode per prompt.
     """
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
@@ -106,7 +115,7 @@ def evaluate(
         text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
         lengths = accepted_lengths(head, target, text, draft_length, first=len(prompt) - 1)
         root = len(prompt)  # the first new token comes from the prefill
-        behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # one token of the last round is the target's
+        behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # the last round's bonus token ends the text
         while root < len(text) - 1:
             room = len(text) - 1 - behind - root
             taken = min(lengths[root - 1], room)
@@ -137,17 +146,21 @@ def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FollowingPro
 
 
 def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:
-    """With a mask: `generate()` would take pad tokens of the prompt's own for padding."""
+    """Return the inputs with a mask, without which `generate()` would take pad tokens in the prompt for padding."""
     ids = prompt[None].to(device_of(target))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 @torch.no_grad()
 def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: int, first: int = 0) -> list[int]:
-    """For each position i of a text (T,), how many tokens of a greedy chain drafted behind token i + 1 are right.
+    """Return for each position i of a text how many tokens of a greedy chain drafted after token i + 1 are right.
 
     Args:
-        first: the first position that is asked for; before it they may be 0.
+        head: head to evaluate.
+        target: model that it drafts for.
+        text: (T,) int64.
+        steps: length of the chain.
+        first: first position to compute. Earlier ones are 0.
     """
     listener = Taps(target, taps_of(head, target), head.device)
     with listener.listening() as taken:
@@ -166,12 +179,18 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
 def drafted_logits(
     head: Head, target: PreTrainedModel, text: Tensor, states: Tensor, steps: int, first: int = 0
 ) -> Iterator[Tensor]:
-    """Of each step, (n, K): what a head with K tokens to draft says of token i + 2 + step of a text (T,), for each
-    position i that has one. The tokens between are the text's: teacher forcing.
+    """Compute the head's logits at every position of a text, using teacher forcing.
 
     Args:
-        states: (1, T, n * H), what the head reads of the target. first: the first position that is asked for; rows
-            before it may be of anything.
+        head: head that drafts K tokens.
+        target: model that it drafts for.
+        text: (T,) int64.
+        states: (1, T, n * H), the target's states that the head reads.
+        steps: drafted tokens.
+        first: first position to compute. Rows before it are undefined.
+
+    Yields:
+        For each step, (n, K). Row i has the logits of token i + 2 + step, given the text up to token i + 1 + step.
     """
     ids, wanted = text[None].to(head.device), (torch.arange(len(text), device=head.device) >= first)[None]
     steps = min(steps, len(text) - 2)
@@ -182,7 +201,7 @@ def drafted_logits(
 def _logits(
     head: Head, target: PreTrainedModel, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
 ) -> Iterator[Tensor]:
-    """(B, n, K) of each step of `unroll`."""
+    """Yield the logits (B, n, K) of each step of `unroll`."""
     if isinstance(head, MtpTrainee):
         weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
         embeds = target.get_input_embeddings()(ids).to(head.device, head.dtype)

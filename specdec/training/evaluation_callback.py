@@ -1,4 +1,4 @@
-"""`EvaluationCallback`: measures a head while it is trained, by its loss and the real decoder, and keeps the best."""
+"""Evaluation of a head during training, by held-out loss and with the real decoder. The best head is kept."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from specdec.training.trainer import HeadTrainer
 
 
 class EvaluationCallback(TrainerCallback):
-    """Has the real decoder measure the head now and then, and keeps the best one; its loss on other texts more often.
+    """Evaluate the head with the real decoder at intervals, its held-out loss more often, and keep the best head.
 
-    Owns the folder's `head`, `evaluation.json` and `curve.png`.
+    Writes the folder's `head`, `evaluation.json` and `curve.png`.
 
     Args:
-        prompts: (T,) int64 each. every: updates between measurements by the decoder; 0: none, and the best head is the
-            one of the lowest loss on other texts.
-        held_out: texts that nothing is learnt from. held_out_every: updates between measurements of the loss on them.
-        at_start: measure before the first update too: the head may be the best already.
+        trainer: trainer whose head is evaluated.
+        prompts: token ids to decode from, (T,) int64 each.
+        folder: folder of the run.
+        every: updates between evaluations with the decoder. 0: none; the best head is the one with the lowest held-out
+            loss.
+        held_out: rows that are not trained on.
+        held_out_every: updates between measurements of the held-out loss.
+        at_start: evaluate before the first update too, since the head may already be the best.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class EvaluationCallback(TrainerCallback):
             self._evaluate(state)
 
     def best(self) -> Measured | None:
-        """What was measured of the head in the folder; None in processes other than the first."""
+        """Return the evaluation of the head in the folder; None in processes other than the first."""
         if not of_first(self.folder.evaluation.exists):
             (self._evaluate if self.every else self._measure_loss)(self.trainer.state)
         if not self.trainer.is_world_process_zero():
@@ -84,7 +88,7 @@ class EvaluationCallback(TrainerCallback):
     def _log(self, found: dict[str, float]) -> None:
         due = self.trainer.control.should_log
         self.trainer.log(found)
-        self.trainer.control.should_log = due  # logging settles it, and the other processes log together with this one
+        self.trainer.control.should_log = due  # logging clears it, but all processes must log at the same time
 
     def _evaluate(self, state: TrainerState) -> None:
         first = state.is_world_process_zero
@@ -94,7 +98,7 @@ class EvaluationCallback(TrainerCallback):
             return
         target, device = self.trainer.teacher.model(), self.trainer.args.device
         head = copy_of(self.trainer.head, target.dtype)
-        # Decoding draws; training goes on as if it had not.
+        # Decoding uses random numbers; training continues as if it had not.
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
             torch.manual_seed(self.trainer.args.seed)
             found = evaluate(head, target, self.prompts, draft_length=self.trainer.steps)
@@ -110,11 +114,11 @@ class EvaluationCallback(TrainerCallback):
         self._keep(asdict(found) | {"acceptance_rate_per_pos": rates}, better, state, found.warning)
 
     def _best_before(self) -> dict[str, Any]:
-        """What was measured of the head that is kept; it may be something else than what is measured now."""
+        """Evaluation of the best head so far. Its keys may differ from those measured now."""
         return (read_json(self.folder.evaluation) or {}).get("best", {})
 
     def _keep(self, found: dict[str, Any], better: bool, state: TrainerState, warning: str = "") -> None:
-        """The head, if it is the best one so far, and what was logged up to here."""
+        """Write the logs so far, and the head if it is the best so far."""
         content: dict[str, Any] = read_json(self.folder.evaluation) or {}
         if better:
             self.trainer.save_head(self.folder.head)

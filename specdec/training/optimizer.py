@@ -1,7 +1,7 @@
-"""`muon`: torch's Muon for a head's matrices beside AdamW for all else, as one optimizer.
+"""Muon for a head's matrices and AdamW for all other weights, as one optimizer.
 
-Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix nearly orthogonal. Embeddings and LM
-heads, whose rows are tokens', stay AdamW's, as do vectors.
+Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix nearly orthogonal. Embeddings, LM heads
+(their rows belong to single tokens) and vectors are updated by AdamW.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 
 class Together(Optimizer):
-    """Several optimizers of different weights; schedulers see all their groups."""
+    """Several optimizers of disjoint weights, used as one. Schedulers see the parameter groups of all."""
 
     def __init__(self, parts: list[Optimizer]):
         self.parts = parts
@@ -41,13 +41,19 @@ class Together(Optimizer):
 
 
 def matrices(head: nn.Module) -> list[Tensor]:
-    """Those of a head's weights that Muon is for."""
+    """Return the weights of a head that Muon updates: those of linear layers except the LM head."""
     layers = [m for name, m in head.named_modules() if isinstance(m, nn.Linear) and not name.endswith("lm_head")]
     return [layer.weight for layer in layers]
 
 
 def muon(head: nn.Module, learning_rate: float, betas: tuple[float, float]) -> Optimizer:
-    """For a head's weights. learning_rate: of both: Muon's updates are scaled to AdamW's size (2502.16982)."""
+    """Create the optimizer of a head.
+
+    Args:
+        head: head to train.
+        learning_rate: learning rate of both optimizers. Muon's updates are scaled to AdamW's size (2502.16982).
+        betas: AdamW's betas.
+    """
     shaped = matrices(head)
     known = {id(weight) for weight in shaped}
     others = [weight for weight in head.parameters() if id(weight) not in known]

@@ -1,6 +1,6 @@
-"""`plan`: what a training run will take, before any of it is begun: memory, disk and work.
+"""Estimate of the memory, disk space and work of a training run, before it starts.
 
-No weights are loaded: the target lies on torch's meta device, the head is an `Outline`.
+No weights are loaded: the target is on torch's meta device, and the head is an `Outline`.
 """
 
 from __future__ import annotations
@@ -37,19 +37,26 @@ from specdec.training.teacher.state_cache import bytes_per_token
 from specdec.training.teacher.state_extractor import batch_tokens_of
 from specdec.training.teacher.target_logits import NUMBERS_AT_ONCE
 
-CHECKPOINTS = 3  # on the disk together, while one is written
+CHECKPOINTS = 3  # checkpoints on the disk at the same time, while one is written
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will take.
+    """Cost of a run.
 
     Attributes:
-        texts: learnt from. tokens: of them. training_texts: of these, the target's own. updates: of the head.
-        target, head: numbers of parameters.
-        memory: bytes on the device of each process, by what takes them. disk: bytes, likewise.
-        work: floating-point operations of all processes, likewise.
-        speed: of them in a second, measured for a product on this machine's device. device, processes: of the run.
+        texts: number of training texts.
+        tokens: tokens of the training texts.
+        learned_tokens: tokens among them that the target wrote.
+        updates: updates of the head.
+        target: parameters of the target.
+        head: parameters of the head.
+        device: device of the run.
+        processes: number of processes.
+        speed: floating-point operations per second of one product, measured on this machine's device.
+        memory: bytes on the device of each process, by purpose.
+        disk: bytes on the disk, by purpose.
+        work: floating-point operations of all processes, by purpose.
     """
 
     texts: int
@@ -66,10 +73,11 @@ class Plan:
     work: dict[str, float]
 
     def summary(self) -> str:
+        """Format the plan as text."""
         seconds = sum(self.work.values()) / self.speed / self.processes
         size = partial(in_bytes, digits=2)
         lines = [
-            f"{self.texts} texts to learn from, {self.tokens} tokens, {self.learned_tokens} of them the target's own: "
+            f"{self.texts} texts to train on, {self.tokens} tokens, {self.learned_tokens} of them the target's own: "
             f"{self.updates} updates",
             f"target of {_short(self.target)} parameters, head of {_short(self.head)}",
             "",
@@ -84,24 +92,24 @@ class Plan:
             "work, in floating-point operations",
             *_table(self.work, lambda number: f"{number:.1e}"),
             "",
-            f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, at least {_time(seconds)}; "
-            "decoding held-out texts not counted",
+            f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, at least {_time(seconds)}, "
+            "without decoding held-out texts",
         ]
         return "\n".join(lines)
 
 
 def plan(recipe: Recipe) -> Plan:
-    """What `train(recipe)` will take. Reads texts and configurations, writes nothing.
+    """Estimate the cost of `train(recipe)`. Reads texts and configurations, and writes nothing.
 
-    Memory is an upper bound where it depends on the texts: as if every token were learnt.
+    Where memory depends on the texts it is an upper bound, as if all tokens were trained on.
 
     Raises:
-        ValueError: what `train` would refuse before it loads a target's weights.
+        ValueError: `train` would refuse the recipe before loading the target's weights, or its kind is "mtp".
     """
     _, processes = checked(recipe)
     if recipe.kind == "mtp":
         raise ValueError(
-            "what MTP layers take is not planned for: they are layers of the target's, so of its own kinds"
+            "--dry-run does not support --kind mtp: MTP layers have the target's own architecture. Leave out --dry-run"
         )
     check_length(recipe)
     target = _on_meta(recipe.target, processes.device)
@@ -113,7 +121,7 @@ def plan(recipe: Recipe) -> Plan:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """A run's parts and their sizes. `target` is on the meta device."""
+    """Sizes of the parts of a run. `target` is on the meta device."""
 
     recipe: Recipe
     target: PreTrainedModel
@@ -162,7 +170,7 @@ class Arithmetic:
 
     @property
     def computed_in(self) -> torch.dtype:
-        """The head's products."""
+        """Number format of the head's matrix products."""
         return torch.bfloat16 if precision.pays(self.processes.device) else torch.float32
 
     def memory(self) -> dict[str, float]:
@@ -178,10 +186,10 @@ class Arithmetic:
             f"a pass of the target over {read} tokens": read * (2 * self._states * H + 3 * wide) * theirs,
         }
         return ({} if self.recipe.teacher else passes) | {
-            "of its embedding and readout, a copy": (V + K) * H * theirs,
+            "a copy of its embedding and LM head": (V + K) * H * theirs,
             "the head, its gradients and their moments": 4 * (own * (2 + several) + self._moments) + halves,
             f"{rows} x {T} tokens' states": rows * T * self._states * H * (theirs + 4),
-            "what the head keeps for its gradients": self.outline.kept_for_gradients(rows),
+            "activations of the head kept for gradients": self.outline.kept_for_gradients(rows),
             "logits": 4 * min(ROWS_AT_ONCE, rows * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
         }
 
@@ -192,7 +200,7 @@ class Arithmetic:
             states["the target's states"] = self.tokens * bytes_per_token(self._H, self._taps)
         return states | {
             "checkpoints": CHECKPOINTS * 4 * (own + self._moments),
-            "the head, bfloat16": 2 * own * 2,  # the one before stays until the next is whole
+            "the head, bfloat16": 2 * own * 2,  # the previous one stays until the next is complete
         }
 
     def work(self) -> dict[str, float]:
@@ -201,17 +209,17 @@ class Arithmetic:
         passes = 1.0 if self.recipe.cache_states else epochs
         here = 0 if self.recipe.teacher else passes
         readout = parameters(self.target.get_output_embeddings())
-        scored = min(self.learned_tokens, self.rows * self.outline.estimates_per_row)  # of each step
+        scored = min(self.learned_tokens, self.rows * self.outline.estimates_per_row)  # drafts per step
         return {
             "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * here,
-            "its whole vocabulary's logits": 2 * V * H * self.learned_tokens * passes,
-            "the head's passes, there and back": 3 * self.outline.forward_work() * self.rows * epochs,
+            "logits of its whole vocabulary": 2 * V * H * self.learned_tokens * passes,
+            "the head's passes, forward and backward": 3 * self.outline.forward_work() * self.rows * epochs,
             "logits of drafts and their gradients": 2 * K * (H * self.learned_tokens + 3 * steps * W * scored) * epochs,
         }
 
     @property
     def _moments(self) -> int:
-        """Numbers that the optimizer keeps: Adam two for each weight, Muon one."""
+        """Count the optimizer's state: Adam keeps two numbers per weight, Muon one."""
         return 2 * self.outline.weights - (self.outline.matrices if self.recipe.optimizer_name == "muon" else 0)
 
     @property
@@ -220,7 +228,7 @@ class Arithmetic:
 
     @property
     def _states(self) -> int:
-        """Of a token: the taps', and the final one."""
+        """Number of states per token: those at the taps, and the final one."""
         return len(self._taps) + 1
 
     @property
@@ -233,7 +241,7 @@ class Arithmetic:
 
 
 def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
-    """A target without its weights, in the format that they will have."""
+    """Create the target without weights, in the number format it will run in."""
     config = AutoConfig.from_pretrained(name)
     saved = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
     read_in = precision.read_in(saved, device)
@@ -242,7 +250,7 @@ def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
 
 
 def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config | DFlashConfig:
-    """Of the head that `starting_head` makes."""
+    """Return the config of the head that `starting_head` makes."""
     given, changes = given_head(recipe), fresh_changes(recipe)
     if isinstance(given, DFlashHead):
         return given.config
@@ -256,7 +264,7 @@ def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config | DFlashCon
 
 
 def _table(parts: dict[str, float], shown: Callable[[float], str]) -> Iterator[str]:
-    rows = [*parts.items(), ("in all", sum(parts.values()))]
+    rows = [*parts.items(), ("total", sum(parts.values()))]
     wide = max(len(what) for what, _ in rows)
     for what, number in rows:
         yield f"  {what:<{wide}}  {shown(number):>9}"

@@ -1,4 +1,4 @@
-"""In which number format heads are trained, and targets read texts, on the machine at hand."""
+"""Number formats in which heads are trained and targets are run, chosen by measuring this machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
-ROWS, WIDTH, TRIES = 512, 1024, 3  # of the product that is tried
-MOST_TRIES, CLEAR = 20, 2.0  # another program disturbs some: they go on until one format is so many times faster
+ROWS, WIDTH, TRIES = 512, 1024, 3  # size of the measured product, and measurements
+# Other programs disturb: measure up to MOST_TRIES times, until one format is CLEAR times faster.
+MOST_TRIES, CLEAR = 20, 2.0
 
 
 def pays(device: torch.device) -> bool:
-    """Is a batch multiplied faster in bfloat16? A CPU without a unit for it takes many times as long."""
+    """Return whether matrix products are faster in bfloat16. CPUs without a bfloat16 unit are many times slower."""
     if device.type != "cpu":
         return is_torch_bf16_gpu_available()
     return _seconds(torch.bfloat16) < _seconds(torch.float32)
@@ -24,8 +25,9 @@ def pays(device: torch.device) -> bool:
 
 @contextmanager
 def without_denormals() -> Iterator[None]:
-    """Numbers below 1e-38 are 0: gradients of tokens that no draft looks at are full of them, and CPUs multiply them
-    many times slower.
+    """Flush numbers below 1e-38 to 0.
+
+    Gradients of tokens outside all drafts are full of such numbers, and CPUs multiply them many times slower.
     """
     torch.set_flush_denormal(True)
     try:
@@ -35,28 +37,29 @@ def without_denormals() -> Iterator[None]:
 
 
 def as_fast_as_it_reads(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
-    """In float32 in place of a bfloat16 that its device only emulates. The weights' values stay what they are.
+    """Convert a target from bfloat16 to float32 if its device only emulates bfloat16. The values do not change.
 
     Args:
-        device: of a target whose weights are on the disk: where they come to.
+        target: model in the format of its checkpoint.
+        device: device on which weights from the disk will be used. None: the target's device.
     """
     return target.float() if read_in(target.dtype, device or target.device) != target.dtype else target
 
 
 def read_in(saved: torch.dtype, device: torch.device) -> torch.dtype:
-    """The format that a target whose weights are saved in this one reads texts in."""
+    """Return the format in which a target runs, given the format of its checkpoint."""
     emulated = saved == torch.bfloat16 and device.type == "cpu" and not pays(device)
     return torch.float32 if emulated else saved
 
 
 def summary(target: PreTrainedModel) -> str:
-    """What a run computes in: it may be several times slower in the other format."""
+    """Describe the formats of a run. The other format may be several times slower."""
     trained = "bfloat16" if pays(target.device) else "float32"
     return f"the target reads in {str(target.dtype).removeprefix('torch.')}, the head is trained in {trained}"
 
 
 def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
-    """Of a product of many rows, by the clock."""
+    """Measure the floating-point operations per second of a product of many rows."""
     if device.type == "cpu":
         return 2 * ROWS * WIDTH**2 / _seconds(dtype)
     x = torch.ones(8 * WIDTH, 8 * WIDTH, dtype=dtype, device=device)
@@ -70,14 +73,14 @@ def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """Of the CPU for a product of many rows."""
+    """Measure the seconds that the CPU takes for a product of many rows."""
     timings = _timings()
     return timings[dtype] if dtype in timings else min(_product(dtype) for _ in range(TRIES))
 
 
 @cache
 def _timings() -> dict[torch.dtype, float]:
-    """Of float32 and bfloat16, taking turns: the best of a few. A training's speed hangs on who wins."""
+    """Measure float32 and bfloat16 in turns, and return the best seconds of each. Training speed depends on it."""
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     for tries in range(1, 1 + MOST_TRIES):
         best = {dtype: min(seconds, _product(dtype)) for dtype, seconds in best.items()}

@@ -1,6 +1,6 @@
-"""`Preparation`: the head that a run begins with, and its teacher, whose states may be kept on the disk first.
+"""Preparation of a run: the initial head, and the teacher, whose states may first be cached on disk.
 
-Owns what of this is there already, of an earlier run: then the target is not loaded.
+If an earlier run left both in the folder, the target is not loaded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,17 @@ KINDS |= {"none": LocalTeacher, "devices": LocalTeacher}
 
 @dataclass(frozen=True)
 class Preparation:
-    """Of one run.
+    """Steps between reading the texts and the first update of a run.
 
     Args:
-        given: the head to go on from, if any. checksum: of the texts as they were given. learnt, held_out: these.
-        deadline: by `time.monotonic`, if any.
+        recipe: options of the run.
+        folder: folder of the run.
+        processes: processes that share the run.
+        given: the head to continue training, if any.
+        checksum: checksum of the given texts.
+        training_texts: encoded texts to train on.
+        held_out: encoded texts to evaluate on.
+        deadline: end of the time, as `time.monotonic` counts; None: no limit.
     """
 
     recipe: Recipe
@@ -57,15 +63,15 @@ class Preparation:
     deadline: float | None
 
     def run(self) -> tuple[Head, Teacher] | None:
-        """None if time was up before.
+        """Return the initial head and its teacher, or None if time ran out first.
 
         Raises:
-            ValueError: the folder holds another recipe's work; or the target cannot be decoded speculatively.
+            ValueError: The folder holds another recipe's work, or the target cannot be decoded speculatively.
         """
         return self._from_disk() if self._all_kept() else self._from_target()
 
     def _all_kept(self) -> bool:
-        """Is all there that is needed of the target? MTP layers are made by its class, beside its weights."""
+        """Return whether the folder has all that is needed of the target. MTP layers also need its class."""
         if not self.recipe.cache_states or self.recipe.kind == "mtp" or self.folder.identity() is None:
             return all(gather_object([False]))
         needed = [self.folder.states / DONE, self.folder.held_out_states / DONE, self.folder.teacher, self.folder.start]
@@ -78,7 +84,7 @@ class Preparation:
 
     def _from_target(self) -> tuple[Head, Teacher] | None:
         if self.recipe.teacher is not None:
-            described(self.recipe.teacher)  # before anything is read
+            described(self.recipe.teacher)  # fail early if the server cannot be reached
         target = self._load()
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
@@ -118,17 +124,17 @@ class Preparation:
         return load_model(name, distributed_config=DistributedConfig(**parts))
 
     def _cached(self) -> CachedTeacher:
-        self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding alone")
+        self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding only")
         return CachedTeacher(self.folder.teacher, self._load, together=self.recipe.shard in ("tp", "fsdp"))
 
     def _refuse_others(self, weights: str) -> dict[str, str]:
-        """This run's identity, with its target's `weights`; ValueError if the folder has another one."""
+        """Return this run's identity for a target's `weights`; raise ValueError if the folder has another one."""
         identity = self.recipe.identity(self.checksum, weights)
         self.folder.refuse_others(identity, self.recipe.defaults() | {"weights": weights})
         return identity
 
     def _extracted(self, target: PreTrainedModel, teacher: LocalTeacher) -> bool:
-        """Are all states on the disk? Those of texts to learn from may be rounded."""
+        """Cache all states on disk and return whether all are there. Only those of training texts may be rounded."""
         reader: Teacher = teacher
         if self.recipe.rounded_states:
             reader = LocalTeacher(in_eight_bits(target, self.training_texts[0].ids), teacher.taps)
@@ -147,10 +153,13 @@ class Preparation:
             place = self.folder.states
             print(f"{len(self.training_texts)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
         if size - done > 0.95 * free:
-            raise ValueError(f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free")
+            raise ValueError(
+                f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free: free some space, use "
+                "fewer texts (--max-texts), or leave out --cache-states"
+            )
 
     def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
-        """The processes of a machine, which have one disk, share the work; the first shows how far its own part is."""
+        """Cache the states of `texts`, shared among the processes of a machine. The first one shows its progress."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
         disk_full = self.folder.clear_failures("use a shorter --length")

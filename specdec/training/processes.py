@@ -1,4 +1,4 @@
-"""`of_first`: what one process found out, told to all that were started together."""
+"""Sharing of one process's result with all processes that were started together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def of_first(found: Callable[[], T]) -> T:
-    """What a function gives in the first process. All must ask."""
+    """Return the first process's result of `found` in all processes. All of them must call this."""
     processes = PartialState()
     said = [found() if processes.is_main_process else None]
     if processes.num_processes > 1:

@@ -1,4 +1,4 @@
-"""What transformers' Trainer logs, in words: beside its bar, or without one."""
+"""Readable log lines for transformers' Trainer, with or without its progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import (
 
 
 class ProgressPrinter(ProgressCallback):
-    """In place of transformers' own, which prints dictionaries."""
+    """Progress bar that writes a line per log entry, where transformers' own prints a dictionary."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -25,7 +25,7 @@ class ProgressPrinter(ProgressCallback):
 
 
 class SummaryPrinter(PrinterCallback):
-    """The same where bars are switched off."""
+    """Printer of the same lines for runs without a progress bar."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -35,14 +35,14 @@ class SummaryPrinter(PrinterCallback):
 
 
 def speak(trainer: Trainer) -> None:
-    """Exchange the trainer's callbacks for these."""
+    """Replace the trainer's logging callbacks with those of this module."""
     for theirs, ours in {ProgressCallback: ProgressPrinter, PrinterCallback: SummaryPrinter}.items():
         if trainer.pop_callback(theirs) is not None:
             trainer.add_callback(ours())
 
 
 def summary(logs: dict[str, float], state: TrainerState) -> str:
-    """A line on what `HeadTrainer` or `EvaluationCallback` logged, with what was measured last on held-out texts."""
+    """Format an entry logged by `HeadTrainer` or `EvaluationCallback` as a line, with the last held-out loss."""
     update = state.global_step
     if "decoder_tree_length" in logs:
         return (
@@ -74,5 +74,5 @@ def _summary_held_out(entry: dict[str, float]) -> str:
 
 
 def in_bytes(size: float, digits: int = 1) -> str:
-    """Of so many bytes. digits: behind the point, of gigabytes."""
+    """Format a size in bytes as MB or GB. digits: decimals of gigabytes."""
     return f"{size / 1e9:.{digits}f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

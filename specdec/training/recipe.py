@@ -1,4 +1,4 @@
-"""`Recipe`: what to train, on what, and how; and what of it makes two runs the same."""
+"""Training recipe: the options of a run, their checks, and the subset that identifies a run."""
 
 from __future__ import annotations
 
@@ -15,47 +15,62 @@ from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, T
 from specdec.utils.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
-# Of accelerate, which would leave each process with a part of the head. Its variables when they are on.
+# accelerate's sharding modes, which would divide the head among processes, and the variables that enable them.
 SHARDING = {"FSDP": "ACCELERATE_USE_FSDP", "DeepSpeed": "ACCELERATE_USE_DEEPSPEED"}
-# What may differ between two runs of one recipe.
+# Fields that may differ between two runs of one recipe.
 FREE = "data held_out_data out device shard teacher evaluate_every max_minutes rows_at_once flex report_to".split()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train, on what, and how.
+    """Options of a training run, as `specdec train` takes them.
 
     Args:
-        target: path or hub id. data: texts the target wrote, see `read_entries`. out: folder for all results.
-        start_from: a head to go on from, a folder or hub id. None: a fresh one.
-        start_from_target: what that head is for, if it is another model, with the same tokens: see `transfer`.
-        kind: of head: EAGLE-3's, DFlash's or DSpark's drafters of blocks, or MTP layers.
-        draft_vocab: tokens that can be drafted, the most frequent ones; a head to go on from keeps those it has if it
-            is to draft more. None: 8,192, or those it has. MTP layers draft all tokens, and learn from drafts of these;
-            None: of all.
-        intermediate_size: of a fresh head's MLP; None: the target's.
-        layers: of a fresh head; None: 1, of a drafter of blocks 2.
-        attention_bias: a fresh EAGLE head's attention has biases if the target's has.
-        steps: drafted tokens to train; None: 3, of a drafter of blocks 7. anchors: its blocks in each row of texts.
-        loss: "ce"; "lk" to go on from a head with; "ce+lk", half of each; "tv", which a DSpark drafter is trained with
-            (see `losses`). None: what the kind's paper has.
-        optimizer: "muon" (see `optimizer`), or "adamw" for all weights. None: "muon" for EAGLE-3's heads.
+        target: path or hub id of the target model.
+        data: file or folder of texts that the target wrote, see `read_entries`.
+        out: folder for all results.
+        kind: "eagle3", "dflash" or "dspark" (block drafters), or "mtp" (multi-token-prediction layers).
+        start_from: folder or hub id of a head to continue training. None: a fresh head.
+        start_from_target: the model that `start_from` drafts for, if that is another one with the same tokens
+            (see `transfer_head`).
+        draft_vocab: number of tokens that can be drafted, the most frequent ones. A `start_from` head that is enlarged
+            keeps its own tokens. None: 8,192, or the tokens of `start_from`. MTP layers draft all tokens and are
+            trained on drafts of these; None: of all.
+        layers: layers of a fresh head. None: 1, or 2 for a block drafter.
+        intermediate_size: MLP width of a fresh head. None: the target's.
+        attention_bias: give a fresh EAGLE-3 head attention biases if the target has them.
+        steps: drafted tokens to train. None: 3, or 7 for a block drafter.
+        anchors: blocks per row of texts, for a block drafter.
+        loss: "ce", "lk" (to continue training a head), "ce+lk" (half of each) or "tv" (DSpark's), see `losses`.
+            None: the loss of the kind's paper.
+        optimizer: "muon" (see `optimizer.muon`), or "adamw" for all weights. None: "muon" for EAGLE-3 heads.
         length: tokens per packed row.
-        batch_size: rows per update, of all processes. rows_at_once: per process and pass; None: all. The
-            loss is per token learnt in an update, however passes and processes share them.
-        cache_states: compute the target's states once and keep them on disk, not anew in every epoch.
-        rounded_states: compute them in 8 bits, see `in_eight_bits`.
-        shard: where the target's weights lie: "none": all of them on each process's device; "devices": over the
-            devices of the one process; "tp", "fsdp": over the processes, in parts of its layers or of its weights.
-        teacher: address of a server of the target's states (`served_teacher`), which is then not loaded here.
+        epochs: passes over the texts.
+        learning_rate: peak learning rate; it falls to 0 along a cosine.
+        batch_size: rows per update, over all processes. The loss is a mean over the tokens of an update, however
+            passes and processes share them.
+        rows_at_once: rows per process and pass. None: all.
+        cache_states: compute the target's states once and keep them on disk, instead of computing them in every epoch.
+        rounded_states: compute cached states in 8 bits, see `in_eight_bits`.
+        shard: where the target's weights are. "none": all of them on each process's device. "devices": divided among
+            the devices of a single process. "tp" and "fsdp": divided among processes, by layer parts or by weight.
+        teacher: address of a server of the target's states (`ServedTeacher`). The target is then not loaded here.
         flex: use flex attention, see `unroll`.
-        max_texts: use the first so many. held_out: texts, evenly over the data, that are only evaluated on.
-        held_out_data: texts only evaluated on, in a file of their own, in place of those.
-        save_every: updates between checkpoints. evaluate_every: between evaluations by the decoder;
-            0: none, the best head is that of the lowest loss on held-out texts.
-        max_minutes: stop after them, at the next update that is logged; the same call goes on.
-        report_to: a tracker that is sent what is logged, by transformers.
-        device: None: an accelerator if there is one.
+        max_texts: use only this many texts, from the start of the data.
+        held_out: number of texts used for evaluation only, taken evenly from the data.
+        held_out_data: file of texts used for evaluation only, instead of `held_out`.
+        save_every: updates between checkpoints.
+        evaluate_every: updates between evaluations with the decoder. 0: none; the best head is the one with the lowest
+            loss on held-out texts.
+        max_minutes: stop after this time, at the next logged update. The same call resumes.
+        report_to: experiment tracker that transformers sends the logs to.
+        seed: random seed.
+        device: "cpu", or None for an accelerator if there is one.
+
+    Examples:
+        >>> recipe = Recipe("Qwen/Qwen3-0.6B", Path("answers.jsonl"), Path("out"), kind="dspark")
+        >>> recipe.drafted, recipe.loss_name
+        (7, 'tv')
     """
 
     target: str
@@ -94,7 +109,7 @@ class Recipe:
 
     @property
     def drafted(self) -> int:
-        """Tokens that are drafted in training."""
+        """Number of tokens drafted in training."""
         return self.steps or (3 if self.kind in ("eagle3", "mtp") else 7)
 
     @property
@@ -106,14 +121,18 @@ class Recipe:
         return self.optimizer or ("muon" if self.kind == "eagle3" else "adamw")
 
     def check(self) -> None:
-        """What can be said before anything is read."""
+        """Check everything that does not require reading a file.
+
+        Raises:
+            ValueError: An option is invalid, or two options contradict each other.
+        """
         if self.device not in (None, "cpu"):
-            raise ValueError(f'device is "cpu", or left out for an accelerator if there is one; got {self.device!r}')
+            raise ValueError(f'device must be "cpu", or None for an accelerator if there is one; got {self.device!r}')
         for kind, variable in SHARDING.items():
             if os.environ.get(variable, "false").lower() == "true":
                 raise ValueError(
-                    f"heads are trained by several GPUs with DDP, not with {kind}: a head is small and fits any one of "
-                    "them. Use `accelerate launch --multi_gpu`"
+                    f"heads are trained on several GPUs with DDP, not with {kind}: a head is small and fits on any one "
+                    "of them. Use `accelerate launch --multi_gpu`"
                 )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
@@ -121,7 +140,7 @@ class Recipe:
             if not 0 <= number < math.inf:
                 raise ValueError(f"{option} must be a number of at least 0, got {number}")
         if self.start_from_target is not None and self.start_from is None:
-            raise ValueError("--from-target says what the head of --from is for: give --from too")
+            raise ValueError("--from-target names the model that the head of --from drafts for: give --from too")
         check_choice("kind", self.kind, HeadKind)
         check_choice("loss", self.loss_name, LossName)
         check_choice("optimizer", self.optimizer_name, OptimizerName)
@@ -134,19 +153,19 @@ class Recipe:
                 f"--report-to {self.report_to} needs a package that is missing: pip install {self.report_to}"
             )
         if self.rounded_states and not self.cache_states:
-            raise ValueError("--rounded-states says how states are made that are kept: give --cache-states too")
+            raise ValueError("--rounded-states applies to cached states only: give --cache-states too")
         if self.kind == "mtp" and (self.intermediate_size is not None or not self.attention_bias):
             raise ValueError(
-                "MTP layers are as the target's own: leave out --intermediate-size and --no-attention-bias"
+                "MTP layers have the shape of the target's own: leave out --intermediate-size and --no-attention-bias"
             )
         if self.flex and self.kind == "mtp":
-            raise ValueError("MTP layers attend as the target does: leave out --flex")
+            raise ValueError("MTP layers use the target's own attention: leave out --flex")
         if self.flex and self.kind != "eagle3":
-            raise ValueError(f"a {self.kind} drafter learns from few anchors of a row: it needs no --flex")
+            raise ValueError(f"a {self.kind} drafter is trained on few anchors per row: it needs no --flex")
         if self.flex and (self.device == "cpu" or not torch.cuda.is_available()):
-            raise ValueError("flex attention is trained on CUDA devices only, and here is none: leave out --flex")
+            raise ValueError("flex attention is trained on CUDA devices only, and none is used here: leave out --flex")
         if self.start_from_target is not None and self.kind != "eagle3":
-            raise ValueError("only EAGLE-3 heads can be carried over from another target: leave out --from-target")
+            raise ValueError("only EAGLE-3 heads can be transferred from another target: leave out --from-target")
         for name in (self.target, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)
@@ -159,15 +178,17 @@ class Recipe:
                 "--rounded-states": self.rounded_states,
             }.items():
                 if given:
-                    raise ValueError(f"{option} wants all of the target in a process: leave out --shard {self.shard}")
+                    raise ValueError(f"{option} needs the whole target in one process: leave out --shard {self.shard}")
         if self.shard == "tp" and self.cache_states:
-            raise ValueError("processes that keep states each read texts of their own: use --shard fsdp")
+            raise ValueError(
+                "with --cache-states each process reads different texts, which --shard tp cannot: use --shard fsdp"
+            )
 
     def _check_teacher(self) -> None:
         if self.teacher is None:
             return
         if not self.teacher.startswith(("http://", "https://")):
-            raise ValueError(f"--teacher is an address, as in http://host:8100; got {self.teacher!r}")
+            raise ValueError(f"--teacher must be an address such as http://host:8100; got {self.teacher!r}")
         for option, given in {
             "--kind mtp": self.kind == "mtp",
             "--from-target": self.start_from_target is not None,
@@ -175,28 +196,31 @@ class Recipe:
             f"--shard {self.shard}": self.shard != "none",
         }.items():
             if given:
-                raise ValueError(f"{option} wants the target here, and --teacher has it run elsewhere: leave out one")
+                raise ValueError(f"{option} needs the target here, but --teacher runs it elsewhere: leave out one")
         if self.evaluate_every:
-            raise ValueError("the target is run elsewhere and decodes nothing here: give --evaluate-every 0, too")
+            raise ValueError(
+                "--teacher runs the target elsewhere, so it cannot decode for evaluations: give --evaluate-every 0 too"
+            )
 
     def check_processes(self, count: int) -> None:
-        """Raise ValueError if the target cannot lie in so many processes as it is to."""
+        """Raise ValueError if `shard` does not fit this number of processes."""
         if self.shard == "devices" and count > 1:
             raise ValueError(
-                f"--shard devices has one process use all devices, and {count} were started: start one, or use --shard "
-                "fsdp"
+                f"--shard devices uses all devices from one process, but {count} were started: start one, or use "
+                "--shard fsdp"
             )
         if self.shard in ("tp", "fsdp") and count == 1:
             raise ValueError(
-                f"--shard {self.shard} is for several processes, and one was started: use `accelerate launch "
+                f"--shard {self.shard} is for several processes, but one was started: use `accelerate launch "
                 "--num_processes`, or --shard devices"
             )
 
     def identity(self, texts: str, weights: str) -> dict[str, str]:
-        """What two runs that share a folder must have in common.
+        """Return the options that two runs sharing a folder must have in common, by name.
 
         Args:
-            texts: a checksum of those that were given. weights: one of the target's.
+            texts: checksum of the given texts.
+            weights: fingerprint of the target's weights.
         """
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
@@ -209,12 +233,16 @@ class Recipe:
         return mine
 
     def defaults(self) -> dict[str, str]:
-        """Of an identity: what holds for a run of before an option was there."""
+        """Identity values assumed for a run that was started before an option existed."""
         known = {field.name: str(field.default) for field in fields(self) if field.name not in FREE}
         return known | {"optimizer": "adamw"}
 
     def per_pass(self, processes: PartialState) -> int:
-        """Rows of a process in one pass."""
+        """Return the number of rows that one process reads in one pass.
+
+        Raises:
+            ValueError: The batch cannot be divided into equal passes.
+        """
         at_once = min(self.rows_at_once or self.batch_size, self.batch_size // processes.num_processes)
         if at_once == 0 or self.batch_size % (at_once * processes.num_processes):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""`train`: from a recipe to a trained head, in one call that goes on where an earlier one was stopped.
+"""Training of a head from a recipe, in one call that resumes an interrupted run.
 
-Owns the order of things, and what several processes share of the work.
+The order of the steps, and the division of work among processes, are decided here.
 """
 
 from __future__ import annotations
@@ -34,11 +34,29 @@ from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
 from specdec.utils.parsing import read_by_library
 
 LOG_EVERY = 10  # updates
-WARM_UP = 0.04  # of all updates: 20 of them would be half of a short run
+WARM_UP = 0.04  # fraction of all updates; a fixed number such as 20 would be half of a short run
 
 
 def train(recipe: Recipe) -> Measured | None:
-    """Extract, train, evaluate; everything in `recipe.out`, the best head in its `head`. None if time was up before."""
+    """Extract states, train a head and evaluate it. All files go to `recipe.out`, the best head to its `head` folder.
+
+    A second call with the same recipe resumes an interrupted run.
+
+    Args:
+        recipe: options of the run.
+
+    Returns:
+        Evaluation of the best head; None if `max_minutes` ended first, and in processes other than the first.
+
+    Raises:
+        ValueError: The recipe, its texts or its folder cannot be used, or memory or disk space ran out.
+
+    Example:
+        ```python
+        evaluation = train(Recipe("Qwen/Qwen3-0.6B", Path("answers.jsonl"), Path("out")))
+        print(evaluation.tree_length)
+        ```
+    """
     started = time.monotonic()
     folder, processes = checked(recipe)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -50,7 +68,11 @@ def train(recipe: Recipe) -> Measured | None:
 
 
 def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
-    """Where a run lies, and its processes; ValueError for what can be refused before anything is read."""
+    """Check a recipe before any file is read, and return its folder and processes.
+
+    Raises:
+        ValueError: The recipe or its folder cannot be used.
+    """
     folder = RunFolder(recipe.out)
     recipe.check()
     folder.check()
@@ -64,7 +86,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
     given = given_head(recipe)
     check_length(recipe)
     checksum = of_first(lambda: checksum_of_entries(recipe))
-    if found := folder.identity():  # before its texts are written over; its target's weights are asked later
+    if found := folder.identity():  # check before texts are overwritten; the target's weights are checked later
         weights = found.get("weights", "")
         folder.refuse_others(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
     if processes.is_local_main_process:
@@ -151,6 +173,6 @@ def _trainer(
 
 
 def _prompt(text: Text) -> Tensor:
-    """What stands before the first token that the target wrote; of a plain text its first quarter."""
+    """Return the tokens before the first one that the target wrote, or the first quarter of a plain text."""
     start = int(text.learn.long().argmax())
     return text.ids[: start or max(1, len(text.ids) // 4)]

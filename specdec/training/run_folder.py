@@ -1,7 +1,4 @@
-"""`RunFolder`: the folder of a training run: whose work it holds, who is at work in it, and what of it is finished.
-
-Owns the names of what lies there. Knows nothing of how any of it is made.
-"""
+"""Folder of a training run: the names of its files, the recipe it belongs to, its lock and its finished checkpoints."""
 
 from __future__ import annotations
 
@@ -16,20 +13,30 @@ import torch
 from filelock import FileLock, Timeout
 
 CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
-# Of the command line, where it calls them otherwise.
+# Command-line options whose names differ from the recipe's fields.
 OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
-CHANGES = {"texts": "on other texts", "weights": "the target's weights were others"}
-DISK_FULL = ("No space left", "inline_container")  # the second is what torch.save says of a file it cannot fill
+CHANGES = {"texts": "its texts differ", "weights": "its target's weights differ"}
+DISK_FULL = ("No space left", "inline_container")  # the second is from torch.save's error on a full disk
 
 
 class RunFolder:
-    """What lies in `path`, by its name.
+    """Files and folders of a training run.
+
+    Args:
+        path: folder of the run.
 
     Attributes:
-        head: the best one. transferred: another target's, made into one to begin with. start: what was begun with.
-        states: the target's, in shards; held_out_states: those of texts to evaluate on. teacher: what else is needed
-            of it beside them.
-        checkpoints: of the training. learnt, held_out: texts. evaluation, curve: of heads while they are trained.
+        head: the best head.
+        transferred: another target's head, transferred to this target as the initial head.
+        start: the initial head.
+        states: shards of the target's states over the training texts.
+        held_out_states: shards of its states over the held-out texts.
+        teacher: the rest of the target that training needs (embedding, LM head).
+        checkpoints: checkpoints of the trainer.
+        training_texts: encoded texts to train on.
+        held_out: encoded texts to evaluate on.
+        evaluation: results of the evaluations during training.
+        curve: plot of loss and acceptance.
     """
 
     def __init__(self, path: Path):
@@ -45,7 +52,7 @@ class RunFolder:
         self._written += [file.with_suffix(".part") for file in files]
 
     def check(self) -> None:
-        """Raise ValueError where a run's results cannot go."""
+        """Raise ValueError if a run's results cannot be written here."""
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"{self.path} is a file: give a folder for the results")
         if (self.path / "config.json").exists():
@@ -53,44 +60,49 @@ class RunFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Two runs in one folder would overwrite each other's work."""
+        """Lock the folder, so that two runs do not overwrite each other's files.
+
+        Raises:
+            ValueError: Another run holds the lock.
+        """
         try:
             with FileLock(self.path / ".lock", timeout=0):
                 yield
         except Timeout as error:
-            raise ValueError(f"another run is at work in {self.path}: wait for it, or choose another folder") from error
+            raise ValueError(f"another run is using {self.path}: wait for it, or choose another folder") from error
 
     def take(self) -> None:
-        """Make the folder a training's, before anything else is written to it.
+        """Mark the folder as a training run's, before anything else is written to it.
 
         Raises:
-            ValueError: it is no training's, and holds what a training would write over.
+            ValueError: The folder is not a training run's and holds files that a run would overwrite.
         """
         if isinstance(read_json(self._recipe), dict):
             return
         lost = [path.name for path in (self._recipe, *self._written) if path.exists()]
         if lost:
             raise ValueError(
-                f"{self.path} was not begun by a training, which would write over what it holds ({', '.join(lost)}): "
-                "choose another folder"
+                f"{self.path} is not the folder of a training run, which would overwrite files in it "
+                f"({', '.join(lost)}): choose another folder"
             )
         self.claim({})
 
     def identity(self) -> dict[str, str] | None:
-        """Of the recipe that was at work here; None if there was none, or it did not come to its target."""
+        """Return the identity of the recipe that used this folder; None if there is none yet."""
         return read_json(self._recipe) or None
 
     def claim(self, mine: Mapping[str, str]) -> None:
-        """Write down whose work lies here."""
+        """Write the identity `mine` of the recipe that uses this folder."""
         partial = self.path / ".recipe.part"
         partial.write_text(json.dumps(mine, indent=1))
         partial.replace(self._recipe)
 
     def refuse_others(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
-        """Raise ValueError if the states and checkpoints that lie here are of a recipe other than `mine`.
+        """Raise ValueError if the states and checkpoints in this folder belong to another recipe.
 
         Args:
-            defaults: what holds for a run of before an option was there.
+            mine: identity of this run's recipe.
+            defaults: values assumed for a run that was started before an option existed.
         """
         found = self.identity()
         if not found:
@@ -99,14 +111,14 @@ class RunFolder:
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
             change = f"{OPTIONS.get(name, name)} was {theirs.get(name)}, is {mine.get(name)}"
-            onward = f" (--from {self.head} goes on from its head)" if self.head.exists() else ""
+            onward = f" (--from {self.head} continues training its head)" if self.head.exists() else ""
             raise ValueError(
                 f"{self.path} holds the work of another recipe ({CHANGES.get(name, change)}): choose another folder"
                 f"{onward}"
             )
 
     def last_checkpoint(self) -> str | None:
-        """The newest that was written to its end; the trainer's state is what is written last."""
+        """Return the newest complete checkpoint, if any. The trainer's state is written last."""
         whole = [
             path
             for path in self.checkpoints.glob("checkpoint-*")
@@ -116,8 +128,12 @@ class RunFolder:
 
     @contextmanager
     def clear_failures(self, needs_less: str) -> Iterator[None]:
-        """What can go wrong for want of room, in words, with what needs less memory; what was saved before is kept."""
-        kept = f"What was finished is kept in {self.path}; the same command goes on from there."
+        """Turn out-of-memory and disk-full errors into a ValueError that names the fix.
+
+        Args:
+            needs_less: advice for running with less memory.
+        """
+        kept = f"Finished work is kept in {self.path}. Run the same command again to resume."
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -125,14 +141,14 @@ class RunFolder:
         except Exception as error:
             full = isinstance(error, OSError) and error.errno == errno.ENOSPC
             if full or any(sign in str(error) for sign in DISK_FULL):
-                raise ValueError(f"the disk is full. Make room. {kept}") from error
-            if "can't allocate memory" in str(error):  # of CPUs
+                raise ValueError(f"the disk is full: free some space. {kept}") from error
+            if "can't allocate memory" in str(error):  # raised by torch on CPUs
                 raise ValueError(f"out of memory: {needs_less}. {kept}") from error
             raise
 
 
 def read_json(path: Path) -> Any | None:
-    """What is in a file; None if there is none, or it was not written to its end."""
+    """Read a JSON file; None if it is missing or incomplete."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The head that training begins with: a fresh one, one to go on from, or another target's that is carried over."""
+"""Initial head of a run: a fresh head, a given head to continue training, or another target's head, transferred."""
 
 from __future__ import annotations
 
@@ -31,21 +31,25 @@ from specdec.training.initialization.mtp import initialize_mtp
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run_folder import RunFolder
 
-TRANSFER_TOKENS = 10  # per entry of the states that a carried over head reads: four leave it 0.16 tokens shorter
+TRANSFER_TOKENS = 10  # per entry of the states that a transferred head reads; with 4, 0.16 fewer tokens are accepted
 
 
 def given_head(recipe: Recipe) -> StandAlone | None:
-    """The head to go on from, if there is one."""
+    """Load the head that a recipe continues training, if any. MTP layers are loaded later, for their target.
+
+    Raises:
+        ValueError: The head cannot be trained, or contradicts the recipe.
+    """
     if recipe.start_from is None:
         return None
     if recipe.intermediate_size is not None:
-        raise ValueError("a head to go on from has an MLP of its own: leave out --intermediate-size")
+        raise ValueError("the head of --from keeps its MLP: leave out --intermediate-size")
     if recipe.layers is not None:
-        raise ValueError("a head to go on from has layers of its own: leave out --layers")
+        raise ValueError("the head of --from keeps its layers: leave out --layers")
     if not recipe.attention_bias:
-        raise ValueError("a head to go on from keeps its attention: leave out --no-attention-bias")
+        raise ValueError("the head of --from keeps its attention: leave out --no-attention-bias")
     if recipe.kind == "mtp":
-        return None  # they are read for their target
+        return None
     if recipe.kind != "eagle3":
         return _given_drafter(recipe, recipe.start_from)
     head = load(recipe.start_from)
@@ -58,13 +62,17 @@ def _given_drafter(recipe: Recipe, path: str) -> DFlashHead:
     head = load_block(path)
     kind = "dspark" if isinstance(head, DFlashHead) and head.markov_head is not None else "dflash"
     if not isinstance(head, DFlashHead) or kind != recipe.kind:
-        raise ValueError(f"{path} is no {recipe.kind} drafter: choose another --kind")
+        raise ValueError(f"{path} is not a {recipe.kind} drafter: choose another --kind")
     if head.lm_head is None:
-        raise ValueError(f"{path} drafts through its target's LM head: only drafters with one of their own are trained")
+        raise ValueError(f"{path} uses its target's LM head, but only drafters with their own can be trained")
     if recipe.drafted > head.config.drafted:
-        raise ValueError(f"{path} drafts {head.config.drafted} tokens, --steps is {recipe.drafted}")
+        raise ValueError(
+            f"{path} drafts {head.config.drafted} tokens, --steps is {recipe.drafted}: choose a smaller --steps"
+        )
     if recipe.draft_vocab is not None:
-        raise ValueError(f"{path} keeps the {head.config.draft_vocab_size} tokens it drafts: leave out --draft-vocab")
+        raise ValueError(
+            f"{path} keeps its draft vocabulary of {head.config.draft_vocab_size} tokens: leave out --draft-vocab"
+        )
     return head
 
 
@@ -76,7 +84,16 @@ def starting_head(
     folder: RunFolder,
     processes: PartialState,
 ) -> Head:
-    """The head before its first update; `given` is what `given_head` loaded."""
+    """Return the head before its first update.
+
+    Args:
+        recipe: options of the run.
+        given: head loaded by `given_head`.
+        target: model to draft for.
+        texts: training texts, from which the draft vocabulary is chosen.
+        folder: folder of the run, where a transferred head is kept.
+        processes: processes that share the run.
+    """
     torch.manual_seed(recipe.seed)
     size = target.config.get_text_config(decoder=True).vocab_size
     written, read = token_counts(texts, size), token_counts(texts, size, all_tokens=True)
@@ -95,18 +112,18 @@ def starting_head(
         if recipe.draft_vocab is not None:
             known = head.config.vocab_size
             counts = written[:known]
-            if recipe.draft_vocab > len(head.draft_to_target):  # its own, and more
+            if recipe.draft_vocab > len(head.draft_to_target):  # an enlarged head keeps its own tokens
                 counts = counts.index_fill(0, head.draft_to_target, written.sum() + 1)
             head = with_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab, read[:known]))
     ids = head.draft_to_target
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
-    processes.print(f"the {len(ids)} tokens of the draft vocabulary are {100 * covered:.1f}% of what it writes")
+    processes.print(f"the draft vocabulary of {len(ids)} tokens covers {100 * covered:.1f}% of what the target writes")
     return head
 
 
 def keep_start(head: Head, folder: RunFolder) -> None:
-    """Write the head before its first update, for runs without their target at hand."""
+    """Save the initial head, so that a resumed run does not have to load the target."""
     if isinstance(head, DFlashHead):
         save_block(head, folder.start)
     elif isinstance(head, Eagle3Head):
@@ -114,7 +131,7 @@ def keep_start(head: Head, folder: RunFolder) -> None:
 
 
 def kept_start(recipe: Recipe, folder: RunFolder) -> StandAlone:
-    """What `keep_start` wrote."""
+    """Load the head saved by `keep_start`."""
     if recipe.kind == "eagle3":
         return load(folder.start)
     head = load_block(folder.start)
@@ -123,7 +140,14 @@ def kept_start(recipe: Recipe, folder: RunFolder) -> StandAlone:
 
 
 def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tensor) -> Head:
-    """written, read: (V,) int64, counts of tokens, by the target and in all."""
+    """Create a head, or load MTP layers.
+
+    Args:
+        recipe: options of the run.
+        target: model to draft for.
+        written: (V,) int64, counts of tokens that the target wrote.
+        read: (V,) int64, counts of all tokens.
+    """
     drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB, read), fresh_changes(recipe)
     if recipe.kind == "mtp":
         drafts = torch.arange(len(written)) if recipe.draft_vocab is None else drafts
@@ -136,7 +160,7 @@ def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tenso
 
 
 def fresh_changes(recipe: Recipe) -> dict[str, Any]:
-    """What of a fresh head's config the recipe says, see `initialize`."""
+    """Return the recipe's changes to a fresh head's config, see `initialize`."""
     changes: dict[str, Any] = {}
     if recipe.intermediate_size is not None:
         changes["intermediate_size"] = recipe.intermediate_size
@@ -148,7 +172,7 @@ def fresh_changes(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rarest(read: Tensor) -> int:
-    """The token that texts hold least; of several the last, which may be one that pads a vocabulary."""
+    """Return the rarest token in the texts; of several the last, which may pad the vocabulary."""
     return len(read) - 1 - int(read.flip(0).argmin())
 
 
@@ -161,20 +185,20 @@ def _transferred(
     folder: RunFolder,
     processes: PartialState,
 ) -> Eagle3Head:
-    """A head of another target's, made into one for this; made once, and kept in the folder."""
+    """Transfer another target's head to this target, once, and keep it in the folder."""
     kept = folder.transferred
-    ours = folder.identity() is not None  # else what lies there may be of a run with other options
+    ours = folder.identity() is not None  # otherwise a head there may be from a run with other options
     if processes.is_main_process and not (ours and (kept / WEIGHTS).exists()):
         its, mine = (AutoTokenizer.from_pretrained(name).get_vocab() for name in (donor_name, recipe.target))
         if its != mine:
             raise ValueError(
-                f"{donor_name} and {recipe.target} have different tokens, so a head of one is no start for the "
-                "other's: choose a model of the same family, or leave out --from to train a fresh head"
+                f"{donor_name} and {recipe.target} have different tokens, so a head of one cannot be transferred to "
+                "the other: choose a model of the same family, or leave out --from to train a fresh head"
             )
         donor = load_model(donor_name).to(target.device)
         width = 3 * target.config.get_text_config(decoder=True).hidden_size
         enough = texts[:: max(1, len(texts.ids) // (TRANSFER_TOKENS * width))]
-        print(f"carrying {recipe.start_from} over from {donor_name}: both models read {len(enough)} texts")
+        print(f"transferring {recipe.start_from} from {donor_name}: both models read {len(enough)} texts")
         with folder.clear_failures("use a shorter --length"):
             save(transfer_head(head, donor, target, enough), kept)
     processes.wait_for_everyone()

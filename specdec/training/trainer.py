@@ -1,4 +1,4 @@
-"""`HeadTrainer`: transformers' Trainer with the objective of a head's kind."""
+"""Trainer of draft heads, based on transformers' `Trainer`."""
 
 from __future__ import annotations
 
@@ -30,20 +30,35 @@ from specdec.training.teacher.base import Teacher
 from specdec.utils.choices import LossName, OptimizerName
 
 STATE_WEIGHT = 4.0
-LEARNT = ("ids", "learn", "documents")  # of a batch: what drafts are counted by
+LEARNT = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
 
 
 class HeadTrainer(Trainer):
-    """Args as `Trainer`'s; `train_dataset` is a `dataset.StateDataset`, or a `dataset.PackedTexts`, whose states are
-    then computed for every batch.
+    """Train a draft head with transformers' `Trainer`.
 
     Args:
-        head: of EAGLE-3, a drafter of blocks that has an LM head of its own, or MTP layers. teacher: that gives what
-            this head reads: `LocalTeacher.of(target, head)`.
-        steps: drafted tokens to train. begin_with: as many in the first half of the updates; None: as ever. loss: of
-            `losses.LOSSES`. optimizer: "muon", or the one that `args` names.
-        state_weight: of the loss on final states when training begins; it falls to 0. Meant for a fresh EAGLE head.
-        flex: use flex attention, see `unroll`; of EAGLE heads. anchors: blocks to learn from in each row of texts.
+        head: EAGLE-3 head, block drafter with its own LM head, or MTP layers. It is converted to float32.
+        teacher: source of the target's states, usually `LocalTeacher.of(target, head)`.
+        args: transformers' training arguments.
+        steps: drafted tokens to train.
+        begin_with: drafted tokens in the first half of the updates. None: `steps`.
+        loss: name of a loss in `losses.LOSSES`.
+        optimizer: "muon" (see `optimizer.muon`), or "adamw" for the optimizer named in `args`.
+        state_weight: initial weight of the loss on final states, which falls to 0. It helps a fresh EAGLE or MTP head;
+            block drafters do not use it.
+        flex: use flex attention, see `unroll`. EAGLE-3 heads only.
+        anchors: blocks per row of texts. Block drafters only.
+        kwargs: further arguments of `Trainer`. `train_dataset` is a `StateDataset`, or a `PackedTexts`, whose states
+            are computed for every batch.
+
+    Raises:
+        ValueError: The states of `train_dataset` are from other layers than the head reads.
+
+    Example:
+        ```python
+        head = initialize(target, 8192)
+        HeadTrainer(head, LocalTeacher.of(target, head), args, train_dataset=rows).train()
+        ```
     """
 
     def __init__(
@@ -64,11 +79,11 @@ class HeadTrainer(Trainer):
         dataset = kwargs.get("train_dataset")
         if isinstance(dataset, StateDataset) and dataset.taps != teacher.taps:
             raise ValueError(
-                f"the states are of layers {dataset.taps}, the head reads {teacher.taps}: extract them anew"
+                f"the states are from layers {dataset.taps}, but the head reads {teacher.taps}: extract them again"
             )
         if args.n_gpu > 1:
-            args._n_gpu = 1  # DataParallel would split rows whose losses belong together
-            print("one GPU of several is used: start with `accelerate launch` to use all")
+            args._n_gpu = 1  # DataParallel would split the rows of one loss
+            print("only one of several GPUs is used: start with `accelerate launch` to use all")
         head.float().requires_grad_(True).train()  # a loaded one is frozen, and often in half precision
         ids = head.draft_to_target
         assert ids is not None
@@ -83,12 +98,12 @@ class HeadTrainer(Trainer):
         # Flex attention is compiled for each length.
         batches = partial(collate, length=dataset.length) if flex and dataset is not None else collate
         super().__init__(model=self.objective, args=args, data_collator=batches, **kwargs)
-        # Losses of the passes of an update add up: none is divided by their number.
+        # The losses of an update's passes add up, so the Trainer must not divide them by the number of passes.
         self.model_accepts_loss_kwargs = True
         self.head, self.teacher, self.steps, self._muon = head, teacher, steps, optimizer == "muon"
         self._begin_with = min(steps, begin_with or steps)
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
-        self._accuracies: list[Tensor] = []  # of the batches since the last log, as the loss is
+        self._accuracies: list[Tensor] = []  # of the batches since the last log
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         with without_denormals():
@@ -102,14 +117,14 @@ class HeadTrainer(Trainer):
         return self.optimizer
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The passes of an update, and of how many drafts (steps,) of each step it learns, in all processes."""
+        """Return the batches of an update, and its number of drafts per step (steps,) over all processes."""
         batches = list(islice(epoch_iterator, num_batches))
         update, updates = self.state.global_step, self.state.max_steps
         self.objective.update, self.objective.steps = update, self._begin_with if 2 * update < updates else self.steps
         counts = torch.zeros(self.objective.steps, device=device)
         for batch in batches:
             counts += self._counts(batch).to(device)
-        # DDP takes the mean of the processes' gradients: over the mean of their counts it is that of all rows together.
+        # DDP averages the processes' gradients; with the mean of their counts this is the gradient of all rows.
         return batches, self.accelerator.reduce(counts, "mean")
 
     def compute_loss(
@@ -126,13 +141,13 @@ class HeadTrainer(Trainer):
         if not bool(loss.isfinite()):
             raise ValueError(
                 f"the loss is {float(loss)} at update {self.state.global_step}: try a lower learning rate, in another "
-                f"folder. Checkpoints up to then are kept in {self.args.output_dir}"
+                f"folder. Earlier checkpoints are kept in {self.args.output_dir}"
             )
         self._accuracies.append(outputs["accuracy"].detach())
         return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """With the accuracy of each step, and the length of the drafts accepted if steps were independent."""
+        """Log, together with the loss, the accuracy of each step and the mean acceptance length simulated from it."""
         if "loss" in logs and self._accuracies:
             accuracy = torch.stack([a for a in self._accuracies if len(a) == len(self._accuracies[-1])]).mean(0)
             logs |= {f"accuracy_{step}": round(float(a), 4) for step, a in enumerate(accuracy)}
@@ -142,8 +157,9 @@ class HeadTrainer(Trainer):
 
     @torch.no_grad()
     def held_out(self, rows: StateDataset | PackedTexts) -> dict[str, float]:
-        """Of other texts: the loss, without that on states, and the length of drafts that is logged in training. Other
-        processes need not call it.
+        """Measure the loss (without that on states) and the simulated acceptance length on other texts.
+
+        One process alone may call it, unless the teacher works in several (`Teacher.together`).
         """
         at_once = self.args.per_device_train_batch_size
         batches = [
@@ -164,15 +180,16 @@ class HeadTrainer(Trainer):
         return {"eval_loss": round(loss, 4), "eval_simulated_length": length}
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
-        """(steps of the objective,) int64, drafts of a batch that are learnt from."""
+        """Count the drafts of a batch that are trained on, (steps of the objective,) int64."""
         return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
-        """Write the head alone, in bfloat16. The files of an earlier one are replaced when the new ones are whole; what
-        else lies in the folder stays.
+        """Write the head, in bfloat16.
+
+        Files of an earlier head are replaced once the new ones are complete. Other files in the folder stay.
 
         Raises:
-            ValueError: it holds another model's weights.
+            ValueError: The folder holds another model's weights.
         """
         copy = copy_of(self.head, torch.bfloat16)
         folder = Path(folder)
@@ -185,5 +202,5 @@ class HeadTrainer(Trainer):
 
 
 def _simulated_length(accuracy: Tensor) -> float:
-    """Of accuracies (steps,), if steps were independent."""
+    """Return the mean acceptance length for accuracies (steps,), taking the steps as independent."""
     return round(1 + float(accuracy.cumprod(-1).sum()), 4)

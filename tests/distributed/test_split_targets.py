@@ -56,11 +56,11 @@ def test_two_processes_with_a_part_of_the_target_have_the_curve_of_one(files, tm
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shard", "tp"], "is for several processes, and one was started"),
-        (["--shard", "fsdp", "--cache-states"], "is for several processes, and one was started"),
+        (["--shard", "tp"], "is for several processes, but one was started"),
+        (["--shard", "fsdp", "--cache-states"], "is for several processes, but one was started"),
         (["--shard", "tp", "--cache-states"], "use --shard fsdp"),
-        (["--shard", "fsdp", "--kind", "mtp"], "--kind mtp wants all of the target in a process"),
-        (["--shard", "tp", "--rounded-states", "--cache-states"], "--rounded-states wants all of the target"),
+        (["--shard", "fsdp", "--kind", "mtp"], "--kind mtp needs the whole target in one process"),
+        (["--shard", "tp", "--rounded-states", "--cache-states"], "--rounded-states needs the whole target"),
         (["--shard", "both"], "'both'"),
     ],
 )
@@ -74,7 +74,7 @@ def test_what_cannot_be_split_is_said_before_anything_is_read(files, tmp_path, o
 def test_one_process_uses_all_devices(tmp_path):
     recipe = Recipe("target", Path("data"), tmp_path, shard="devices")
     recipe.check_processes(1)
-    with pytest.raises(ValueError, match="has one process use all devices, and 2 were started"):
+    with pytest.raises(ValueError, match="uses all devices from one process, but 2 were started"):
         recipe.check_processes(2)
 
 

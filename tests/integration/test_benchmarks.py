@@ -4,8 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,45 +11,32 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from specdec import NgramProposer, Report
-from specdec.data.packed_dataset import StateDataset
-from specdec.data.texts import Text, keep
-from specdec.engine.trace import RoundTrace
+from benchmarks import chart, compare, spec_bench
+from benchmarks.harness import peers
+from benchmarks.harness.identity import compare_texts
+from benchmarks.harness.measure import Measurement
+from benchmarks.harness.methods import PLAIN, Method, assisted, catalogue, select
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_padded, read
+from benchmarks.harness.store import Record, Store
+from benchmarks.harness.summary import best_of_transformers, spread, summarise
+from benchmarks.harness.turns import take_turns
+from benchmarks.regression import (
+    long_prompts,
+    lookups,
+    overhead,
+    repeated,
+    second_turn,
+    shapes,
+    small_pair,
+    teacher_forcing,
+)
+from specdec import Report
 from specdec.heads.eagle3.checkpoint import load
-from specdec.heads.eagle3.config import default_taps
 from specdec.heads.eagle3.export import save
-from specdec.models.introspection import decoder_layers
 from specdec.training.evaluate import accepted_lengths
 from specdec.training.initialization.eagle3 import initialize
-from specdec.training.teacher.base import LocalTeacher
-from specdec.training.teacher.state_cache import extract
 from tests.support.tiny import randomised
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts beside each other
-
-import chart
-import compare
-import draft_cost
-import long_prompts
-import lookups
-import losses
-import one_tree
-import overhead
-import peers
-import repeated
-import second_turn
-import shapes
-import small_pair
-import spec_bench
-import teacher_forcing
-from identity import compare_texts
-from measure import Measurement
-from methods import PLAIN, Method, assisted, catalogue, select
-from options import Bench, Options
-from prompts import Job, choose, cut_into_jobs, encode, left_padded, read
-from store import Record, Store
-from summary import best_of_transformers, spread, summarise
-from turns import take_turns
 
 QUESTIONS = [
     ("81", "writing", "ab ab ab"),
@@ -568,25 +553,6 @@ class TestLookups:
             ["math", "suffix", "1"],
         ]
 
-    def test_what_it_would_add_to_anothers_rounds(self):
-        """The text's first rounds wrote a token each where the prompt has three of them, and two, in a row; the last
-        round is the lookup's own."""
-        rounds = [
-            RoundTrace(0, 1, "Other", [1], [-1], [1.0], [[]], [0], 2),
-            RoundTrace(0, 2, "Other", [2], [-1], [1.0], [[]], [0], 3),
-            RoundTrace(0, 3, "NgramProposer", [3, 4], [-1, 0], [1.0, 1.0], [[], []], [0, 1], 9),
-        ]
-        found = one_tree.counted(NgramProposer(), [1, 2, 3, 4, 5], rounds)
-        assert found == one_tree.Counts(rounds=3, embed_tokens=1, tokens=4, more=3 + 2)
-        assert found.row("qa", "ngram") == ["qa", "ngram", "1.33", "33.3%", "3", "125.0%"]
-        assert one_tree.counted(NgramProposer(), [1, 2], []) == one_tree.Counts()
-
-    def test_both_drafts_in_one_tree(self, files):
-        command = f"--target {files}/target --draft draft:{files}/draft --prompts {files}/questions.jsonl"
-        result = CliRunner().invoke(one_tree.app, [*command.split(), "--max-new-tokens", "8", "--dtype", "float32"])
-        assert result.exit_code == 0, result.output
-        assert proposers_of("all", result.output) == ["ngram", "suffix"]
-
 
 @pytest.mark.slow
 def test_long_prompts_measure_in_a_process_of_their_own(files):
@@ -597,35 +563,12 @@ def test_long_prompts_measure_in_a_process_of_their_own(files):
     assert "2 x full" in result.output
 
 
-def test_what_a_draft_costs(files, monkeypatch):
-    monkeypatch.setattr(draft_cost, "DRAFTED", 20)
-    monkeypatch.setattr(draft_cost, "PROMPT", 9)
-    monkeypatch.setattr(draft_cost, "NEW", 6)
-    command = f"--target {files / 'target'} --lengths 2 --rounds 1"
-    result = CliRunner().invoke(draft_cost.app, command.split())
-    assert result.exit_code == 0, result.output
-    assert "EAGLE-3, 2 in a chain" in result.output
-    assert "DSpark, a block of 2" in result.output
-
-
 def test_a_second_turn_runs(files):
     command = f"--target {files}/target --prompt-tokens 30 --max-new-tokens 4 --repeats 1 --dtype float32"
     result = CliRunner().invoke(second_turn.app, command.split())
     assert result.exit_code == 0, result.output
     assert first_cells(result.output)[2:] == ["plain", "plain", "specdec, ngram", "specdec, ngram"]
     assert result.output.count("| yes          |") == 4  # all wrote plain decoding's text
-
-
-def test_json_by_grammar_runs(files):
-    """The draft model is loaded in the target's number format, as every proposer that is named."""
-    pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
-    import grammar
-
-    command = f"--target {files}/target --proposer ngram --proposer draft:{files}/draft --texts 1 --max-new-tokens 40"
-    result = CliRunner().invoke(grammar.app, command.split())
-    assert result.exit_code == 0, result.output
-    assert first_cells(result.output)[2:] == ["plain", "ngram", "draft"]
-    assert result.output.count("| 1 of 1 ") == 3
 
 
 @pytest.fixture(scope="module")
@@ -675,41 +618,6 @@ class TestShapes:
         other = self.run(files, tmp_path / "head", tmp_path, "--only", "chain")
         assert other.exit_code == 2
         assert "choose another --out" in other.stderr
-
-
-@pytest.mark.parametrize("fresh", [False, True], ids=["a head", "a fresh one"])
-def test_losses_run(files, head, pair, tmp_path, fresh):
-    ids = torch.randint(257, (12, 100), generator=torch.manual_seed(0))
-    texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
-    keep(texts, tmp_path / "texts.safetensors")
-    taps = default_taps(len(decoder_layers(pair[0])))
-    assert taps == load(head).config.taps(len(decoder_layers(pair[0])))
-    assert extract(LocalTeacher(pair[0], taps), texts, tmp_path / "states")
-    command = f"--target {files}/target --states {tmp_path}/states --updates 1 --batch-size 1 --held-out 1"
-    result = CliRunner().invoke(losses.app, [*command.split(), *(() if fresh else ("--head", str(head)))])
-    assert result.exit_code == 0, result.output
-    cells = first_cells(result.output)
-    assert [cells[0], *cells[2:]] == ["loss", "as it was", *(f"{loss}, 1 updates" for loss in losses.LOSSES)]
-
-
-def test_a_head_is_measured_on_texts_as_on_their_states(files, head, pair, tmp_path):
-    ids = torch.randint(257, (3, 100), generator=torch.manual_seed(0))
-    texts = [Text(row, torch.ones(100, dtype=torch.bool)) for row in ids]
-    keep(texts, tmp_path / "held_out.safetensors")
-    assert extract(LocalTeacher.of(pair[0], load(head)), texts, tmp_path / "states")
-    rows = [StateDataset(tmp_path / "states", 100)[i] for i in range(3)]
-    expected = losses.line("as it was", load(head), pair[0], rows)
-    command = f"--target {files}/target --head {head} --held-out-data {tmp_path}/held_out.safetensors"
-    result = CliRunner().invoke(losses.app, command.split())
-    assert result.exit_code == 0, result.output
-    assert "Measured on 300 tokens of the target's in texts of 300" in result.output
-    assert [cell.strip() for cell in result.output.strip().splitlines()[-1].strip("|").split("|")] == expected
-
-
-def test_losses_ask_for_something_to_measure(files, head):
-    result = CliRunner().invoke(losses.app, ["--target", f"{files}/target", "--head", str(head)])
-    assert result.exit_code == 2
-    assert "--held-out-data" in result.output
 
 
 def test_a_bench_without_a_draft_says_so(files):

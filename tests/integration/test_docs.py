@@ -128,18 +128,21 @@ INTEGRATIONS = {  # the README's list, and the tests that each of them stands fo
     "TRL": ["test_grpo_rollouts"],
     "datasets": ["test_datasets_map"],
     "gradio": ["test_gradio_chat"],
-    "xgrammar": ["test_grammar.py: by_xgrammar"],
-    "outlines": ["test_grammar.py: by_outlines"],
-    "openai": ["test_serving.py: test_answers_are_plain_decodings"],
-    "vision-language": ["test_multimodal.py: test_", "test_processors_of_pictures.py: test_"],
-    "Whisper": ["test_encoder_decoder.py: test_long_sound_", "test_encoder_decoder.py: test_the_speech_pipeline"],
+    "xgrammar": ["parity/test_grammar.py: by_xgrammar"],
+    "outlines": ["parity/test_grammar.py: by_outlines"],
+    "openai": ["unit/cli/test_serving.py: test_answers_are_plain_decodings"],
+    "vision-language": ["parity/test_multimodal.py: test_", "parity/test_multimodal_processors.py: test_"],
+    "Whisper": [
+        "parity/test_encoder_decoder.py: test_long_sound_",
+        "parity/test_encoder_decoder.py: test_the_speech_pipeline",
+    ],
 }
 
 
 def test_every_integration_of_the_readme_is_tested_and_every_test_is_in_the_readme():
     section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Integrations\n")[2].partition("\n## ")[0]
     assert {*re.findall(r"\*\*(.*?)\*\*", section)} == {*INTEGRATIONS}
-    source = (ROOT / "tests" / "test_integrations.py").read_text(encoding="utf-8")
+    source = (ROOT / "tests" / "integration" / "test_integrations.py").read_text(encoding="utf-8")
     named = [name for names in INTEGRATIONS.values() for name in names]
     assert {*re.findall(r"^def (test_\w+)", source, re.M)} == {name for name in named if ":" not in name}
     for name in named:

@@ -2,20 +2,16 @@
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from benchmarks import gpu
+from benchmarks.harness import counting
+from benchmarks.harness.replay import Replay, recorded
 from specdec import SpeculativeGenerator
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # they are scripts beside each other
-
-import counting
-import gpu
-from replay import Replay, recorded
 
 CPU = torch.device("cpu")
 NEW = 40

@@ -29,7 +29,7 @@ MORE = (
     ),
     Prompt("sql", "Write a SQL query that lists the ten customers who spent the most last year, and explain it."),
 )
-IN_VLLM = Path(__file__).parents[2] / "benchmarks" / "in_vllm.py"
+IN_VLLM = Path(__file__).parents[2] / "benchmarks" / "regression" / "in_vllm.py"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.model,

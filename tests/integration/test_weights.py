@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from examples.demo import room, conversion, parts, weights
+from examples.demo import conversion, parts, room, weights
 from specdec.models import hardware
 
 PAYLOADS = (b"a" * 10, b"b" * 10, b"c" * 4)

@@ -207,7 +207,7 @@ def test_criteria_that_never_end_what_they_promised_to_end_raise(spec, single):
 
     text = Transcript(single["input_ids"], [0], StoppingCriteriaList([Unending(11)]), pad_token=0, max_length=11)
     text.append([[3, 4]], [1])
-    with pytest.raises(RuntimeError, match="no row can gain a token behind column 11.*Unending"):
+    with pytest.raises(RuntimeError, match="no row can grow after column 11.*Unending"):
         text.settle()
 
 
@@ -261,7 +261,7 @@ def test_a_mask_longer_than_the_prompt(spec, inputs):
 
 def test_a_generator_is_not_copied(spec):
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="make another one of the model and the proposer"):
+        with pytest.raises(TypeError, match="make another one from the model and the proposer"):
             copied(spec)
 
 
@@ -488,7 +488,7 @@ def test_empty_values_that_plain_decoding_refuses(single, name, value, place):
 
 
 def test_prompt_lookup_of_no_tokens(spec, single):
-    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be at least 1, got 0: None switches it off"):
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens must be at least 1, got 0: None turns it off"):
         spec.generate(**single, prompt_lookup_num_tokens=0)
 
 
@@ -939,12 +939,12 @@ class Saying(Proposer):
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
         (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
         (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
-        (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "drafted for 1 rows of 1 nodes, the batch has 2"),
+        (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "returned 1 rows of 1 nodes for a batch of 2 rows"),
         (lambda c: tree(c, [-1, 0], token=64), ValueError, "Saying.propose drafted a token outside of the target's"),
         (lambda c: tree(c, [-1, 0, 3, 0]), ValueError, "a node before its parent"),
         (lambda c: tree(c, [0, 0, 1, 2]), ValueError, "the root's is -1"),
         (lambda c: tree(c, [-1, -1, 1, 2]), ValueError, "whose parent is padding"),
-        (lambda c: tree(c, [-1, 0, 0, 1], chain=True), ValueError, "says chain=True"),
+        (lambda c: tree(c, [-1, 0, 0, 1], chain=True), ValueError, "set chain=True"),
         (lambda c: DraftTree(torch.rand(2, 2), torch.tensor([[-1, 0]] * 2)), ValueError, "use int64"),
     ],
 )
@@ -986,7 +986,7 @@ def test_a_draft_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("layout", get_args(HeadLayout))
 def test_a_draft_that_is_a_head(layout, tmp_path):
     save(eagle3.head(), tmp_path, layout)
-    with pytest.raises(ValueError, match='is an EAGLE head, no model of its own: pass "eagle3:'):
+    with pytest.raises(ValueError, match='is an EAGLE head, not a model: pass "eagle3:'):
         SpeculativeGenerator(tiny.model("llama"), f"draft:{tmp_path}")
 
 
@@ -1006,13 +1006,13 @@ def test_warnings_point_at_the_callers_line():
 
 
 def test_one_prompt_is_a_batch_of_one(llama):
-    with pytest.raises(ValueError, match=r"takes prompts \(B, T\), got 5 tokens of one: give them as ids\[None\]"):
+    with pytest.raises(ValueError, match=r"takes prompts of shape \(B, T\), got one of shape \(5,\): pass ids\[None\]"):
         SpeculativeGenerator(llama, "ngram").generate(torch.arange(5))
 
 
 def test_a_generators_own_settings_are_no_arguments_of_a_call():
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
-    with pytest.raises(TypeError, match=r"draft_length is no argument of a call, but of SpeculativeGenerator"):
+    with pytest.raises(TypeError, match=r"draft_length is an argument of SpeculativeGenerator\(...\), not of generate"):
         spec.generate(**tiny.prompts(5), draft_length=3)
     assert spec.report.num_calls == 0
 

@@ -110,7 +110,7 @@ def test_a_later_turn_says_what_it_takes_to_be_speculated_on():
     assert [f"without {CACHE}" in said for said in warned] == [True]
 
 
-REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids do not say": {"position_ids": ORDER}}
+REASONS = {"prefill_chunk_size": {"prefill_chunk_size": 4}, "position_ids lack the rows": {"position_ids": ORDER}}
 
 
 @pytest.mark.parametrize("reason", REASONS)
@@ -125,7 +125,7 @@ def test_pictures_before_the_text_have_no_tokens_in_it():
     model = AutoModelForCausalLM.from_config(config).eval()
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = tiny.PAD, None
     inputs = tiny.prompts(5) | {"pixel_values": torch.randn(1, 3, 32, 32)}
-    assert "no tokens in the place of its pictures" in plainly(model, inputs)
+    assert "no placeholder tokens for its images" in plainly(model, inputs)
 
 
 def plainly(model, inputs) -> str:

@@ -245,7 +245,7 @@ def test_caches_that_cannot_be_continued_say_what_to_do():
     holes[0, 5] = 0
     for model, arguments, reason in (
         (target, {CACHE: full}, r"crop\(-1\)"),
-        (target, {CACHE: static}, "a DynamicCache could be continued"),
+        (target, {CACHE: static}, "only a DynamicCache can be continued"),
         (sliding, {"attention_mask": holes}, "holes"),
     ):
         spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")

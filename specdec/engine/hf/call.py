@@ -1,7 +1,4 @@
-"""A `generate()` call's ends: the text it starts from, reading what is new of it, and what is returned.
-
-Owns the translation between transformers' arguments and the loop's parts.
-"""
+"""Translation between a `generate()` call of transformers and the loop: transcript, prefill and return value."""
 
 from __future__ import annotations
 
@@ -26,11 +23,17 @@ from specdec.models.runner import ModelRunner
 
 @dataclass(frozen=True)
 class Call:
-    """As transformers has prepared it.
+    """A `generate()` call as transformers has prepared it.
 
     Attributes:
-        input_ids: (B, T) int64, the prompts, or what a decoder starts from. model_kwargs: for the model's passes.
-        encoder_outputs: what an encoder read. text_kwargs: `model_kwargs` without it, as if the decoder were alone.
+        input_ids: (B, T) int64, the prompts, or the decoder's start tokens.
+        processors: logits processors.
+        criteria: stopping criteria.
+        config: the generation config.
+        streamer: receives the tokens; or None.
+        model_kwargs: arguments for the model's forward passes.
+        encoder_outputs: encoder outputs, of a model that has an encoder.
+        text_kwargs: `model_kwargs` without the encoder's, as for a decoder-only model.
     """
 
     input_ids: Tensor
@@ -44,11 +47,12 @@ class Call:
 
     @property
     def samples(self) -> bool:
+        """True at T > 0."""
         return bool(self.config.do_sample)
 
 
 def transcript(call: Call, prompt_layout: PromptLayout, model: PreTrainedModel, positions: int | None) -> Transcript:
-    """The call's text; positions: number of them that the model has, None: any."""
+    """Make the transcript of a call; `positions` is the number of positions that the model has, None if unlimited."""
     B, config, criteria = len(call.input_ids), call.config, call.criteria
     wanted = config.return_dict_in_generate
     ends_on_tokens = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -71,7 +75,7 @@ def transcript(call: Call, prompt_layout: PromptLayout, model: PreTrainedModel, 
 
 
 def _reach(prompt_layout: PromptLayout, positions: int, padding_counts: bool) -> list[int]:
-    """Columns that each row can fill: one more than it can be read up to. padding_counts: it has positions, too."""
+    """Number of columns that each row can fill; the last one is never read. padding_counts: padding has positions."""
     taken, pads = prompt_layout.real.sum(1, keepdim=True), prompt_layout.pads
     if padding_counts and pads is not None:
         taken = taken + pads
@@ -79,7 +83,7 @@ def _reach(prompt_layout: PromptLayout, positions: int, padding_counts: bool) ->
 
 
 def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: Transcript) -> Output:
-    """Read what is new, in chunks of `prefill_chunk_size` if asked; logits (B, 1, V) after it."""
+    """Run the target over the new tokens, in chunks of `prefill_chunk_size` if set; logits (B, 1, V) after the last."""
     embeds = call.text_kwargs.get("inputs_embeds")
     given, pads = prompt_layout.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
@@ -89,14 +93,14 @@ def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: 
         part_pads = pads_of_part(pads, start, part.shape[1])
         outputs.append(target.extend(part, part_pads, embedded=embeds is not None, hidden_states=wants_hidden))
         start += part.shape[1]
-    hidden = outputs[-1].hidden_states  # of the last chunk, as plain decoding gives them
+    hidden = outputs[-1].hidden_states  # of the last chunk, as in plain decoding
     if hidden is not None and len(outputs) == 1:
         hidden = tuple(prompt_layout.as_given(states) for states in hidden)
     return replace(joined(outputs), hidden_states=hidden)
 
 
 def returned(text: Transcript, prompt_layout: PromptLayout, encoder_outputs: EncoderOutputs | None) -> GenerateOutput:
-    """As transformers' own decoding loops return it."""
+    """Build the output object that transformers' own decoding loops return."""
     recorded = text.recorded()
     if encoder_outputs is None:
         return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: prompt_layout.cache}, **recorded)

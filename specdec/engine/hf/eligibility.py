@@ -1,7 +1,4 @@
-"""Which `generate()` calls can be speculated on, and why another one cannot.
-
-Owns the checks of a call's arguments. What fails here runs as plain `generate()`, never as a wrong answer.
-"""
+"""Checks whether a `generate()` call can be speculated on. A call that cannot runs as plain `generate()`."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ from specdec.models.positions import counts_positions, padding_counted_by
 from specdec.models.recurrent_layers import has_states
 from specdec.sampling.logits_processors import NodeProcessors
 
-# Keyword arguments of the hook that the loop understands. Another one with a value goes to the model's forward pass in
-# a way we cannot know to be right for trees: plain decoding.
+# Keyword arguments of the hook that the loop supports. Any other with a value reaches the model's forward pass, where
+# its effect on draft trees is unknown: such calls run as plain decoding.
 KNOWN_KWARGS = {
     "attention_mask",
     "position_ids",
@@ -36,7 +33,7 @@ KNOWN_KWARGS = {
     "return_dict",
     "cache_position",
 }
-# Fields of a GenerationConfig that steer transformers' own assisted generation, and have no say here.
+# Fields of a GenerationConfig for transformers' own assisted generation, which have no effect here.
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
 
@@ -44,14 +41,34 @@ SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # 
 
 
 class Unsupported(ValueError):
-    """A `generate()` call that cannot be speculated on, under `on_unsupported="error"`."""
+    """Error for a `generate()` call that cannot be speculated on, such as beam search.
+
+    Raised only by a `SpeculativeGenerator` with `on_unsupported="error"`, with the reason as its message. By default
+    such a call runs as plain `generate()`, with a warning and an entry in `Report.plain_reasons`.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
+        try:
+            output = spec.generate(**inputs, num_beams=4)
+        except Unsupported as error:
+            print(error)  # cannot speculate: beam search keeps several hypotheses ...
+        ```
+    """
 
 
 def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
-    """Raise for what no `generate()` takes, in words that name what it does."""
-    ours = SETTINGS & kwargs.keys()
-    if ours and "custom_generate" not in kwargs:  # whose arguments they then are
-        raise TypeError(f"{min(ours)} is no argument of a call, but of SpeculativeGenerator(...)")
+    """Check arguments that no `generate()` accepts.
+
+    Raises:
+        TypeError: an argument of `SpeculativeGenerator`, or inputs that are not a tensor.
+        ValueError: a prompt without a batch dimension.
+    """
+    misplaced = SETTINGS & kwargs.keys()
+    if misplaced and "custom_generate" not in kwargs:  # it may have arguments of these names
+        raise TypeError(
+            f"{min(misplaced)} is an argument of SpeculativeGenerator(...), not of generate(): pass it there"
+        )
     if inputs is not None and not isinstance(inputs, Tensor):
         raise TypeError(
             f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "
@@ -59,13 +76,13 @@ def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
         )
     ids = kwargs.get("input_ids", inputs)
     if isinstance(ids, Tensor) and ids.dim() == 1 and not ids.is_floating_point():
-        raise ValueError(f"generate() takes prompts (B, T), got {len(ids)} tokens of one: give them as ids[None]")
+        raise ValueError(f"generate() takes prompts of shape (B, T), got one of shape ({len(ids)},): pass ids[None]")
 
 
 def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> str | None:
-    """What transformers decides before it calls a custom_generate callable."""
+    """Return the reason why transformers would not reach a custom_generate callable for this call, or None."""
     if kwargs.get("custom_generate") is not None:
-        return "custom_generate brings its own decoding loop"
+        return "custom_generate has its own decoding loop"
     for name in ("token_healing", "penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beam_groups"):
         value = requested(name, model, config, kwargs)
         if value not in (None, False, 0) and not (name == "num_beam_groups" and value == 1):
@@ -76,9 +93,16 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
 
 
 def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_target_choices: bool) -> str | None:
-    """Why this call must run as plain decoding, or None. Raises for input that is wrong either way.
+    """Return the reason why a call must run as plain decoding, or None.
 
-    uses_target_choices: it asks processors about reached nodes alone (`verification.SequentialVerifier`).
+    Args:
+        model: the target.
+        capability: how the target can be run.
+        call: the prepared call.
+        uses_target_choices: True if processors run on reached nodes only (`verifier.SequentialVerifier`).
+
+    Raises:
+        ValueError: an empty batch or prompt.
     """
     input_ids, processors, config, model_kwargs = call.input_ids, call.processors, call.config, call.text_kwargs
     mode = config.get_generation_mode()
@@ -89,24 +113,24 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
     if not config.use_cache:
-        return "use_cache=False (some configs say so; a call may say use_cache=True)"
+        return "use_cache=False (some configs set it; pass use_cache=True to generate())"
     if is_pipeline_parallel(model):
-        return "its layers lie in several processes, one after the other (pipeline parallelism)"
+        return "the model's layers are distributed over several processes (pipeline parallelism)"
     if config.output_attentions:
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
     if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
-        return f"cache_implementation={config.cache_implementation!r} stores the cache in its own way"
-    beside = multimodal.shown(model_kwargs)
-    known = KNOWN_KWARGS | beside
+        return f"cache_implementation={config.cache_implementation!r} stores keys and values in its own format"
+    media = multimodal.shown(model_kwargs)
+    known = KNOWN_KWARGS | media
     strange = [key for key, value in model_kwargs.items() if key not in known and not _empty(key, value)]
     if strange:
-        return f"the model argument {strange[0]} has no meaning for drafted tokens here"
+        return f"the model argument {strange[0]} is not supported for drafted tokens"
     if input_ids.dim() != 2:
-        return f"input_ids has {input_ids.dim()} dimensions"
+        return f"input_ids has {input_ids.dim()} dimensions, expected 2"
     windows, states = set(spans(model, capability.masks)) != {Span()}, has_states(model)
     reason = (
-        _padding_problem(input_ids, config, model_kwargs, bool(beside))
-        or (multimodal.problem(model, input_ids, config, model_kwargs) if beside else None)
+        _padding_problem(input_ids, config, model_kwargs, bool(media))
+        or (multimodal.problem(model, input_ids, config, model_kwargs) if media else None)
         or prompt_layout.problem(input_ids, config, model_kwargs, windows, states)
         or _counting_problem(model, input_ids, config, model_kwargs)
         or _rope_problem(model, input_ids, config, model_kwargs)
@@ -118,36 +142,43 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
     unknown = NodeProcessors(processors).unknown
     if unknown and not (uses_target_choices and len(input_ids) == 1):
         why = (
-            "in a batch, whose rows run ahead of each other"
+            "in a batch, whose rows grow at different speeds"
             if uses_target_choices
-            else "under a rule that needs all nodes' scores"
+            else "under a rule that needs the scores of all nodes"
         )
         return (
-            f"{unknown[0]} may follow the text with a state of its own and cannot be asked about drafts {why}: set its "
-            "attribute `stateless` to True if its answers depend on its arguments alone"
+            f"{unknown[0]} may follow the text with a state of its own, so it cannot be called on drafts {why}: set "
+            "its attribute `stateless` to True if its result depends on its arguments only"
         )
     return None
 
 
 def ignored_fields(config: GenerationConfig) -> list[str]:
-    """Those that have no say here and are set."""
+    """Names of fields that are set but have no effect on speculative decoding."""
     return [name for name in ASSISTED_FIELDS if getattr(config, name, None)]
 
 
 def _padding_problem(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], with_images: bool
 ) -> str | None:
-    """Raises for a batch or prompt of nothing; names what is unusual about mask or positions."""
+    """Return what is unsupported about the mask or the positions, or None.
+
+    Raises:
+        ValueError: an empty batch or prompt.
+    """
     embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
     if len(input_ids) == 0:
-        raise ValueError("the batch is empty: give at least one prompt")
+        raise ValueError("the batch is empty: pass at least one prompt")
     if width == 0:
-        raise ValueError("the prompt is empty: give at least one token, the tokenizer's bos_token for example")
+        raise ValueError("the prompt is empty: pass at least one token, the tokenizer's bos_token for example")
     if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < width):
         return f"attention_mask has shape {tuple(mask.shape)}, the prompt {(len(input_ids), width)}"
     if embeds is None and not prompt_layout.columns_in(cache_in(model_kwargs)):
-        for name in ("attention_mask", "position_ids"):  # transformers makes the second of the first, and drops ones
+        for name in (
+            "attention_mask",
+            "position_ids",
+        ):  # transformers derives the second from the first, and drops masks of ones
             given = model_kwargs.get(name)
             if given is not None and given.shape[-1] != width:
                 return f"attention_mask or position_ids have {given.shape[-1]} columns, the prompt {width}"
@@ -160,29 +191,29 @@ def _padding_problem(
             "for generation, and pass attention_mask where a prompt's own last token is the padding token"
         )
     positions = model_kwargs.get("position_ids")
-    if positions is not None and not (with_images and positions.dim() == 3):  # the model's own, see `pictures`
+    if positions is not None and not (with_images and positions.dim() == 3):  # the model's own, see `multimodal`
         expected, positions = real.long().cumsum(-1) - 1, positions.cpu()
-        ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of models that also take pictures
+        ordered = positions.shape[-2:] == expected.shape  # (B, T), or (planes, B, T) of multimodal models
         if not ordered or not bool(((positions == expected) | ~real).all()):
             if positions.dim() == 3 and cache_in(model_kwargs) is not None:
                 return (
-                    "an earlier turn's picture moves the positions after it: give the whole conversation with "
-                    f"its pictures, without {CACHE}"
+                    "an image of an earlier turn shifts the positions after it: pass the whole conversation with "
+                    f"its images, without {CACHE}"
                 )
-            return "position_ids are not the prompt's own order"
+            return "position_ids do not count the prompt's tokens from 0"
     return None
 
 
 def _counting_problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """A model that is told no positions counts columns, holes as well; or some of them, in a prompt read at once."""
+    """Return what is unsupported for models that derive positions themselves, from columns or token ids, or None."""
     if counts_positions(model) and not prompt_layout.left_padded(
         prompt_layout.real_columns(input_ids, config, model_kwargs)
     ):
         return "attention_mask has holes inside a prompt, which this model counts as positions"
     if any(bool((input_ids == padding).any()) for padding in padding_counted_by(model)):
-        return "the decoder's prompt holds padding, by which this model numbers the tokens of a prompt"
+        return "the decoder's prompt contains padding, from which this model derives the positions of a prompt"
     if config.prefill_chunk_size is not None and model.config.is_encoder_decoder:
         return "prefill_chunk_size for an encoder-decoder model"
     return None
@@ -191,11 +222,11 @@ def _counting_problem(
 def _rope_problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """RoPE whose frequencies follow the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.24).
+    """Return the reason if the text may cross a length at which RoPE's frequencies change, or None.
 
-    Up to its limit it is like any other. Behind, "longrope" takes other frequencies, the same in every pass that holds
-    a text so long, and "dynamic" others at every length. Where a text crosses the limit, which keys have which
-    frequencies hangs on the order of passes, and some models read the whole text again: that stays plain decoding.
+    These frequencies depend on the largest position of a pass (modeling_rope_utils.py, 5.17 to 5.24). Beyond the limit
+    "longrope" uses one other set, and "dynamic" another set at every length. When a text crosses the limit, the
+    frequencies of its keys depend on how it was split into passes, and some models read the whole text again.
     """
     limit, steady = _rope_limit(model.config.get_text_config(decoder=True))
     if limit is None:
@@ -214,7 +245,7 @@ def _rope_problem(
 
 
 def _rope_limit(config: Any) -> tuple[int | None, bool]:
-    """The length behind which RoPE's frequencies change (None: never), and whether they change there alone."""
+    """Length after which RoPE's frequencies change (None if never), and True if they change only there."""
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [kind for kind in parameters.values() if isinstance(kind, dict)] or [parameters]  # one per layer type
     found: list[tuple[int, bool]] = []
@@ -230,7 +261,7 @@ def _rope_limit(config: Any) -> tuple[int | None, bool]:
 
 
 def _empty(name: str, value: Any) -> bool:
-    """Nothing was given; a text for a multimodal model comes with `mm_encoder_outputs` and `mm_token_type_ids`, too."""
+    """Return True for an argument without data, as multimodal models get with a text-only prompt."""
     if name == "mm_token_type_ids" and isinstance(value, Tensor):
-        return not bool(value.any())  # 0: a token of text
+        return not bool(value.any())  # 0 marks text tokens
     return value is None or (isinstance(value, dict) and not value)

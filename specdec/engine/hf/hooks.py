@@ -1,4 +1,4 @@
-"""transformers' `generate()` around us: its arguments, its warnings, and standing in for a model's method."""
+"""Integration with transformers' `generate()`: its arguments, plain decoding, and replacing a model's method."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from specdec.models.compat import requested, run_decoding_loop
 
 
 class Installed:
-    """A model's `generate` while generators stand in for it: a bound method with the signature of the one before.
+    """Replacement of a model's `generate` by those of generators, as a bound method with the original signature.
 
-    Generators of several contexts and threads are installed and removed in any order; the newest answers. A deep copy
-    of the model generates by itself.
+    Generators can be installed and removed in any order and from any thread; the newest one is called. A deep copy of
+    the model uses its own `generate`.
+
+    Args:
+        model: the model, which is only referenced weakly.
     """
 
     def __init__(self, model: Any):
-        self.before = vars(model).get("generate")  # an attribute of the model's own, which hides its class's method
-        self.answering: tuple[list[Callable[..., Any]], ...] = ()  # each in a list, and so an object of its own
+        self.before = vars(model).get("generate")  # an instance attribute that shadows the method
+        self.answering: tuple[list[Callable[..., Any]], ...] = ()  # each in a list, which gives it an identity
         self._model = ref(model)
 
         @wraps(getattr(self.before, "__func__", type(model).generate))
@@ -46,20 +49,22 @@ class Installed:
 
     @classmethod
     def at(cls, model: Any) -> Installed | None:
-        """What stands at a model, unless that is its class's method or somebody else's."""
+        """Return the replacement installed at a model; None if its `generate` is the class's or third-party."""
         function = getattr(vars(model).get("generate"), "__func__", None)
-        found = getattr(function, KEPT_AT, None)  # `functools.wraps` copies attributes to functions of others
+        found = getattr(function, KEPT_AT, None)  # `functools.wraps` copies attributes to other functions
         return found if found is not None and found.function is function and found._model() is model else None
 
 
 KEPT_AT = "_specdec_installed"
-_lock = Lock()  # of changes to what stands at models
+_lock = Lock()  # held while replacements change
 
 
 def install(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
-    """Make `generate` stand in for a model's method of this name, until what is returned is called.
+    """Replace a model's `generate`.
 
-    When the last one is removed, the model has again what it had before, unless somebody has replaced it since.
+    Returns:
+        A function that removes the replacement. Removing the last one restores the model's original `generate`, unless
+        other code has replaced it since.
     """
     entry = [generate]
     with _lock:
@@ -81,7 +86,7 @@ def install(model: Any, generate: Callable[..., Any]) -> Callable[[], None]:
 
 
 def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutput | Tensor:
-    """What `generate()` would have called without us, with the arguments it prepared."""
+    """Run transformers' own decoding loop on a prepared call."""
     kwargs = dict(call.model_kwargs)
     if synced_gpus:
         kwargs["synced_gpus"] = True
@@ -93,7 +98,11 @@ def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutp
 def with_stop_strings(
     model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Turn `stop_strings` into a criterion: transformers hands no tokenizer to a custom_generate callable."""
+    """Turn `stop_strings` into a criterion, since transformers passes no tokenizer to a custom_generate callable.
+
+    Raises:
+        ValueError: no tokenizer was given.
+    """
     given = requested("stop_strings", model, config, kwargs)
     if given is None:
         return kwargs
@@ -108,8 +117,12 @@ def with_stop_strings(
 
 
 def further_arguments(values: Sequence[Any]) -> dict[str, Any]:
-    """The positional arguments of `generate()` that follow `inputs` and `generation_config`, by their names."""
-    names = list(inspect.signature(GenerationMixin.generate).parameters)[3:]  # behind self and those two
+    """Map positional arguments of `generate()` after `inputs` and `generation_config` to their names.
+
+    Raises:
+        TypeError: too many arguments.
+    """
+    names = list(inspect.signature(GenerationMixin.generate).parameters)[3:]  # after self and those two
     if len(values) > names.index("kwargs"):
         raise TypeError(
             f"generate() takes at most {2 + names.index('kwargs')} positional arguments, got {2 + len(values)}"
@@ -118,7 +131,7 @@ def further_arguments(values: Sequence[Any]) -> dict[str, Any]:
 
 
 def callers_level() -> int:
-    """`stacklevel` that makes a warning point at the first line outside of specdec, transformers and torch."""
+    """Return the `stacklevel` of the innermost frame outside of specdec, transformers and torch."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]

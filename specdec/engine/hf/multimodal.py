@@ -1,7 +1,6 @@
-"""What a prompt shows beside its tokens: pictures, films, sounds, as multimodal models take them.
+"""Prompts with images, videos or audio for multimodal models.
 
-Owns which arguments those are, and reading such a prompt: once, in one pass, as plain decoding does. All that is
-written behind it is text.
+Such a prompt is read once, in one pass, as in plain decoding. All tokens after it are text.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from specdec.models.introspection import marks_of
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
 
-# Which tokens they stand at and how large they are: passed on to later passes, and without a meaning there.
+# Positions and sizes of the media: `generate()` also passes these to later passes, where they have no effect.
 PLACED = {
     *("token_type_ids", "mm_token_type_ids", "feature_attention_mask", "image_position_ids", "video_position_ids"),
     *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "num_frames_per_video"),
@@ -27,7 +26,7 @@ PLACED = {
 
 
 def shown(model_kwargs: dict[str, Any]) -> set[str]:
-    """The arguments of a call that show something beside its tokens; empty for a text alone."""
+    """Names of a call's multimodal arguments that carry data; empty for text only."""
     given = {
         name for name in (PREFILL_ONLY | PLACED) & model_kwargs.keys() if _says_something(name, model_kwargs[name])
     }
@@ -37,27 +36,33 @@ def shown(model_kwargs: dict[str, Any]) -> set[str]:
 def problem(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> str | None:
-    """Why a call with something `shown` cannot be speculated on, or None."""
+    """Return the reason why a multimodal call cannot be speculated on, or None."""
     if not any(bool(torch.any(input_ids == mark)) for mark in marks_of(model.config)):
-        return "the prompt has no tokens in the place of its pictures"
+        return "the prompt has no placeholder tokens for its images, videos or audio"
     if columns_in(cache_in(model_kwargs)):
-        return f"pictures together with {CACHE}"
+        return f"images, videos or audio together with {CACHE}"
     if config.prefill_chunk_size is not None:
-        return "prefill_chunk_size for a prompt with pictures"
+        return "prefill_chunk_size for a prompt with images, videos or audio"
     if not left_padded(real_columns(input_ids, config, model_kwargs)):
-        return "attention_mask has holes inside a prompt with pictures"
+        return "attention_mask has holes inside a prompt with images, videos or audio"
     if any(hasattr(module, "rope_deltas") for module in model.modules()) and not _in_planes(model_kwargs):
-        return "position_ids do not say where the pictures' rows and columns are"
+        return "position_ids lack the rows and columns of the images"
     return None
 
 
 def multimodal_prefill(
     target: ModelRunner, input_ids: Tensor, layout: PromptLayout, model_kwargs: dict[str, Any]
 ) -> tuple[PromptLayout, Output]:
-    """Read the whole prompt under the model's own masks and positions.
+    """Run the target over the whole prompt with the model's own masks and positions.
+
+    Args:
+        target: runner of the target.
+        input_ids: (B, T) int64.
+        layout: layout of the prompt.
+        model_kwargs: the call's arguments for the model.
 
     Returns:
-        The conversation to go on from, as if the prompt had been an earlier turn, and the pass's output.
+        The layout to decode from, in which the prompt is cached like an earlier turn, and the output of the pass.
     """
     model = target.model
     cache = DynamicCache(config=model.config) if layout.cache is None else layout.cache
@@ -77,6 +82,6 @@ def _in_planes(model_kwargs: dict[str, Any]) -> bool:
 
 
 def _says_something(name: str, value: Any) -> bool:
-    if name.endswith("type_ids"):  # 0: a token of text
+    if name.endswith("type_ids"):  # 0 marks text tokens
         return isinstance(value, Tensor) and bool(value.any())
     return value is not None and not (isinstance(value, dict) and not value)

@@ -1,7 +1,7 @@
-"""`PromptLayout`: what a call starts from, text whose keys and values are cached already and text that is new.
+"""`PromptLayout`: a call's prompt, of which an earlier call may have cached a part.
 
-Owns the way between `generate()`'s columns, in which a `DynamicCache` lies, and rows, in which ours does: a row is its
-columns without those the attention mask rules out, on the left or between two turns.
+It converts between the columns of `generate()` and `DynamicCache`, and the ragged rows of our cache. A row consists of
+its columns without those that the attention mask excludes, on the left or between two turns.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class PromptLayout:
     """B rows of C columns, of which the first `cached` are in `cache` and the others are still to be read.
 
     Attributes:
-        real: (B, C) bool, on the host, columns that hold text; the others are padding.
-        cached: how many columns the cache holds.
-        text: how many of the columns `input_ids` holds, the last ones: all, unless only new ones were given.
-        cache: extended in place when the call ends; None where nobody is going to see it.
+        real: (B, C) bool, on the host, True for text and False for padding.
+        cached: number of columns in the cache.
+        text: number of columns in `input_ids`, which are the last ones: C, unless only new columns were given.
+        cache: the caller's cache, extended in place when the call ends; None if the caller cannot see it.
     """
 
     real: Tensor
@@ -46,23 +46,23 @@ class PromptLayout:
 
     @property
     def fresh(self) -> list[int]:
-        """Tokens of each row that are still to be read."""
+        """Number of tokens of each row that are still to be read."""
         return self.real[:, self.cached :].sum(1).tolist()
 
     @property
     def pads(self) -> Tensor | None:
-        """(B, 1) int64, columns of padding before each row's text; None where there are none."""
+        """Number of padding columns (B, 1) int64 before each row's text; None if there are none."""
         pads = self.real.int().argmax(1, keepdim=True)
         return pads if bool(pads.any()) else None
 
     @property
     def text_pads(self) -> list[int]:
-        """Columns of each row of `input_ids` that are padding."""
+        """Number of padding columns of each row of `input_ids`."""
         return (~self._text).sum(1).tolist()
 
     @cached_property
     def text_order(self) -> Tensor | None:
-        """(B, T) int64, the columns of `input_ids` with all padding first; None where they lie so."""
+        """Columns (B, T) int64 of `input_ids` with all padding first; None if they are in this order."""
         return None if left_padded(self._text) else _padding_first(self._text)
 
     @property
@@ -70,8 +70,14 @@ class PromptLayout:
         return self.real[:, self.real.shape[1] - self.text :]
 
     def unread(self, given: Tensor) -> tuple[Tensor, list[int]]:
-        """What is to be read of `given`, (B, <= C) ids or (B, C, H) embeddings: (B, W, ...), its padding first, and how
-        much padding each row has; columns that are padding in every row are left out."""
+        """Select the tokens that are still to be read, without columns that are padding in every row.
+
+        Args:
+            given: (B, <= C) ids or (B, <= C, H) embeddings.
+
+        Returns:
+            Tokens (B, W, ...), left-padded, and the number of padding columns of each row.
+        """
         real = self.real[:, self.cached :]
         pads = (~real).sum(1).tolist()
         order = _padding_first(real)[:, min(pads) :].to(given.device)
@@ -81,7 +87,7 @@ class PromptLayout:
         return given.gather(1, index), [pad - min(pads) for pad in pads]
 
     def as_given(self, states: Tensor) -> Tensor:
-        """(B, W, H) states of what `unread` gave, as columns; zeros where all rows have padding."""
+        """Arrange states (B, W, H) of the tokens from `unread` in the call's columns; zeros for columns left out."""
         real = self.real[:, self.cached :]
         states = torch.nn.functional.pad(states, (0, 0, real.shape[1] - states.shape[1], 0))
         back = _padding_first(real).argsort(1).to(states.device)
@@ -89,10 +95,11 @@ class PromptLayout:
 
     @contextmanager
     def in_rows(self, rows: CachedRows) -> Iterator[list[int]]:
-        """Within this context the cache's keys, values and states are the rows'; then they are the cache's again.
+        """Move the cache's keys, values and states into the rows within this context, and back at its end.
 
-        Yields a list to which the caller appends the number of columns to give back. Without one, if the call failed,
-        the cache is as it was, or where windows slide and what was there is gone, empty.
+        Yields:
+            A list, to which the caller appends the number of columns to move back. If the call fails before that, the
+            cache is restored, or emptied if sliding windows have dropped a part of it.
         """
         cache = self.cache
         columns: list[int] = []
@@ -112,7 +119,7 @@ class PromptLayout:
 
     @property
     def _keeps_all(self) -> bool:
-        """A cache of the user's that knows of no windows keeps everything, and is given back so."""
+        """True for a user's cache without sliding-window layers, which must be returned with all columns."""
         user_defined = getattr(self.cache, "_is_user_defined", False)
         return user_defined and not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache.layers)
 
@@ -120,7 +127,7 @@ class PromptLayout:
         assert self.cache is not None
         real = self.real[:, : self.cached]
         rows.cache.lengths = real.sum(1).tolist()
-        columns = (~real).int().argsort(dim=1, stable=True)  # (B, cached) where each row's tokens are, in order
+        columns = (~real).int().argsort(dim=1, stable=True)  # (B, cached) columns of each row's tokens, in order
         for index, layer in enumerate(self.cache.layers):
             for which in range(getattr(layer, "number_of_states", 0)):
                 states = layer.conv_states[which], layer.recurrent_states[which]
@@ -145,9 +152,9 @@ class PromptLayout:
                 layer.lazy_initialization_indexer(indexed)
                 layer.indexer_keys = indexed
                 layer.indexer_position_ids = rows.cache.take_positions(columns)
-        if columns != self.cached:  # else the call failed, and the cache's states are as they were
-            behind = columns - self.real.shape[1]  # rows may have run ahead of where the text ended
-            rows.cache.states.settle([length + behind for length in self.real.sum(1).tolist()])
+        if columns != self.cached:  # otherwise the call failed, and the cache's states are unchanged
+            extra = columns - self.real.shape[1]  # rows may have grown past the end of the text
+            rows.cache.states.settle([length + extra for length in self.real.sum(1).tolist()])
             for (index, which), (window, memory) in rows.cache.states.held.items():
                 fill_recurrent_layer(cache.layers[index], which, window, memory)
 
@@ -155,7 +162,7 @@ class PromptLayout:
 def prompt_layout(
     model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> PromptLayout:
-    """Of a call as transformers prepared it, in which there is no `problem`."""
+    """Make the layout of a prepared call that has no `problem`."""
     cache = cache_in(model_kwargs)
     wanted = config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
     kept = (cache if type(cache) is DynamicCache else DynamicCache(config=model.config)) if wanted else None
@@ -165,9 +172,14 @@ def prompt_layout(
 def problem(
     input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any], windows: bool, states: bool
 ) -> str | None:
-    """Why the cache or mask of a call is not one to go on from, or None.
+    """Return the reason why decoding cannot continue from a call's cache and mask, or None.
 
-    windows: the model has sliding ones. states: its layers carry more than keys and values.
+    Args:
+        input_ids: (B, T) int64.
+        config: the generation config.
+        model_kwargs: arguments for the model.
+        windows: True if the model has sliding windows.
+        states: True if its layers have recurrent states.
     """
     cache = cache_in(model_kwargs)
     real = real_columns(input_ids, config, model_kwargs)
@@ -175,42 +187,42 @@ def problem(
         return "attention_mask has holes inside a prompt, which count in this model's sliding windows"
     new = real[:, columns_in(cache) :]
     if states and not left_padded(new):
-        return "attention_mask has holes inside a prompt, over which this model's states go on"
+        return "attention_mask has holes inside a prompt, which would enter this model's recurrent states"
     if states and columns_in(cache) and not bool(new.all()):
-        return "what is new has padding before it, over which this model's states go on"
+        return "the new tokens have padding before them, which would enter this model's recurrent states"
     if cache is None or not (getattr(cache, "_is_user_defined", False) or columns_in(cache)):
         return None
     if isinstance(cache, EncoderDecoderCache):
-        return f"{CACHE} of an encoder-decoder model hold earlier tokens"
+        return f"{CACHE} of an encoder-decoder model holds earlier tokens"
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded cache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
-        return f"{CACHE} is {kind}; a DynamicCache could be continued"
+        return f"{CACHE} is {kind}; only a DynamicCache can be continued"
     for layer in cache.layers:
         if type(layer) not in CONTINUABLE_LAYERS:
             return f"{CACHE} holds more than keys and values ({type(layer).__name__})"
         if getattr(layer, "record_past", False):
-            return f"{CACHE} records what slid out of its windows"
+            return f"{CACHE} also records tokens outside of its sliding windows"
         if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4 and len(layer.keys) != len(input_ids):
             return f"{CACHE} has {len(layer.keys)} rows, input_ids {len(input_ids)}"
     have, columns = columns_in(cache), real.shape[1]
     if have and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
-        return f"{CACHE} holds recurrent states alone, which do not say of how many tokens they are"
+        return f"{CACHE} holds recurrent states only, from which the number of tokens cannot be read"
     if have >= columns:
         crop = f", or crop the cache: {CACHE}.crop(-{have - columns + 1})"
         return (
-            f"{CACHE} holds {have} tokens and the text no more than {columns}: nothing is left to read. Give "
-            f"the whole conversation as input_ids{'' if states else crop}"
+            f"{CACHE} holds {have} tokens, but the text has only {columns}: no new token is left to read. Pass the "
+            f"whole conversation as input_ids{'' if states else crop}"
         )
     if columns not in (input_ids.shape[1], have + input_ids.shape[1]) and "inputs_embeds" not in model_kwargs:
         return (
-            f"attention_mask has {columns} columns, {CACHE} {have} and input_ids {input_ids.shape[1]}: give "
-            "the whole conversation as input_ids, or the new tokens with the attention_mask of both"
+            f"attention_mask has {columns} columns, {CACHE} {have} and input_ids {input_ids.shape[1]}: pass the whole "
+            "conversation as input_ids, or the new tokens with an attention_mask over cached and new tokens"
         )
     return None
 
 
 def real_columns(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Tensor:
-    """(B, C) bool, which columns are text; C is the attention mask's, which covers the cache and all that is new."""
+    """Return (B, C) bool on the host, True for text columns; C covers the cached and the new columns."""
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     if mask is not None:
         return mask.bool().cpu()
@@ -219,17 +231,17 @@ def real_columns(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict
 
 
 def columns_in(cache: Any) -> int:
-    """Columns in a cache; 1 where it holds something and cannot say."""
+    """Number of columns in a cache; 1 if it is not empty but has no length."""
     if cache is None:
         return 0
     try:
         return int(cache.get_seq_length())
-    except Exception:  # a cache that cannot say how long it is is not one of attention keys
+    except Exception:  # a cache without attention keys has no length
         return int(not _untouched(cache))
 
 
 def _untouched(cache: Any) -> bool:
-    """It holds nothing yet but layers for states."""
+    """Return True if the cache has only layers for recurrent states, all of them empty."""
     layers = getattr(cache, "layers", None) or [None]
     return all(
         isinstance(layer, LinearAttentionLayer) and not any(layer.has_previous_state.values()) for layer in layers
@@ -237,11 +249,12 @@ def _untouched(cache: Any) -> bool:
 
 
 def left_padded(real: Tensor) -> bool:
+    """Return True if all padding of `real` (B, C) is on the left."""
     return not bool((real[:, 1:].int() < real[:, :-1].int()).any())
 
 
 def _padding_first(real: Tensor) -> Tensor:
-    """(B, T) int64, the columns of each row, those of padding first."""
+    """Columns (B, T) int64 of each row, padding first."""
     return real.int().argsort(dim=1, stable=True)
 
 

@@ -1,8 +1,7 @@
-"""Checkpoints of block-parallel drafters: understanding whatever a folder holds, strictly.
+"""`BlockCheckpoint`: parsed checkpoint of a DFlash or DSpark drafter.
 
 Layouts: z-lab's, DeepSpec's, transformers' own `speculation_type="dflash"` models, vLLM speculators' `dflash` and
-`dspark`. Medusa's stand in `medusa`, Hydra's in `hydra_checkpoint`; P-EAGLE heads are EAGLE heads to
-`eagle3.checkpoint`, which also says how a checkpoint's facts are told apart.
+`dspark`. `specdec.heads.loading` reads these and the other block drafters.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from specdec.heads.dflash.head import DFlashHead
 
 @dataclass(frozen=True)
 class BlockCheckpoint(Understood):
-    """Of a DFlash or DSpark drafter."""
+    """Checkpoint of a DFlash or DSpark drafter."""
 
     config: DFlashConfig
 
     def head(self) -> DFlashHead:
-        """The drafter, in the precision it was saved in."""
+        """Build the drafter on the CPU, in the precision it was saved in."""
         with torch.device("meta"):
             head = DFlashHead(self.config)
         return filled(head, self.weights, self.path)

@@ -1,4 +1,4 @@
-"""`DFlashConfig`: what a block-parallel drafter is built of, which of the target's states it reads, what it sees."""
+"""`DFlashConfig`: shape of a block drafter, the target states it reads, and its attention windows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,32 @@ from specdec.heads.markov import MarkovKind
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayerConfig):
-    """DFlash (2602.06036), and DSpark, which is DFlash with a Markov and a confidence head.
+    """Config of a DFlash drafter (2602.06036), or of DSpark, which adds a Markov and a confidence head.
 
-    `vocab_size` and `draft_vocab_size` are 0 where the checkpoint does not say: the target's.
+    The attributes of `LayerConfig` come on top. `vocab_size` and `draft_vocab_size` are 0 if the checkpoint does not
+    give them; then the target's is used.
 
     Attributes:
-        tap_ids: the target's states, as they enter its layers.
-        block_size: tokens of a pass: the text's last one, the anchor, and masks.
-        from_anchor: the anchor's output drafts, too; else only the masks' do.
-        windows: for each layer, how many positions back it looks; None: all.
-        window_from_anchor: these count from the anchor; else each token's own count from itself.
-        causal_windows: in layers with a window, a token of the block sees those before it alone.
-        own_head: the checkpoint brings its own LM head; else the target's is used.
-        markov: kind of the head that makes a token's logits depend on the token before; None: it has none.
-        markov_rank: r. confidence: it has a head that says how likely a token is to be accepted.
-        confidence_with_markov: that head reads the Markov head's embedding of the token before.
+        tap_ids: layers of the target whose input states the drafter reads.
+        block_size: tokens per pass: the anchor, which is the last known token, and masks.
+        from_anchor: whether the output at the anchor drafts a token, too. Otherwise only the masks draft.
+        windows: sliding window of each layer in positions back, None for full attention.
+        window_from_anchor: whether windows count from the anchor. Otherwise they count from each token.
+        causal_windows: whether layers with a window are causal within the block. Other layers never are.
+        own_head: whether the checkpoint has its own LM head. Otherwise the target's is used.
+        markov: kind of the Markov head: "vanilla", "gated" or "rnn". None if there is none.
+        markov_rank: rank r of the Markov head.
+        confidence: whether there is a head that estimates how likely each token is accepted.
+        confidence_with_markov: whether the confidence head also reads the Markov embedding of the previous token.
+
+    Raises:
+        ValueError: fields contradict each other.
+
+    Example:
+        >>> shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+        >>> shape |= dict(vocab_size=9, draft_vocab_size=9, target_hidden_size=32, mask_token_id=8)
+        >>> DFlashConfig(**shape, tap_ids=(1, 3), windows=(None,), block_size=8).drafted
+        7
     """
 
     tap_ids: tuple[int, ...]
@@ -43,23 +54,23 @@ class DFlashConfig(LayerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.mask_token_id is None:
-            raise ValueError("a block-parallel drafter needs a mask_token_id")
+            raise ValueError("mask_token_id is None: a block drafter needs one")
         if self.drafted < 1:
-            raise ValueError(f"block_size {self.block_size} leaves no token to draft")
+            raise ValueError(f"block_size {self.block_size} leaves no token to draft: increase it")
         if len(self.windows) != self.num_layers:
-            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers")
+            raise ValueError(f"{len(self.windows)} windows for {self.num_layers} layers: expected one window per layer")
         if any(window is not None and window < self.block_size for window in self.windows):
             raise ValueError(f"windows {self.windows} are smaller than a block of {self.block_size}")
         if self.markov is not None and self.markov not in get_args(MarkovKind):
             raise ValueError(f"the Markov head must be one of {', '.join(get_args(MarkovKind))}, got {self.markov!r}")
         if self.confidence_with_markov and self.markov is None:
-            raise ValueError("the confidence head reads a Markov head's embedding, and there is none")
+            raise ValueError("confidence_with_markov needs a Markov head, but markov is None")
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted in a pass."""
+        """Number of tokens drafted per pass."""
         return self.block_size if self.from_anchor else self.block_size - 1
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
-        """Which of a target's states, counted as `specdec.models.hidden_states.Taps` does."""
+        """Return the target states that the drafter reads, counted as in `specdec.models.hidden_states.Taps`."""
         return self.tap_ids

@@ -1,4 +1,4 @@
-"""`BlockReader`: what a checkpoint says of its block-parallel drafter, by its weights, its config, or by neither."""
+"""`BlockReader`: infers a `DFlashConfig` from a checkpoint's weights and config.json, else from defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NESTED = ("dflash_config", "dspark_config")
 
 
 class BlockReader(ConfigReader):
-    """Puts a `DFlashConfig` together, noting where each fact comes from."""
+    """Builds a `DFlashConfig`, recording the source of each fact."""
 
     def config(self) -> DFlashConfig:  # type: ignore[override]
         weights, layers = self.weights, self._layers()
@@ -20,7 +20,7 @@ class BlockReader(ConfigReader):
         if rest:
             raise ValueError(
                 f"{self.folder}: fc.weight takes {weights['fc.weight'].shape[1]} values, which are not {len(taps)} "
-                "equal states"
+                "states of equal width"
             )
         own_head = bool(self._seen("own_head", "lm_head.weight" in weights))
         windows = self._windows(layers["num_layers"])
@@ -59,18 +59,24 @@ class BlockReader(ConfigReader):
         return "DeepSpec" if "DSpark" in architectures else "z-lab"
 
     def _said(self, *names: str) -> Any:
-        """The first of these that the config says, at its top or in the part that is about blocks."""
+        """Return the first of these fields that is set, at the top level or in a nested config of the drafter."""
         places = (self.top, *(self.top.get(name) or {} for name in NESTED))
         return next((place[name] for place in places for name in names if place.get(name) is not None), None)
 
     def _entering(self) -> tuple[int, ...]:
-        """speculators counts states as they enter layers, the others as they leave them (-1: the embedding)."""
+        """Return the taps as states entering layers.
+
+        The speculators layout counts states that enter layers, the others those that leave them (-1: the embedding).
+        """
         ids = self._said("aux_hidden_state_layer_ids" if self._speculators else "target_layer_ids")
         source = "config"
         if ids is None and not self._speculators and self.top.get("num_target_layers"):
             ids, source = _spaced_layers(self.top["num_target_layers"], self.layer["num_hidden_layers"]), "assumed"
         if not ids:
-            raise ValueError(f"{self.folder}/config.json does not say which of the target's states are read")
+            raise ValueError(
+                f"{self.folder}/config.json does not say which of the target's states are read: add target_layer_ids, "
+                "or aux_hidden_state_layer_ids in the speculators layout"
+            )
         shift = 0 if self._speculators else 1
         taps = tuple(int(i) + shift for i in ids)
         self._note("taps", list(taps), source, "as states enter layers" if shift == 0 else f"{list(ids)} leave layers")
@@ -89,7 +95,7 @@ class BlockReader(ConfigReader):
         return int(self._note("block_size", size, "config"))
 
     def _from_anchor(self) -> bool:
-        """Whether the anchor's output drafts: in DeepSpec's drafters and those made like them."""
+        """Return whether the anchor's output drafts. It does in DeepSpec's drafters, unless the config denies it."""
         said = self._said("sample_from_anchor", "shift_label")
         if said is not None:
             return bool(self._note("from_anchor", bool(said), "config"))
@@ -97,7 +103,10 @@ class BlockReader(ConfigReader):
         return bool(self._note("from_anchor", deep, "assumed", f"as {'DeepSpec' if deep else 'vLLM'} does"))
 
     def _windows(self, layers: int) -> tuple[int | None, ...]:
-        """How many positions back each layer looks; a window counts the token itself, but for these two layouts."""
+        """Return the window of each layer in positions back.
+
+        In the z-lab and DeepSpec layouts a window includes the token itself, in the other two it does not.
+        """
         window, types = self.layer.get("sliding_window"), self.layer.get("layer_types")
         if types is None:  # as transformers' Qwen3 has it, and its own drafter (5.23)
             first = 0 if self.format == "transformers" else self.layer.get("max_window_layers", 28)
@@ -120,7 +129,7 @@ class BlockReader(ConfigReader):
         return bool(self._note("causal_windows", bool(said), "assumed" if said is None else "config"))
 
     def _known_vocabulary(self) -> int:
-        """0 where neither the config nor a tensor tells: the target's."""
+        """Return the vocabulary's size, or 0 for the target's if neither a tensor nor the config gives it."""
         for name in ("embed_tokens.weight", "markov_head.markov_w1.weight"):
             if name in self.weights:
                 return int(self._seen("vocab_size", self.weights[name].shape[0]))
@@ -148,7 +157,7 @@ class BlockReader(ConfigReader):
 
 
 def _spaced_layers(target_layers: int, layers: int) -> list[int]:
-    """Where z-lab's drafters take the target's states if their config does not say."""
+    """Return the layers that z-lab's drafters take the target's states from by default."""
     if layers == 1:
         return [target_layers // 2]
     first, last = 1, target_layers - 3

@@ -1,4 +1,4 @@
-"""`save`: writes a DFlash or DSpark drafter in vLLM speculators' layout."""
+"""`save`: writes a DFlash or DSpark drafter in the layout of vLLM speculators."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from specdec.heads.export import among_all, layer_config, refuse_others, specula
 
 
 def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
-    """Write a drafter: config.json and model.safetensors.
+    """Write a drafter's config.json and model.safetensors.
 
     Args:
-        target: its name or path, which vLLM wants to know.
+        target: name or path of the target, which vLLM reads from the config.
 
     Raises:
-        ValueError: what the layout cannot say, or a folder that holds another model's weights.
+        ValueError: the layout cannot express the drafter, or the folder holds another model.
     """
     c, folder = head.config, Path(folder)
     if not c.own_head or head.d2t is None:
-        raise ValueError("this layout wants a drafter with an LM head of its own, this one uses its target's")
+        raise ValueError("this drafter uses its target's LM head, but this layout needs a drafter with its own LM head")
     if any(c.windows) and not c.window_from_anchor:
-        raise ValueError("this layout's windows count from the anchor, this drafter's from each token")
+        raise ValueError("this drafter's windows count from each token, but this layout's count from the anchor")
     refuse_others(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     ids = head.draft_to_target
@@ -33,7 +33,7 @@ def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
 
 
 def described(c: DFlashConfig, target: str) -> dict[str, Any]:
-    """The config.json."""
+    """Return the config.json of a drafter."""
     kind = "dflash" if c.markov is None and not c.confidence else "dspark"
     return {
         "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],

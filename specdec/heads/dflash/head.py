@@ -1,13 +1,12 @@
-"""`DFlashHead`: drafts a block of tokens in one pass that sees the target's states of the text before it.
+"""`DFlashHead`: drafts a block of tokens in one pass that attends to the target's states. DFlash, 2602.06036.
 
-    context = hidden_norm(fc([tap, tap, ...]))        # a row per token of the text but the last, the anchor
-    x = [embed(anchor), embed(mask), embed(mask), ...]
-    x = layer(x), whose keys and values are those of the context, then those of x: all see all
-    logits = lm_head(norm(x))                          # of the tokens behind the anchor
+    context = hidden_norm(fc([tap, tap, ...]))          # one entry per known token before the anchor
+    x = [embed(anchor), embed(mask), embed(mask), ...]  # the anchor is the last known token
+    x = layer(x)                                        # attends to the context and to all of x, not causally
+    logits = lm_head(norm(x))                           # of the tokens after the anchor
 
-The context's keys and values do not depend on x: they are computed once per token, and kept. DFlash, 2602.06036.
-
-Knows nothing of caches' rows, of trees, or of the target: embeddings and visibility are passed in.
+The context's keys and values do not depend on x, so they are computed once per token and cached. Embeddings and
+attention masks are passed in.
 """
 
 from __future__ import annotations
@@ -26,10 +25,19 @@ from specdec.heads.markov import ConfidenceHead, MarkovHead
 
 
 class DFlashHead(StateHead):
-    """Parameters carry the names of z-lab's checkpoints; the heads behind the block, those of DeepSpec's.
+    """DFlash drafter, with DSpark's Markov and confidence heads if the config has them.
+
+    Parameters have the names of z-lab's checkpoints; the Markov and confidence heads have DeepSpec's.
+
+    Args:
+        config: shape of the drafter.
 
     Buffers:
-        d2t: (K,) int64, target id minus draft id of each draft token; None where the LM head is the target's.
+        d2t: (K,) int64, target id minus draft id of each draft token. None if the target's LM head is used.
+
+    Example:
+        drafter = specdec.heads.loading.load("z-lab/Qwen3-4B-DFlash-b16")
+        generator = SpeculativeGenerator(target, BlockProposer(drafter))
     """
 
     d2t: Tensor | None
@@ -54,14 +62,16 @@ class DFlashHead(StateHead):
 
     @property
     def draft_to_target(self) -> Tensor | None:
-        """(K,) int64, the target's id of each draft token; None: the same."""
+        """(K,) int64, the target's id of each draft token. None if the vocabularies are the same."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Put the keys and values of known tokens into the cache.
+        """Write the keys and values of known tokens to the cache.
 
         Args:
-            states: (B, n, taps * target H), the target's. positions: (B, n) int64.
+            states: (B, n, taps * target H), the target's states.
+            positions: (B, n) int64.
+            cache: updated in place.
         """
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotation(context, positions)
@@ -69,14 +79,16 @@ class DFlashHead(StateHead):
             layer.self_attn.remember(context, rotation, cache)
 
     def forward(self, embeds: Tensor, positions: Tensor, visible: Sequence[Tensor], cache: Cache) -> Tensor:
-        """The block's pass.
+        """Run one pass over a block.
 
         Args:
-            embeds: (B, n, H) of the anchor and the masks. positions: (B, n) int64.
-            visible: for each layer, (B, n, slots) bool.
+            embeds: (B, n, H), embeddings of the anchor and the masks.
+            positions: (B, n) int64.
+            visible: (B, n, slots) bool for each layer, the cache slots that each token attends to.
+            cache: keys and values of the context. Those of the block are appended.
 
         Returns:
-            (B, n, H), normed: what the LM head reads.
+            (B, n, H), normed: the input of the LM head.
         """
         rotation = self.rotation(embeds, positions)
         h = embeds

@@ -1,7 +1,7 @@
-"""`DFlashRunner`: runs a DFlash or DSpark drafter beside a target, over the rows of a batch.
+"""`DFlashRunner`: runs a DFlash or DSpark drafter next to a target, over the rows of a batch.
 
-Owns its cache. Slot i of a row holds keys and values made of the target's state at token i, at position i. The block
-behind them is a draft: it is dropped when the next states come.
+Slot i of a row in its cache holds the keys and values of the target's state at token i, at position i. The slots after
+them hold the drafted block, which the next `extend` overwrites.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ class DFlashRunner(CachedRows):
     """Runs one drafter.
 
     Args:
-        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
+        head: the drafter, on any device, in any precision.
+        embeddings: modules borrowed from the target.
+        fast: view of the drafter that drafts, for example with 8-bit linears. None for the drafter itself.
+        sized: whether passes are padded to a few sizes, so that they can be captured as CUDA graphs.
 
     Attributes:
-        block: what the last pass drafted.
+        block: draft of the last pass.
     """
 
     block: Block
@@ -36,7 +39,7 @@ class DFlashRunner(CachedRows):
         self, head: DFlashHead, embeddings: BorrowedEmbeddings, fast: DFlashHead | None = None, sized: bool = False
     ):
         c, self.sized = head.config, sized
-        # What a window's layers keep: what the block's last token sees, and the block.
+        # A layer with a window keeps the slots that the block's last token sees, and the block.
         super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
         self.head = head
         self._fast = with_fast_linears(head if fast is None else fast)
@@ -46,10 +49,12 @@ class DFlashRunner(CachedRows):
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append the target's states, and draft a block behind each row's last token, which has none yet.
+        """Append the target's states, and draft a block after each row's last token, whose state is not known yet.
 
         Args:
-            tokens: (B, W) int64, i+1. states: (B, W, taps * target H) at tokens i. pads: padding on the left.
+            tokens: (B, W) int64, tokens i+1.
+            states: (B, W, taps * target H), the target's states at tokens i.
+            pads: left padding of each row.
 
         Returns:
             Logits (B, 1, K) after each row's last token.
@@ -68,7 +73,7 @@ class DFlashRunner(CachedRows):
 
     @torch.no_grad()
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
-        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.pending = 0
         visible_slots = self.place_behind(tokens.shape[1], pads)
         self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
@@ -76,20 +81,20 @@ class DFlashRunner(CachedRows):
         return self.behind(0, tokens[:, -1:], None)
 
     def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Logits (B, n, K) behind n tokens (B, n) at this depth of the draft, see `Block.behind`."""
+        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
         logits, self.block = self.block.behind(depth, tokens, above)
         return logits
 
     def drop_draft(self) -> None:
-        """Forget the block."""
+        """Discard the block."""
         self.pending = 0
 
     def _pass(self, anchor: Tensor) -> Block:
-        """Run the head over the anchors (B, 1) and the masks behind them."""
+        """Run the drafter over the anchors (B, 1) and the masks after them."""
         c, B = self.head.config, len(anchor)
         assert c.mask_token_id is not None
         masks = anchor.new_full((B, c.block_size - 1), c.mask_token_id)
-        # An embedding that norms is read without that, as by transformers' own (5.23, candidate_generator.py).
+        # An embedding that norms is read without its norm, as transformers does (5.23, candidate_generator.py).
         embeds = self.embeddings.embedded(torch.cat([anchor, masks], 1), self.head, normed=False)
         place = torch.arange(c.block_size, device=self.head.device)
         whole = torch.ones(B, c.block_size, c.block_size, dtype=torch.bool, device=self.head.device)
@@ -99,18 +104,18 @@ class DFlashRunner(CachedRows):
         block = Block(self._logits(drafting), drafting, self._fast.markov_head, self._fast.confidence_head)
         if c.from_anchor or block.markov is None:
             return block
-        # A recurrent Markov head begins at the anchor, whose own output is not drafted from.
+        # A recurrent Markov head starts at the anchor, although the anchor's own output drafts nothing.
         before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
         return Block(block.logits, drafting, block.markov, block.confidence, block.markov(before, h[:, :1], None)[1])
 
     def _visible(self, visible_slots: VisibleSlots, place: Tensor, rows: int) -> list[Tensor]:
-        """For each layer, (B, n, slots) bool: what is known of the text, and the block."""
+        """Return (B, n, slots) bool for each layer: known tokens and the block, within the layer's window."""
         c, made = self.head.config, {}
         for window, span in zip(c.windows, self.spans, strict=True):
             if window in made:
                 continue
             held = self.cache.held(span, self.head.device)[:, None]  # (B or 1, 1, slots)
-            node = held - visible_slots.base[..., None]  # place in the block, negative where known
+            node = held - visible_slots.base[..., None]  # index in the block, negative for known tokens
             seen = node < c.block_size
             if window is not None:
                 first = visible_slots.base[..., None] if c.window_from_anchor else visible_slots.positions[..., None]

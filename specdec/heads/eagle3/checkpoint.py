@@ -1,8 +1,7 @@
-"""Checkpoints of EAGLE heads: understanding whatever a folder holds, strictly.
+"""`load` and `read`: strict loading of EAGLE heads from checkpoints of all common layouts.
 
-`Checkpoint.fields` tells what the config said, what the weights showed and what was assumed. Formats: SafeAILab EAGLE-1
-to 3, SpecForge and SGLang, vLLM speculators, ModelOpt, and specdec's own. How files are read stands in `files`, how a
-config is put together in `reading`, how heads are written in `layouts`.
+Layouts: SafeAILab EAGLE-1 to 3, SpecForge and SGLang, vLLM speculators, ModelOpt, and specdec's own. `config_reader`
+infers the config, `export` writes heads.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from specdec.models.loading import is_block
 
 @dataclass(frozen=True)
 class Checkpoint(Understood):
-    """Of an EAGLE head."""
+    """Checkpoint of an EAGLE head."""
 
     config: Eagle3Config
 
     def head(self) -> Eagle3Head:
-        """The head, in the precision it was saved in; bfloat16 if that was int8."""
+        """Build the head on the CPU, in the precision it was saved in, or in bfloat16 if that was int8."""
         with torch.device("meta"):
             head = Eagle3Head(self.config)
         return filled(head, self.weights, self.path)
@@ -40,16 +39,30 @@ class Checkpoint(Understood):
 
 
 def load(path: str | Path) -> Eagle3Head:
-    """A head from a folder or hub id, in any of the formats."""
+    """Load an EAGLE head from a folder or from the hub. Nothing in its files is executed.
+
+    Args:
+        path: a folder or hub id, in any supported layout.
+
+    Returns:
+        The head, on the CPU, in the precision it was saved in (bfloat16 if that was int8).
+
+    Raises:
+        ValueError: the checkpoint is missing or damaged, a tensor is unexpected, or it is not an EAGLE head.
+
+    Example:
+        head = load("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+        generator = SpeculativeGenerator(target, Eagle3Proposer(head))
+    """
     return read(path).head()
 
 
 def read(path: str | Path) -> Checkpoint:
-    """Understand the checkpoint in a folder, or of a hub id (downloaded first). Nothing in it is executed."""
+    """Read the checkpoint in a folder or on the hub (downloaded first). Arguments and errors as for `load`."""
     folder = folder_of(path)
     config = read_head_config(folder)
     if is_block(config):
-        raise ValueError(f'{folder} is a block-parallel drafter, no EAGLE head: pass "dflash:{path}" as the proposer')
+        raise ValueError(f'{folder} is a block drafter, not an EAGLE head: pass "dflash:{path}" as the proposer')
     stored = read_tensors(folder)
     tensors, scales = of_int8(stored, folder)
     weights, used, ignored = placed(tensors, folder)

@@ -1,4 +1,4 @@
-"""`Eagle3Config`: what a head is built of and which of the target's states it reads."""
+"""`Eagle3Config`: shape of an EAGLE head, and the target states it reads."""
 
 from __future__ import annotations
 
@@ -11,19 +11,33 @@ from specdec.models.hidden_states import FINAL
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
-    """Shape and variant of a head. The defaults are the paper's (2503.01840) on a Llama layer, the first a fusing one.
+    """Shape and variant of an EAGLE head. The defaults are the paper's (EAGLE-3, 2503.01840) with Llama layers.
+
+    The attributes of `LayerConfig` come on top.
 
     Attributes:
-        sliding_window: tokens a layer looks back; None: all.
-        tap_ids: the target's states, as the checkpoint counts them; None: low, middle and high of any target.
+        sliding_window: number of tokens that each layer attends to, None for all.
+        tap_ids: target layers whose states are read, as the checkpoint counts them. None for a low, a middle and a
+            high layer of any target.
         tap_convention: "entering" counts states entering a layer, "output" those leaving it.
-        tap_convention_known: False where the checkpoint does not say; then the target's number of layers decides if
-            one way of counting gives the paper's states.
-        version: 3, or 1 for EAGLE-1 and 2 heads, which read the target's final state and its LM head.
-        norm_before_residual: the residual carries the normed feature. norm_before_fc: one norm over all taps.
-        fc_norm: a norm per tap. norm_output: the feature fed back is normed (3.1 = fc_norm + norm_output).
-        fc_bias: EAGLE-1's fusing layer may have one.
-        block_size: tokens drafted in a pass, of P-EAGLE heads, which have a `mask_token_id`; 1: of others.
+        tap_convention_known: False if the checkpoint does not give the convention. It is then inferred from the
+            target's number of layers if one convention yields the paper's states.
+        version: 3, or 1 for EAGLE-1 and 2 heads, which read the target's final state and use its LM head.
+        norm_before_residual: whether the residual carries the normed feature.
+        norm_before_fc: whether one norm is applied over all taps together.
+        fc_norm: whether each tap has its own norm.
+        norm_output: whether the feature fed back is normed. EAGLE-3.1 has `fc_norm` and `norm_output`.
+        fc_bias: whether `fc` has a bias, as some EAGLE-1 heads do.
+        block_size: tokens drafted per pass by P-EAGLE heads, which have a `mask_token_id`. 1 for other heads.
+
+    Raises:
+        ValueError: a field has an unsupported value.
+
+    Example:
+        >>> shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)
+        >>> config = Eagle3Config(**shape, vocab_size=100, draft_vocab_size=40, target_hidden_size=64)
+        >>> config.taps(num_target_layers=28)
+        (2, 14, 25)
     """
 
     sliding_window: int | None = None
@@ -47,13 +61,14 @@ class Eagle3Config(LayerConfig):
 
     @property
     def drafted(self) -> int:
-        """Tokens drafted in a pass."""
+        """Number of tokens drafted per pass."""
         return self.block_size
 
     @property
     def embedding_size(self) -> int:
-        """E, of the target's embeddings where it has none of its own. Only the first layer's projections see them:
-        nothing else of a head need be as wide as its target.
+        """E, width of the head's own embeddings or else of the target's.
+
+        Only the first layer's projections read embeddings, so a head can be narrower than its target.
         """
         return self.hidden_size if self.own_embedding or self.version == 1 else self.target_hidden_size
 
@@ -64,7 +79,11 @@ class Eagle3Config(LayerConfig):
         return 3 if self.tap_ids is None else len(self.tap_ids)
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
-        """Which of a target's states, counted as `specdec.models.hidden_states.Taps` does (entering layers)."""
+        """Return the target states that the head reads, counted as in `specdec.models.hidden_states.Taps`.
+
+        Args:
+            num_target_layers: number of the target's decoder layers.
+        """
         if self.version == 1:
             return (FINAL,)
         if self.tap_ids is None:
@@ -77,13 +96,13 @@ class Eagle3Config(LayerConfig):
 
 
 def default_taps(num_target_layers: int) -> tuple[int, int, int]:
-    """The paper's low, middle and high state, as they enter layers 2, n // 2 and n - 3."""
+    """Return the paper's low, middle and high states: those entering layers 2, n // 2 and n - 3."""
     low, high = min(2, num_target_layers), max(0, num_target_layers - 3)
     return low, num_target_layers // 2, high
 
 
 def infer_convention(tap_ids: Sequence[int], num_target_layers: int) -> str | None:
-    """Which way of counting makes these the paper's states; None if neither does."""
+    """Return the tap convention under which these are the paper's states, or None if there is none."""
     entering = default_taps(num_target_layers)
     if tuple(tap_ids) == entering:
         return "entering"

@@ -1,6 +1,6 @@
-"""`ConfigReader`: what a checkpoint says of its head, by its weights, its config, or by neither.
+"""`ConfigReader`: infers an `Eagle3Config` from a checkpoint's weights and config.json, else from defaults.
 
-The weights come first (their names and shapes cannot lie), the config second; what neither says is assumed.
+The names and shapes of the weights take precedence over the config. Facts that neither gives are assumed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,18 @@ from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.rope import read_rope
 
 LAYER = re.compile(r"layers\.(\d+)\.")
-PARALLEL_TOKENS = 8  # drafted by a P-EAGLE head in a pass, where its config is silent: speculators' default
+PARALLEL_TOKENS = 8  # tokens that a P-EAGLE head drafts per pass if its config does not say: the speculators default
 
 
 class ConfigReader:
-    """Puts an `Eagle3Config` together, noting where each fact comes from."""
+    """Builds an `Eagle3Config`, recording the source of each fact in `fields`.
+
+    Args:
+        folder: the checkpoint's folder, for error messages.
+        config: content of config.json.
+        weights: tensors by specdec's names.
+        names: the checkpoint's names of these tensors.
+    """
 
     def __init__(self, folder: Path, config: dict[str, Any], weights: Mapping[str, Tensor], names: list[str]):
         self.folder, self.weights = folder, weights
@@ -39,7 +46,9 @@ class ConfigReader:
         num_taps = len(taps) if taps else 3
         target_hidden = self._seen("target_hidden_size", H if self.version == 1 else wide // num_taps)
         if self.version == 3 and target_hidden * num_taps != wide:
-            raise ValueError(f"{self.folder}: fc.weight takes {wide} values, which are not {num_taps} equal states")
+            raise ValueError(
+                f"{self.folder}: fc.weight takes {wide} values, which are not {num_taps} states of equal width"
+            )
         masked = "mask_hidden" in weights
         return Eagle3Config(
             **self._layers(),
@@ -62,7 +71,7 @@ class ConfigReader:
         )
 
     def _layers(self) -> dict[str, Any]:
-        """What the decoder layers are built of."""
+        """Infer the fields of `LayerConfig` that describe the decoder layers."""
         weights = self.weights
         q = self._weight("layers.0.self_attn.q_proj.weight").shape[0]
         kv = self._weight("layers.0.self_attn.k_proj.weight").shape[0]
@@ -73,7 +82,7 @@ class ConfigReader:
         else:
             head_dim = self.layer.get("head_dim") or (q // heads if heads else None)
             if head_dim is None:
-                raise ValueError(f"{self.folder}/config.json names neither num_attention_heads nor head_dim")
+                raise ValueError(f"{self.folder}/config.json has neither num_attention_heads nor head_dim: add one")
             self._note("head_dim", head_dim, "config" if self.layer.get("head_dim") else "weights")
         if q % head_dim or kv % head_dim:
             raise ValueError(f"{self.folder}: head_dim {head_dim} does not divide the projections' {q} and {kv} rows")
@@ -100,14 +109,14 @@ class ConfigReader:
         }
 
     def _mask_token_id(self) -> int:
-        """Of what is drafted in one pass."""
+        """Return the mask token of a head that drafts several tokens per pass."""
         token = next((d["mask_token_id"] for d in (self.top, self.nested) if d.get("mask_token_id") is not None), None)
         if token is None:
             raise ValueError(f"{self.folder}/config.json has no mask_token_id")
         return int(self._note("mask_token_id", token, "config"))
 
     def _parallel_tokens(self) -> int:
-        """P-EAGLE heads are trained for so many tokens of a pass."""
+        """Return the number of tokens per pass that a P-EAGLE head was trained for."""
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
         tokens = methods[0].get("speculative_tokens")
         return int(self._note("block_size", tokens or PARALLEL_TOKENS, "config" if tokens else "assumed"))
@@ -137,7 +146,7 @@ class ConfigReader:
         usual = "entering" if self.format == "vLLM speculators" else "output"
         convention = said or self.top.get("tap_convention_assumed") or usual
         how = "config" if said else "assumed"
-        note = "" if said else "settled with the target if one way of counting gives the paper's layers"
+        note = "" if said else "overridden by the target's number of layers if one convention gives the paper's taps"
         self._note("tap_convention", convention, how, note)
         return tuple(int(i) for i in ids), convention, bool(said)
 

@@ -1,7 +1,4 @@
-"""`save`: writes a head in the two common layouts, or in specdec's own of half the size.
-
-Owns the names and the config that each layout has.
-"""
+"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout."""
 
 from __future__ import annotations
 
@@ -18,21 +15,29 @@ from specdec.utils.choices import HeadLayout, check_choice
 
 
 def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", target: str = "") -> None:
-    """Write a head: config.json and model.safetensors.
+    """Write a head's config.json and model.safetensors.
 
     Args:
-        layout: "sglang" (also SafeAILab's and SpecForge's: `midlayer.*`; their code knows no biases in attention and
-            leaves them out), "speculators" (vLLM's: `layers.0.*`), or "int8", which specdec alone reads: half the
-            size, matrices of int8 with a float32 scale per row.
-        target: name or path of the target, which vLLM's layout wants to know.
+        head: an EAGLE-3 head.
+        folder: created if it does not exist. A head in it is replaced.
+        layout: "sglang", "speculators" or "int8". "sglang" (`midlayer.*`) is also SafeAILab's and SpecForge's layout.
+            Those engines ignore biases in attention. "speculators" (`layers.0.*`) is vLLM's. "int8" takes half the
+            size, with a float32 scale per row of each matrix, and only specdec reads it.
+        target: name or path of the target, which vLLM reads from the config.
 
     Raises:
-        ValueError: unknown layout, not an EAGLE-3 head, or a folder that holds another model's weights.
+        ValueError: the layout is unknown, it is not an EAGLE-3 head, or the folder holds another model.
+
+    Example:
+        save(load("heads/mine"), "exported", layout="speculators", target="Qwen/Qwen3-8B")
     """
     check_choice("layout", layout, HeadLayout)
     c = head.config
     if c.version != 3:
-        raise ValueError("only EAGLE-3 heads can be exported: EAGLE-1 and 2 checkpoints have one layout already")
+        raise ValueError(
+            "this is an EAGLE-1 or 2 head, but only EAGLE-3 heads can be exported: use its checkpoint as it is, all "
+            "engines read the same layout"
+        )
     folder = Path(folder)
     refuse_others(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
@@ -41,7 +46,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     else:
         weights["t2d"] = among_all(head.draft_to_target, c.vocab_size)
     if layout != "int8" and c.attention_bias and not c.output_bias:
-        # vLLM takes either of the others, with `attention_bias` of all four projections, and misses no tensor.
+        # vLLM reads either layout, expects a bias in all four projections, and does not report missing tensors.
         weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
     if layout != "speculators":
         weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
@@ -55,20 +60,22 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
 
 
 def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:
-    """What of a head other engines leave out without a word when they read this layout, and what to do instead."""
+    """Return the features of a head that other engines silently ignore in this layout, with the workaround."""
     lost = []
     if layout == "sglang" and c.attention_bias:
         lost.append(
-            "this head's attention has biases, which SafeAILab's and SGLang's code leaves out: it accepts less there. "
-            "vLLM has them; a head trained with --no-attention-bias needs none"
+            "SafeAILab's and SGLang's code ignores the biases in this head's attention, so fewer tokens are accepted. "
+            "Use vLLM, or train a head with --no-attention-bias"
         )
     if layout == "speculators":
         if c.fc_bias:
-            lost.append("vLLM leaves out the bias of this head's fc: it accepts less there")
+            lost.append("vLLM ignores the bias of this head's fc, so fewer tokens are accepted")
         if c.qk_norm and c.output_bias:
-            lost.append("vLLM leaves out the bias of this head's o_proj, in a Qwen3 layer: it accepts less there")
+            lost.append("vLLM ignores the bias of this head's o_proj in a Qwen3 layer, so fewer tokens are accepted")
         if c.fc_norm and c.norm_before_fc:
-            lost.append("vLLM applies norm_before_fc ahead of fc_norm, this head behind it: it accepts less there")
+            lost.append(
+                "vLLM applies norm_before_fc before fc_norm, this head applies it after, so fewer tokens are accepted"
+            )
     return lost
 
 
@@ -82,7 +89,7 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
         "target_hidden_size": c.target_hidden_size,
         **_flags(c),
         **said,
-        # Here vLLM looks, which counts the states that enter layers; below SGLang, which counts those that leave them.
+        # vLLM reads the ids here and counts states that enter layers. SGLang reads those below and counts outputs.
         **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
         "eagle_config": {"use_aux_hidden_state": True}
         | ({} if leaving is None else {"eagle_aux_hidden_state_layer_ids": leaving}),
@@ -117,7 +124,7 @@ def _flags(c: Eagle3Config) -> dict[str, Any]:
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:
-    """Our field about counting layers, and the ids; those whose convention is not known stay as they are."""
+    """Return specdec's config field for the convention, and the ids, unchanged if their convention is unknown."""
     if c.tap_ids is None:
         return {}, None
     if not c.tap_convention_known:

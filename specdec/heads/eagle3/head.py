@@ -4,9 +4,9 @@
     x = [input_layernorm(embed(token i+1)), hidden_norm(h)]
     h = h + attention(x);  h = h + mlp(post_attention_layernorm(h))
     logits = lm_head(norm(h))                                # of token i+2, over the draft vocabulary
-    h is fed back in the place of the states that the target has not computed yet
 
-Knows nothing of caches' rows, of trees, or of the target: embeddings and visibility are passed in.
+To draft more tokens, h replaces the states that the target has not computed yet. Embeddings and attention masks are
+passed in.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from specdec.heads.layers import Attention, DecoderLayer, GatedMLP, Visible
 
 
 class Eagle3Head(StateHead):
-    """Parameters carry the names of vLLM speculators' checkpoints (`layers.0.*`, `fc`, `norm`, `lm_head`).
+    """EAGLE head of version 3, or 1 and 2. Parameters have the names of vLLM speculators' checkpoints.
+
+    Args:
+        config: shape and variant of the head.
 
     Buffers:
         d2t: (K,) int64, target id minus draft id of each draft token.
+
+    Example:
+        head = specdec.heads.eagle3.checkpoint.load("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
+        generator = SpeculativeGenerator(target, Eagle3Proposer(head))
     """
 
     d2t: Tensor
@@ -49,7 +56,7 @@ class Eagle3Head(StateHead):
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps) if config.version == 3 else None
         self.lm_head = nn.Linear(H, config.draft_vocab_size, bias=False) if config.version == 3 else None
         masked = config.mask_token_id is not None
-        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide)) if masked else None  # the states nobody knows yet
+        self.mask_hidden = nn.Parameter(torch.zeros(1, 1, wide)) if masked else None  # replaces unknown states
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
 
     @property
@@ -59,11 +66,18 @@ class Eagle3Head(StateHead):
 
     @property
     def can_remember(self) -> bool:
-        """Whether keys and values can be had without the rest of a pass: of the layer that is first and last."""
+        """Whether `remember` is available: keys and values of a single layer do not depend on a layer's output."""
         return self.config.version == 3 and len(self.layers) == 1
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The target's states side by side, (B, n, taps * target H), as a feature (B, n, H)."""
+        """Fuse the target's states.
+
+        Args:
+            states: (B, n, taps * target H), the states of all taps, concatenated.
+
+        Returns:
+            Features (B, n, H).
+        """
         if self.config.version == 1:
             return states
         if self.fc_norm is not None:
@@ -81,17 +95,18 @@ class Eagle3Head(StateHead):
         visible: Visible,
         cache: Cache | None = None,
     ) -> Tensor:
-        """One pass over n tokens per row.
+        """Run one pass over n tokens per row.
 
         Args:
-            embeds: (B, n, E) of tokens i+1; E is the config's `embedding_size`.
-            features: (B, n, H) of tokens i, from `fuse` or fed back.
-            positions: (B, n) int64, i. visible: (B, n, slots) bool; a BlockMask: by flex
-                attention; None: causal over these n.
-            cache: keys and values of earlier tokens.
+            embeds: (B, n, E), embeddings of tokens i+1. E is the config's `embedding_size`.
+            features: (B, n, H), features of tokens i, from `fuse` or from an earlier pass.
+            positions: (B, n) int64, i.
+            visible: (B, n, slots) bool, the cache slots that each token attends to. A BlockMask selects flex
+                attention. None is causal attention over these n tokens.
+            cache: keys and values of earlier tokens. Those of this pass are appended.
 
         Returns:
-            (B, n, H), what is fed back.
+            Features (B, n, H), for `logits` and for the next pass.
         """
         rotation = self.rotation(embeds, positions)
         if self.config.version == 1:
@@ -104,25 +119,25 @@ class Eagle3Head(StateHead):
         return self.norm(h) if self.norm is not None and self.config.norm_output else h
 
     def remember(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Of `forward` what later tokens need: keys and values into the cache. If `can_remember`."""
+        """Write only keys and values to the cache. Requires `can_remember`. Arguments as in `forward`."""
         first = self.layers[0]
         assert self.can_remember
         assert isinstance(first, FusingLayer)
         first.remember(embeds, features, self.rotation(embeds, positions), cache)
 
     def logits(self, h: Tensor) -> Tensor:
-        """(B, n, K) from what `forward` returned. EAGLE-1 heads have none: the target's LM head is theirs."""
+        """Return logits (B, n, K) for features (B, n, H) from `forward`. EAGLE-1 heads use the target's LM head."""
         assert self.lm_head is not None
         return self.lm_head(self.read_out(h))
 
     def read_out(self, h: Tensor) -> Tensor:
-        """What the LM head reads, (..., H), of what `forward` returned."""
+        """Return the LM head's input (..., H) for features from `forward`."""
         assert self.norm is not None
         return h if self.config.norm_output else self.norm(h)
 
 
 class FusingLayer(nn.Module):
-    """The first layer: attention over [embedding, feature], both normed, E + H wide."""
+    """First layer of an EAGLE-3 head. Its attention reads [embedding, feature], both normed, of width E + H."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()

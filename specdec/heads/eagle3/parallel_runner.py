@@ -1,7 +1,7 @@
-"""`ParallelRunner`: runs a P-EAGLE head, an EAGLE-3 head that drafts several tokens in a pass, beside a target.
+"""`ParallelRunner`: runs a P-EAGLE head, an EAGLE-3 head that drafts several tokens per pass, next to a target.
 
-Where an EAGLE-3 head is fed its own output and a drafted token, this one is fed what it learnt to take for both:
-`mask_hidden` and the mask token. All its tokens so come from the text alone.
+An EAGLE-3 head reads its own output and the drafted token to draft the next one. A P-EAGLE head reads the learned
+`mask_hidden` and the mask token instead, so all its tokens depend on the known text only.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from specdec.heads.eagle3.runner import HeadRunner
 
 
 class ParallelRunner(HeadRunner):
-    """An EAGLE-3 head's runner whose drafts are read out of one `block`."""
+    """Runs a P-EAGLE head. Its drafts are read from one `block`."""
 
     block: Block
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """See `HeadRunner.extend`. What it drafts behind its first token is in `block` then."""
+        """See `HeadRunner.extend`. Also drafts a new `block`."""
         return self._drafted(super().extend(tokens, states, pads))
 
     @torch.no_grad()
@@ -36,12 +36,12 @@ class ParallelRunner(HeadRunner):
         return first
 
     def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Logits (B, n, K) behind n tokens (B, n) at this depth of the draft, see `Block.behind`."""
+        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
         logits, self.block = self.block.behind(depth, tokens, above)
         return logits
 
     def _masked(self, rows: int, n: int) -> Tensor:
-        """Logits (rows, n, K) of the masks behind each row."""
+        """Return logits (rows, n, K) of n masks after each row."""
         head, device = self.head, self.head.device
         assert head.config.mask_token_id is not None
         assert head.mask_hidden is not None

@@ -1,7 +1,7 @@
-"""`HeadRunner`: runs an EAGLE-3 head beside a target, over the rows of a batch.
+"""`HeadRunner`: runs an EAGLE-3 head next to a target, over the rows of a batch.
 
-Owns the head's cache. Row i of it pairs the target's state at token i with token i+1, at position i. What was computed
-from drafted features is dropped after every round; the accepted tokens come again with the target's own states.
+Slot i of a row in its cache pairs the target's state at token i with token i+1, at position i. Entries computed from
+drafted features are discarded after every round. The accepted tokens are appended again with the target's own states.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ class HeadRunner(CachedRows):
     """Runs one head.
 
     Args:
-        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
-        sized: its passes are of few sizes, so that they can be recorded.
+        head: the head, on any device, in any precision.
+        embeddings: modules borrowed from the target.
+        fast: view of the head that drafts, for example with 8-bit linears. None for the head itself.
+        sized: whether passes are padded to a few sizes, so that they can be captured as CUDA graphs.
     """
 
     def __init__(
@@ -36,8 +38,8 @@ class HeadRunner(CachedRows):
         self._fast = with_fast_linears(head if fast is None else fast)
         head.bring_frequencies()
         self.embeddings, self.lm_head = embeddings, embeddings.lm_head
-        self._pending_features: Tensor | None = None  # (B, M, H) fed back at the pending nodes
-        self._last: Tensor | None = None  # (B, 1, H) fed back at each row's last known token
+        self._pending_features: Tensor | None = None  # (B, M, H), output at the pending nodes
+        self._last: Tensor | None = None  # (B, 1, H), output at each row's last known token
 
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
         super().start(batch_size, keeps_all)
@@ -45,10 +47,12 @@ class HeadRunner(CachedRows):
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens with the target's states, and drop what is pending.
+        """Append known tokens with the target's states, and drop the pending nodes.
 
         Args:
-            tokens: (B, W) int64, i+1. states: (B, W, taps * target H) at tokens i. pads: padding on the left.
+            tokens: (B, W) int64, tokens i+1.
+            states: (B, W, taps * target H), the target's states at tokens i.
+            pads: left padding of each row.
 
         Returns:
             Logits (B, 1, K) after each row's last token.
@@ -65,7 +69,7 @@ class HeadRunner(CachedRows):
 
     @torch.no_grad()
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
-        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.drop_draft()
         visible_slots = self.place_behind(tokens.shape[1], pads)
         self._last = self._pass(tokens, self._fused(states), visible_slots, sees_all=False)[:, -1:]
@@ -73,12 +77,15 @@ class HeadRunner(CachedRows):
 
     @torch.no_grad()
     def grow(self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor, chain: bool) -> Tensor:
-        """Run the head over n drafted nodes behind the rows and the nodes already pending.
+        """Run the head over n drafted nodes after the rows and the M nodes already pending.
 
         Args:
-            tokens: (B, n) int64. parents: (B, n) indices into the pending nodes, whose output is these nodes'
-                feature; None: the last of them, or else the last known token's. depth: (B, M + n).
-            ancestors: (B, n, M + n) bool.
+            tokens: (B, n) int64.
+            parents: (B, n) int64, index of each node's parent among the pending nodes. Its output is the node's
+                feature. None for the last pending node, or the last known token if there is none.
+            depth: (B, M + n) int64, depth of all nodes.
+            ancestors: (B, n, M + n) bool, the nodes that each new node attends to.
+            chain: whether all nodes form a chain.
 
         Returns:
             Logits (B, n, K).
@@ -101,11 +108,11 @@ class HeadRunner(CachedRows):
         return self._logits(h)
 
     def drop_draft(self) -> None:
-        """Forget the pending nodes."""
+        """Discard the pending nodes."""
         self.pending, self._pending_features = 0, None
 
     def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
-        """`extend` by tokens; drafts: something is going to be drafted behind the last of them."""
+        """Append one part of the tokens of `extend`. drafts: whether a draft starts after the last of them."""
         sees_all = not any(pads) and self.sees_all(tokens.shape[1], chain=True)
         visible_slots, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
         if drafts or not self.head.can_remember:

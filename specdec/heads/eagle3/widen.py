@@ -1,4 +1,4 @@
-"""`widened`: a head that is narrower than its target, made as wide as that, for engines that know no others."""
+"""`widened`: pads a head that is narrower than its target with zeros, for engines that require equal widths."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from specdec.heads.eagle3.head import Eagle3Head
 
 @torch.no_grad()
 def widened(head: Eagle3Head) -> Eagle3Head:
-    """The same drafts by a head of its target's width: what is added is zeros. The head itself if it has that width.
+    """Return a head of the target's width that drafts the same tokens, or the head itself if it has that width.
 
     Raises:
-        ValueError: a head that is wider than its target.
+        ValueError: the head is wider than its target.
     """
     c = head.config
     if c.embedding_size == c.hidden_size:
         return head
     if c.hidden_size > c.target_hidden_size:
         raise ValueError(
-            f"this head is {c.hidden_size} wide, its target {c.target_hidden_size}, which no other engine reads: "
-            'export it with the layout "int8", for specdec'
+            f"this head is {c.hidden_size} wide, its target {c.target_hidden_size}, and no other engine reads heads "
+            'wider than the target: export it with the layout "int8", for specdec'
         )
     wide = Eagle3Head(replace(c, hidden_size=c.target_hidden_size)).to(head.device, head.dtype)
-    shrunk = (c.hidden_size / c.target_hidden_size) ** 0.5  # a norm's mean square is over more entries
+    shrunk = (c.hidden_size / c.target_hidden_size) ** 0.5  # the mean square of a norm is taken over more entries
     weights = wide.state_dict()
     for name, own in head.state_dict().items():
         norm = name.endswith("norm.weight") and own.shape != weights[name].shape

@@ -1,6 +1,6 @@
-"""`HydraCheckpoint`: Hydra's heads as their own training wrote them: config.json and hydra_lm_head.pt.
+"""`HydraCheckpoint`: reads Hydra heads in the layout of Hydra's own training, config.json and hydra_lm_head.pt.
 
-The config says little: not even how many attention heads the layer over the states has. Its weights say it.
+The config lacks most facts, so they are inferred from the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specdec.heads.hydra.head import HydraConfig, HydraHeads
 from specdec.heads.per_token import PerTokenConfig, counted, once, our_names
 
 KINDS = ("mlp", "prefix-mlp")
-# Hydra's names, and what they are in ours. Dropout took places of its own in some checkpoints' lists of blocks.
+# Hydra's parameter names, each with the specdec name. Some checkpoints count dropout modules among the blocks.
 NAMES = (
     (re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((linear|res_connection)\.(weight|bias))"), r"heads.\1.blocks.\2.\3"),
     (re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)"), r"heads.\1.lm_head.\2"),
@@ -32,15 +32,15 @@ NAMES = (
 ROTATION = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
 IGNORED = {
     "input_embed_fn.weight": "the target's own",
-    "prefix_embeding_layer.embed_tokens.weight": "states take its place",
-    ROTATION: "computed anew",
+    "prefix_embeding_layer.embed_tokens.weight": "the layer reads states instead",
+    ROTATION: "recomputed",
 }
-BASE = 10000.0  # of the layer's rotation, whatever the target's is: Hydra's own Llama knows no other
+BASE = 10000.0  # RoPE base of the prefix layer, whatever the target's is: Hydra's own Llama supports no other
 
 
 @dataclass(frozen=True)
 class HydraCheckpoint(Understood):
-    """Of Hydra's heads."""
+    """Checkpoint of Hydra heads."""
 
     config: HydraConfig  # type: ignore[assignment]
 
@@ -51,30 +51,33 @@ class HydraCheckpoint(Understood):
 
 
 def is_hydra(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of Hydra's heads."""
+    """Return whether a config.json describes Hydra heads."""
     return "hydra_num_heads" in config
 
 
 def read(path: str | Path) -> HydraCheckpoint:
-    """Understand the checkpoint in a folder, or of a hub id (downloaded first).
+    """Read the checkpoint in a folder or on the hub (downloaded first).
 
     Raises:
-        ValueError: heads of a kind that is not known, or weights that are not theirs.
+        ValueError: the heads are of an unknown kind, or the weights do not fit.
     """
     folder = folder_of(path)
     config = read_head_config(folder)
     kind = config.get("hydra_head_arch", KINDS[0])
     if kind not in KINDS:
-        raise ValueError(f"{folder} holds Hydra heads of the kind {kind!r}; known are {' and '.join(KINDS)}")
+        raise ValueError(f"{folder} holds Hydra heads of kind {kind!r}, supported are {' and '.join(KINDS)}")
     if config.get("grounded_heads") is False:
-        raise ValueError(f"{folder}: these heads do not read what was drafted before (grounded_heads is false)")
+        raise ValueError(
+            f"{folder}: heads that do not read the drafted tokens before theirs (grounded_heads is false) are not "
+            "supported"
+        )
     tensors = read_tensors(folder, "hydra*.pt")
     ours = _our_names([name for name in tensors if name not in IGNORED])
     once(folder, ours)
     weights = {known: tensors[name] for name, known in ours.items()}
     check_shapes(folder, weights)
     if "heads.0.lm_head.weight" not in weights:
-        raise ValueError(f"{folder} holds no hydra_lm_head: these are no Hydra heads")
+        raise ValueError(f"{folder} holds no hydra_lm_head: it is not a checkpoint of Hydra heads")
     fields: list[Field] = []
     understood = _config(folder, config, weights, tensors.get(ROTATION), fields)
     used = {name: tuple(tensors[name].shape) for name in ours}
@@ -83,7 +86,7 @@ def read(path: str | Path) -> HydraCheckpoint:
 
 
 def _our_names(names: list[str]) -> dict[str, str]:
-    """By Hydra's names; the blocks of each head counted from 0."""
+    """Map Hydra's names to specdec's, with the blocks of each head renumbered from 0."""
     ours = our_names(names, NAMES)
     blocks = sorted({(block[1], int(block[2])) for name in ours.values() if (block := _block(name))})
     places = {(head, i): [j for h, j in blocks if h == head].index(i) for head, i in blocks}
@@ -100,7 +103,12 @@ def _block(name: str) -> re.Match[str] | None:
 def _config(
     folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], rotation: Tensor | None, out: list[Field]
 ) -> HydraConfig:
-    """rotation: the layer's `inv_freq`, if the file holds it. out: gets what is known, and how."""
+    """Infer the config.
+
+    Args:
+        rotation: the `inv_freq` of the prefix layer, or None if the file does not hold it.
+        out: list that the facts are appended to.
+    """
     vocab, hidden = weights["heads.0.lm_head.weight"].shape
     heads = sum(bool(re.fullmatch(r"heads\.\d+\.lm_head\.weight", name)) for name in weights)
     blocks = sum(bool(re.fullmatch(r"heads\.0\.blocks\.\d+\.linear\.weight", name)) for name in weights)
@@ -123,7 +131,7 @@ def _layer(
     vocab: int,
     out: list[Field],
 ) -> LayerConfig:
-    """Of the layer over the states."""
+    """Infer the config of the prefix layer. Arguments as in `_config`."""
     shapes = {}
     for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"):
         if f"prefix.layer.{name}.weight" not in weights:
@@ -151,17 +159,19 @@ def _layer(
 
 
 def _head_dim(folder: Path, config: Mapping[str, Any], rotation: Tensor | None, q: int) -> int:
-    """Width of an attention head, of which there are q values in all."""
+    """Infer the width of an attention head. q: width of all heads together."""
     if rotation is not None:
         if rotation.dim() != 1 or not rotation.numel():
-            raise ValueError(f"{folder}: rotary_emb.inv_freq has shape {tuple(rotation.shape)}, a vector was expected")
+            raise ValueError(f"{folder}: rotary_emb.inv_freq has shape {tuple(rotation.shape)}, expected a vector")
         expected = BASE ** -(torch.arange(len(rotation)) / len(rotation))
         if not torch.allclose(rotation.float(), expected, rtol=0.02):  # it may be saved in bfloat16
-            raise ValueError(f"{folder}: rotary_emb.inv_freq is not of base {BASE:g}, which Hydra's own layer has")
+            raise ValueError(
+                f"{folder}: rotary_emb.inv_freq does not have the base {BASE:g} that Hydra's own layer has"
+            )
         return 2 * len(rotation)
     if config.get("num_attention_heads") is None:
         raise ValueError(
-            f"{folder}: neither rotary_emb.inv_freq nor num_attention_heads in config.json says how wide the heads of "
-            "the layer over the states are: write the target's num_attention_heads there"
+            f"{folder}: the head width of the prefix layer is unknown: there is neither rotary_emb.inv_freq nor "
+            "num_attention_heads in config.json. Add the target's num_attention_heads to config.json"
         )
     return q // int(config["num_attention_heads"])

@@ -1,12 +1,10 @@
-"""`HydraHeads`: head i drafts from the target's last state and the tokens before its own. Hydra, 2402.05109.
+"""`HydraHeads`: head i drafts from the target's last state and all tokens before its own. Hydra, 2402.05109.
 
-    x = [state, embed(root), embed(drafted token), ...]    # i drafted ones for head i
+    x = [state, embed(root), embed(drafted token), ...]    # head i reads i drafted tokens
     x = res_connection(x) + silu(linear(x))                # then residual blocks of width H
     logits = lm_head(x)
 
-Hydra++ puts a decoder layer over the states of the whole text before that, whose keys and values are kept.
-
-Owns the modules. Knows nothing of checkpoints or rows.
+In Hydra++ a decoder layer (`PrefixLayer`) first attends over the states of the whole text.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from specdec.models.hidden_states import FINAL
 
 @dataclass(frozen=True)
 class HydraConfig(PerTokenConfig):
-    """What the heads read.
+    """Number and shape of Hydra heads, and the states they read.
 
     Attributes:
-        prefix: of the layer over the states; None: the heads read the last state as it is.
-        state_offset: layers before the end that the states come from; 0: the target's final, normed state.
+        prefix: shape of the decoder layer over the states (Hydra++). None if the heads read the last state directly.
+        state_offset: number of layers before the end that the states are taken at. 0 is the final, normed state.
     """
 
     prefix: LayerConfig | None = None
@@ -46,7 +44,7 @@ class HydraConfig(PerTokenConfig):
 
 
 class HydraHeads(HeadPerToken):
-    """A head for each token of a draft; embeddings are the target's."""
+    """Hydra heads, one per drafted token. They use the target's embeddings."""
 
     def __init__(self, config: HydraConfig):
         super().__init__()
@@ -56,7 +54,7 @@ class HydraHeads(HeadPerToken):
 
 
 class HydraHead(nn.Module):
-    """Residual blocks, the first over the state and the embeddings of i + 1 tokens, and an LM head."""
+    """Residual blocks followed by an LM head. The first block reads the state and the embeddings of i + 1 tokens."""
 
     def __init__(self, config: HydraConfig, i: int):
         super().__init__()
@@ -66,14 +64,14 @@ class HydraHead(nn.Module):
         self.lm_head = nn.Linear(H, config.vocab_size)
 
     def forward(self, path: Tensor) -> Tensor:
-        """Logits (..., V) from the state and the embeddings side by side, (..., (i + 2) * H)."""
+        """Return logits (..., V). path: (..., (i + 2) * H), the state and the embeddings, concatenated."""
         for block in self.blocks:
             path = block(path)
         return self.lm_head(path)
 
 
 class ResidualBlock(nn.Module):
-    """Where its output is narrower than its input, a linear layer stands for what is added to."""
+    """Residual block. If input and output widths differ, a linear layer projects the residual."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -86,7 +84,7 @@ class ResidualBlock(nn.Module):
 
 
 class PrefixLayer(StateHead):
-    """A decoder layer over the target's states, and a norm."""
+    """Decoder layer over the target's states, followed by a norm."""
 
     def __init__(self, config: LayerConfig):
         super().__init__(config)
@@ -98,10 +96,19 @@ class PrefixLayer(StateHead):
         return self.norm.weight.device
 
     def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Of `forward` what later states need: keys and values into the cache."""
+        """Write only the keys and values of the states to the cache. Arguments as in `forward`."""
         assert self.layer.input_layernorm is not None
         self.layer.self_attn.remember(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
 
     def forward(self, states: Tensor, positions: Tensor, visible: Visible, cache: Cache) -> Tensor:
-        """(B, n, H), normed, from states (B, n, H) at positions (B, n) int64; visible: (B, n, slots) bool."""
+        """Run the layer over n states per row.
+
+        Args:
+            states: (B, n, H), the target's states.
+            positions: (B, n) int64.
+            visible: (B, n, slots) bool, the cache slots that each state attends to.
+
+        Returns:
+            (B, n, H), normed.
+        """
         return self.norm(self.layer(states, self.rotation(states, positions), visible, cache))

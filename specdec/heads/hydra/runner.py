@@ -1,7 +1,7 @@
-"""`HydraRunner`: runs Hydra's heads beside a target, over the rows of a batch.
+"""`HydraRunner`: runs Hydra heads next to a target, over the rows of a batch.
 
-Owns the path of each drafted node: what the head behind it reads. Kept between rounds is what the layer over the
-target's states made of them, if there is one.
+It keeps the path of each drafted node: the state and the embeddings that the next head reads. Only the keys and values
+of the prefix layer, if there is one, are kept between rounds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from specdec.models.linear import with_fast_linears
 
 
 class HydraRunner:
-    """Runs the heads.
+    """Runs Hydra heads.
 
     Args:
-        head: on any device, in any precision. embeddings: by its target. fast: a view of the head that drafts in its place.
+        head: the heads, on any device, in any precision.
+        embeddings: modules borrowed from the target.
+        fast: view of the heads that drafts, for example with 8-bit linears.
     """
 
     def __init__(self, head: HydraHeads, embeddings: BorrowedEmbeddings, fast: HydraHeads):
         self.head, self._embeddings, self._fast = head, embeddings, with_fast_linears(fast)
         self._prefix = None if self._fast.prefix is None else PrefixRows(self._fast.prefix)
-        self._paths: Tensor  # (B, n, (depth + 2) * H) of the newest depth's nodes: state and embeddings
-        self._first = 0  # place of the first of these among all nodes
+        self._paths: Tensor  # (B, n, (depth + 2) * H), state and embeddings of the n nodes at the newest depth
+        self._first = 0  # index of the first of these nodes among all nodes
 
     def start(self, batch_size: int) -> None:
         if self._prefix is not None:
@@ -37,7 +39,7 @@ class HydraRunner:
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Take in known tokens; logits (B, 1, V) behind each row's last one. See `Follower.extend`."""
+        """Append known tokens. Returns logits (B, 1, V) after each row's last token. See `Follower.extend`."""
         states = states.to(self.head.device, self.head.dtype)
         state = states[:, -1:] if self._prefix is None else self._prefix.read(states, pads)
         self._paths = torch.cat([state, self._embedded(tokens[:, -1:])], -1)
@@ -45,11 +47,15 @@ class HydraRunner:
 
     @torch.no_grad()
     def behind(self, depth: int, tokens: Tensor, parents: Tensor | None) -> Tensor:
-        """Logits (B, n, V) behind n drafted tokens.
+        """Compute the logits after n drafted tokens.
 
         Args:
-            depth: tokens drafted up to there, these included. tokens: (B, n) int64.
-            parents: (B, n) int64, places among all nodes so far; None: the last one, or the root.
+            depth: length of the draft up to and including these tokens.
+            tokens: (B, n) int64.
+            parents: (B, n) int64, index of each token's parent among all nodes. None for the last node, or the root.
+
+        Returns:
+            Logits (B, n, V).
         """
         if parents is None:
             before = self._paths[:, -1:].expand(-1, tokens.shape[1], -1)
@@ -61,14 +67,14 @@ class HydraRunner:
         return self._fast.heads[depth](self._paths)
 
     def drop_draft(self) -> None:
-        """Nothing is kept of it."""
+        """Do nothing: the next `extend` replaces the paths."""
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self._embeddings.embedded(tokens, self.head)
 
 
 class PrefixRows(CachedRows):
-    """Slot i of a row holds the layer's keys and values of the target's state at token i, at position i."""
+    """Cache of a prefix layer. Slot i of a row holds the keys and values of the target's state at token i."""
 
     def __init__(self, layer: PrefixLayer):
         super().__init__()
@@ -76,9 +82,9 @@ class PrefixRows(CachedRows):
         layer.bring_frequencies()
 
     def read(self, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append states (B, W, H), row b left-padded by pads[b]; what the layer makes of each row's last, (B, 1, H)."""
+        """Append states (B, W, H), row b left-padded by pads[b]. Returns the output (B, 1, H) at each row's last."""
         W = states.shape[1]
-        prompt = W - 1 if W >= PROMPT else 0  # of all but the last only what is kept
+        prompt = W - 1 if W >= PROMPT else 0  # states that only keys and values are computed for
         for start in range(0, prompt, AT_ONCE):
             self._append(states[:, start : min(start + AT_ONCE, prompt)], start, pads, whole=False)
         out = self._append(states[:, prompt:], prompt, pads, whole=True)
@@ -86,7 +92,7 @@ class PrefixRows(CachedRows):
         return out[:, -1:]
 
     def _append(self, states: Tensor, start: int, pads: Sequence[int], whole: bool) -> Tensor | None:
-        """`read` of the columns from `start` on; whole: more than keys and values is wanted of them."""
+        """Append the columns of `read` that begin at `start`. whole: compute the output, not only keys and values."""
         width, out = states.shape[1], None
         pads = pads_of_part(pads, start, width)
         visible_slots = self.place_known(width, pads, states.device)

@@ -1,14 +1,14 @@
-"""The tensors of MTP layers in a target's checkpoint: which there are, and what each is for, in all known layouts.
+"""`read`: finds and reads the tensors of MTP layers in a target's checkpoint, in all known layouts.
 
-Owns their names. Nothing but these tensors is read, and nothing is executed.
+Only these tensors are read, and nothing is executed.
 
-    layers.61.enorm, .hnorm, .eh_proj, .shared_head.norm, and a decoder layer's own     behind the target's last layer
+    layers.61.enorm, .hnorm, .eh_proj, .shared_head.norm, and a decoder layer's own     after the target's last layer
         DeepSeek-V3 and V3.2, GLM-4.5 to 4.7, Step 3.5
     mtp.fc, mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden, mtp.norm, mtp.layers.0   one fusing layer for all
         Qwen3-Next, Qwen3.5, EXAONE-MoE, Mellum
     mtp.layers.0.eh_proj, ..., mtp.layers.1.final_layernorm                             a block of several layers
         Nemotron-H
-    model.mtp.layers.0.eh_proj, ..., .final_layernorm                                   several, one behind the other
+    model.mtp.layers.0.eh_proj, ..., .final_layernorm                                   several MTP layers in sequence
         MiMo-V2-Flash
 """
 
@@ -39,22 +39,23 @@ ROLES = {
     **dict.fromkeys(("eh_proj.weight", "fc.weight", "input_proj.weight"), FUSE),
     **dict.fromkeys(("shared_head.norm.weight", "final_layernorm.weight", "post_norm.weight"), NORM),
 }
-STATES_FIRST = "input_proj.weight"  # what fuses in the layouts that put the state before the embedding
+STATES_FIRST = "input_proj.weight"  # fusing matrix in the layouts that put the state before the embedding
 TARGETS_OWN = ("shared_head.head.", "shared_head.output.", "embed_tokens.", "lm_head.")
 RENAMED = {"pre_mlp_layernorm.": "post_attention_layernorm."}  # MiMo's name for it
 
 
 class NoMtpLayers(ValueError):
-    """A checkpoint holds none, or is not there."""
+    """The checkpoint does not exist or holds no MTP layers."""
 
 
 @dataclass
 class MtpTensors:
-    """Of one MTP layer.
+    """Tensors of one MTP layer.
 
     Attributes:
-        own: by `EMBED_NORM`, `STATE_NORM`, `FUSE` and `NORM`. block: of its decoder layers, in order, by the names
-            they have within a layer. states_first: the state goes before the embedding into what fuses them.
+        own: its norms and fusing matrix, by `EMBED_NORM`, `STATE_NORM`, `FUSE` and `NORM`.
+        block: tensors of its decoder layers, in order, by their names within a layer.
+        states_first: whether the fusing matrix reads the state before the embedding.
     """
 
     own: dict[str, Tensor] = field(default_factory=dict)
@@ -63,11 +64,15 @@ class MtpTensors:
 
 
 def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, str]:
-    """The MTP tensors of a checkpoint, with the file that holds each; empty where there are none.
+    """List the MTP tensors of a checkpoint.
 
     Args:
-        path: folder or hub id. target_layers: how many decoder layers the target has. local: only look at what is on
-            this machine.
+        path: folder or hub id.
+        target_layers: number of decoder layers of the target.
+        local: do not download anything.
+
+    Returns:
+        The file that holds each tensor, by name. Empty if the checkpoint has no MTP layers.
 
     Raises:
         NoMtpLayers: there is no checkpoint in safetensors files.
@@ -81,7 +86,7 @@ def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, st
             raise NoMtpLayers(
                 f"{path} is not a folder or hub id with {SINGLE} or {INDEX}"
                 if path
-                else 'the target comes from no folder or hub id that could hold MTP layers: name one, "mtp:PATH_OR_ID"'
+                else 'the target was not loaded from a folder or hub id with MTP layers: give one as "mtp:PATH_OR_ID"'
             )
         with safe_open(single, framework="pt") as opened:
             held = dict.fromkeys(opened.keys(), SINGLE)
@@ -89,16 +94,17 @@ def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, st
 
 
 def read(path: str, target_layers: int) -> list[MtpTensors]:
-    """All MTP layers of a checkpoint, in order; see `names`.
+    """Read all MTP layers of a checkpoint, in order. Arguments as for `names`.
 
     Raises:
-        NoMtpLayers: there are none.
+        NoMtpLayers: the checkpoint has none.
+        ValueError: a tensor is missing or in no known layout.
     """
     held = names(path, target_layers)
     if not held:
-        raise NoMtpLayers(f"{path} holds no MTP layers (tensors behind layer {target_layers - 1}, or mtp.*)")
+        raise NoMtpLayers(f"{path} holds no MTP layers (tensors after layer {target_layers - 1}, or mtp.*)")
     layers: list[MtpTensors] = []
-    shared = MtpTensors()  # what is there once for all
+    shared = MtpTensors()  # tensors that all layers share
     blocks: dict[int, dict[str, Tensor]] = {}
     begins: dict[int, MtpTensors] = {}  # layers, by the first decoder layer of their block
     ends: dict[int, Tensor] = {}
@@ -111,7 +117,7 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
         role = ROLES.get(rest, NORM if index is None and rest == "norm.weight" else None)
         if role is None:
             if index is None:
-                raise ValueError(f"{path}: {name} is in none of the known layouts of MTP layers")
+                raise ValueError(f"{path}: {name} belongs to no known layout of MTP layers")
             blocks.setdefault(index, {})[_renamed(rest)] = tensor
         elif index is None or role != NORM:
             layer = shared if index is None else begins.setdefault(index, MtpTensors())
@@ -120,11 +126,11 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
         else:
             ends[index] = tensor
     firsts = sorted(begins) or sorted(blocks)
-    for first, behind in zip(firsts, [*firsts[1:], max(blocks, default=0) + 1], strict=True):
+    for first, end in zip(firsts, [*firsts[1:], max(blocks, default=0) + 1], strict=True):
         layer = begins.get(first, MtpTensors())
         layer.own = shared.own | layer.own
         layer.states_first |= shared.states_first
-        for index in range(first, behind):
+        for index in range(first, end):
             layer.block.append(blocks.get(index, {}))
             if index in ends:
                 layer.own[NORM] = ends[index]
@@ -136,13 +142,15 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
 
 
 def write(layers: Sequence[MtpTensors], folder: Path) -> None:
-    """Write MTP layers alone, in Nemotron-H's layout: model.safetensors, which `read` takes for any target.
+    """Write MTP layers without their target to model.safetensors, in Nemotron-H's layout.
+
+    `read` accepts this layout for any target.
 
     Raises:
-        ValueError: the folder holds another model's weights.
+        ValueError: the folder holds another model.
     """
-    if (folder / "config.json").exists():  # which layers alone have not
-        raise ValueError(f"{folder} holds another model, which would be lost: choose another folder")
+    if (folder / "config.json").exists():  # MTP layers without a target have no config
+        raise ValueError(f"{folder} holds another model, which would be overwritten: choose another folder")
     tensors: dict[str, Tensor] = {}
     index = 0
     for layer in layers:
@@ -161,7 +169,7 @@ def write(layers: Sequence[MtpTensors], folder: Path) -> None:
 
 
 def _place(name: str, target_layers: int) -> tuple[int | None, str] | None:
-    """Which MTP layer a tensor is of (None: of all) and its name there; None if it is the target's own."""
+    """Return a tensor's MTP layer (None if all share it) and its name within it, or None for a target's tensor."""
     own = OWN.match(name)
     if own:
         index, rest = own.groups()
@@ -179,7 +187,7 @@ def _renamed(rest: str) -> str:
 
 
 def _file(path: str, name: str, local: bool = False) -> str | None:
-    """Where a file of the checkpoint is, fetched from the hub if it is not here yet; None: it has none."""
+    """Return the local path of a checkpoint's file, downloaded from the hub if necessary, or None if it has none."""
     if not path:
         return None
     try:
@@ -197,12 +205,12 @@ def _file(path: str, name: str, local: bool = False) -> str | None:
 
 
 def _tensors(path: str, held: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors, file by file."""
+    """Yield the listed tensors with their names, file by file."""
     with ExitStack() as stack:
         for file in sorted(set(held.values())):
             place = _file(path, file)
             if place is None:
-                raise NoMtpLayers(f"{path}: {file}, which should hold MTP layers, cannot be had")
+                raise NoMtpLayers(f"{path}: {file}, which holds MTP layers, is missing and cannot be downloaded")
             opened = stack.enter_context(safe_open(place, framework="pt"))
             for name in sorted(name for name, where in held.items() if where == file):
                 yield name, opened.get_tensor(name)

@@ -1,11 +1,10 @@
-"""`MtpHead`: a target's MTP layers, around decoder layers of its own kind. DeepSeek-V3, 2412.19437, section 2.2.
+"""`MtpHead`: a target's MTP layers, built from its own type of decoder layers. DeepSeek-V3, 2412.19437, section 2.2.
 
-    x = fuse([embed_norm(embed(token i+1)), state_norm(h_i)])   # h_i: the target's last state at token i, normed
-    h' = norm(block(x))                                        # the block attends to all x before
-    logits = lm_head(h')                                       # the target's own; of token i+2
-    h' goes into the next MTP layer with token i+2, or into the same one as if it were h_{i+1}
+    x = fuse([embed_norm(embed(token i+1)), state_norm(h_i)])   # h_i: the target's final, normed state at token i
+    h' = norm(block(x))                                        # the block attends to all earlier x
+    logits = lm_head(h')                                       # of token i+2, with the target's LM head
 
-Knows nothing of rows, trees or files.
+The next MTP layer reads h' together with token i+2. The last layer reads its own h' in place of h_{i+1}.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ from specdec.models.hidden_states import FINAL, Taps
 
 
 class MtpLayer(nn.Module):
-    """One layer.
+    """One MTP layer.
 
     Args:
-        embed_norm, state_norm: each over H. fuse: 2H to H. block: a causal LM of the target's kind with as many decoder
-            layers as the MTP layer has and the norm behind them, without an LM head (an identity in its place).
-        states_first: the state goes before the embedding.
+        embed_norm: norm of the embedding, over H.
+        state_norm: norm of the state, over H.
+        fuse: linear layer from 2H to H.
+        block: causal LM of the target's class with the MTP layer's decoder layers and final norm. Its LM head is an
+            identity.
+        states_first: whether `fuse` reads the state before the embedding.
     """
 
     def __init__(
@@ -39,19 +41,21 @@ class MtpLayer(nn.Module):
         super().__init__()
         self.embed_norm, self.state_norm, self.fuse, self.block = embed_norm, state_norm, fuse, block
         self.states_first = states_first
-        self.taps = Taps(block, [FINAL])  # of what the block puts out
+        self.taps = Taps(block, [FINAL])  # the block's output
 
     def fused(self, embeds: Tensor, states: Tensor) -> Tensor:
-        """(B, n, H): what the block reads of the embeddings (B, n, H) of tokens i+1 and the states (B, n, H) at i."""
+        """Fuse embeddings (B, n, H) of tokens i+1 and states (B, n, H) at i into the block's input (B, n, H)."""
         pair = [self.embed_norm(embeds), self.state_norm(states)]
         return self.fuse(torch.cat(pair[::-1] if self.states_first else pair, -1))
 
 
 class MtpHead(nn.Module):
-    """All of a target's MTP layers, with the target's own embedding and LM head.
+    """All MTP layers of a target, with the target's embedding and LM head.
 
     Args:
-        layers: in the order in which they draft; the last is used again for whatever is drafted beyond.
+        layers: in the order in which they draft. The last one also drafts all further tokens.
+        embedding: the target's token embedding.
+        lm_head: the target's LM head.
     """
 
     def __init__(self, layers: Sequence[MtpLayer], embedding: nn.Module, lm_head: nn.Module):

@@ -1,7 +1,7 @@
-"""From a checkpoint's tensors to an `MtpHead`, around decoder layers that the target's own class makes.
+"""`load`: builds an `MtpHead` from a checkpoint's tensors, using the target's class for the decoder layers.
 
-Owns which kind of the target's layers an MTP layer is. transformers itself puts the tensors in place (`from_pretrained`
-with a `state_dict`): experts that it fuses, names that it changes, formats that it quantizes are its affair.
+An MTP layer gets the type of the target's layers that it resembles most. transformers assigns the tensors
+(`from_pretrained` with a `state_dict`), which fuses experts, converts names and handles quantized formats.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ MLP = re.compile(r"\b(mlp|moe|feed_forward|block_sparse_moe)\b")
 
 
 def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
-    """A target's MTP layers, on the target's device and in its number format.
+    """Load a target's MTP layers, on the target's device and in its dtype.
 
     Args:
-        path: folder or hub id that holds them; None: where the target was loaded from.
+        path: folder or hub id that holds them. None for the one that the target was loaded from.
 
     Raises:
-        NoMtpLayers: there are none there.
+        NoMtpLayers: the checkpoint does not exist or holds none.
+        ValueError: the layers do not fit the target.
     """
     found = read(path or _source(target), len(decoder_layers(target)))
     layers = [made(target, tensors, index).requires_grad_(False) for index, tensors in enumerate(found)]
@@ -42,10 +43,10 @@ def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
 
 
 def at_hand(target: PreTrainedModel) -> bool:
-    """Whether where a target was loaded from, on this machine, there are MTP layers."""
+    """Return whether the local checkpoint that the target was loaded from has MTP layers."""
     try:
         return bool(names(_source(target), len(decoder_layers(target)), local=True))
-    except ValueError:  # no checkpoint there, or no decoder layers to be found
+    except ValueError:  # no local checkpoint, or no decoder layers in the target
         return False
 
 
@@ -54,7 +55,7 @@ def _source(target: PreTrainedModel) -> str:
 
 
 def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLayer:
-    """One layer, the `index`-th."""
+    """Build the MTP layer number `index`."""
     kind, config = _kind_and_config(target, tensors.block, index)
     with torch.device("meta"):
         outline = kind(copy.deepcopy(config))
@@ -64,13 +65,13 @@ def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLay
     state[f"{norm_name}.weight"] = tensors.own[NORM]
     for weight in (outline.get_input_embeddings().weight, outline.get_output_embeddings().weight):
         name = next(name for name, other in outline.named_parameters() if other is weight)
-        state[name] = torch.zeros(weight.shape)  # of nobody: the target's are used
+        state[name] = torch.zeros(weight.shape)  # unused: the target's are used instead
     dtype = target.dtype if target.dtype in DTYPES.values() else tensors.own[FUSE].dtype
     block, found = kind.from_pretrained(None, config=config, state_dict=state, dtype=dtype, output_loading_info=True)
     wrong = [*map(str, found["mismatched_keys"]), *found["missing_keys"], *found["unexpected_keys"]]
     if wrong:
         raise ValueError(
-            f"the MTP layers of {target.name_or_path} do not fit into a {kind.__name__} as this transformers makes it: "
+            f"the MTP layers of {target.name_or_path} do not fit the {kind.__name__} of this transformers version: "
             f"{', '.join(sorted(wrong)[:3])}"
         )
     block.set_output_embeddings(nn.Identity())
@@ -86,7 +87,7 @@ def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLay
 
 
 def tensors_of(layer: MtpLayer) -> MtpTensors:
-    """What `made` makes a layer of."""
+    """Return the tensors of a layer. Inverse of `made`."""
     _, norm = last_norm(layer.block)
     modules = {EMBED_NORM: layer.embed_norm, STATE_NORM: layer.state_norm, FUSE: layer.fuse, NORM: norm}
     own: dict[str, Any] = {role: module.weight.detach() for role, module in modules.items()}
@@ -99,7 +100,7 @@ def tensors_of(layer: MtpLayer) -> MtpTensors:
 def _kind_and_config(
     target: PreTrainedModel, block: Sequence[dict[str, Tensor]], index: int
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
-    """The class of a causal LM that has these decoder layers, and its config."""
+    """Return the class of a causal LM that can hold these decoder layers, and its config."""
     text = target.config.get_text_config(decoder=True)
     kind = type(target) if text is target.config else MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
     config = copy.deepcopy(text)
@@ -126,7 +127,7 @@ def _kind_and_config(
 
 
 def _resembled(target: PreTrainedModel, tensors: dict[str, Tensor]) -> tuple[int, int]:
-    """Which of the target's layers has an attention like this one's, and which an MLP, by their weights' names."""
+    """Return the indices of the target's layers with the most similar attention and MLP, by parameter names."""
     theirs = {EXPERT.sub("experts", name): tensor.shape for name, tensor in tensors.items()}
 
     def likeness(layer: nn.Module, of_mlp: bool) -> int:
@@ -144,16 +145,18 @@ def _resembled(target: PreTrainedModel, tensors: dict[str, Tensor]) -> tuple[int
 
 
 def _prefix(outline: PreTrainedModel) -> str:
-    """Under which name a model has the list of its decoder layers."""
+    """Return the module name of a model's list of decoder layers."""
     first = decoder_layers(outline)[0]
     name = next(name for name, module in outline.named_modules() if module is first)
     return name.rpartition(".")[0]
 
 
 def last_norm(outline: PreTrainedModel) -> tuple[str, nn.Module]:
-    """The norm behind a model's decoder layers."""
+    """Return the name and module of the norm after a model's decoder layers."""
     decoder = outline.get_decoder()
     norms = [child for name, child in decoder.named_children() if "norm" in name and "embed" not in name]
     if len(norms) != 1:
-        raise ValueError(f"cannot tell which module of {type(decoder).__name__} is its last norm")
+        raise ValueError(
+            f"cannot find the final norm of {type(decoder).__name__}: expected one child named like a norm"
+        )
     return next(name for name, module in outline.named_modules() if module is norms[0]), norms[0]

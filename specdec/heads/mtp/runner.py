@@ -1,7 +1,8 @@
-"""`MtpRunner`: runs a target's MTP layers beside it, over the rows of a batch.
+"""`MtpRunner`: runs a target's MTP layers next to it, over the rows of a batch.
 
-Owns their caches, one a layer. Entry i of layer k pairs a state at token i (the target's, or what layer k-1 put out)
-with token i+1+k. What was computed from drafted tokens is dropped after every round; the accepted ones come again.
+Each layer has its own cache. Entry i of layer k pairs a state at token i with token i+1+k. The state is the target's
+for k = 0, else the output of layer k-1. Entries computed from drafted tokens are discarded after every round, and the
+accepted tokens are appended again.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from specdec.utils.device_copies import uploaded
 
 
 class MtpRunner:
-    """Layer k drafts the k-th token from the root on; the last layer all that come behind, from what it put out itself.
+    """Runs MTP layers. Layer k drafts the k-th token after the root. The last layer also drafts all further tokens.
 
     Args:
-        head: the layers, or a view of them. sized: passes over drafts are of few sizes, so that they can be recorded.
+        head: the layers, or a view of them.
+        sized: whether draft passes are padded to a few sizes, so that they can be captured as CUDA graphs.
     """
 
     def __init__(self, head: MtpHead, sized: bool = False):
@@ -32,8 +34,8 @@ class MtpRunner:
         self.layers = [
             ModelRunner(in_eval_mode(layer.block), taps=layer.taps, sized=sized) for layer in self.head.layers
         ]
-        self._last: list[Tensor] = []  # by layer, (B, 1, H) put out at each row's last known entry
-        self._drafted: list[Tensor] = []  # by layer, (B, M, H) put out at the draft's nodes, as far as it was run
+        self._last: list[Tensor] = []  # (B, 1, H) for each layer, output at each row's last known entry
+        self._drafted: list[Tensor] = []  # (B, M, H) for each layer, output at the draft's nodes it has run over
         self._start_draft()
 
     def start(self, batch_size: int) -> None:
@@ -45,11 +47,11 @@ class MtpRunner:
 
     def _start_draft(self) -> None:
         self._drafted = [last[:, :0] for last in self._last]
-        self._parents: Tensor | None = None  # (B, M) int64, 0 the root, else 1 + the node that a node is the child of
-        self._seen: Tensor | None = None  # (B, M, M) bool, which nodes each of them sees
+        self._parents: Tensor | None = None  # (B, M) int64, 1 + index of each node's parent, 0 for the root
+        self._seen: Tensor | None = None  # (B, M, M) bool, the nodes that each node attends to
 
     def drop_draft(self) -> None:
-        """Forget the draft's nodes."""
+        """Discard the draft's nodes."""
         for runner in self.layers:
             if runner.pending:
                 runner.commit([0] * len(runner.lengths))
@@ -60,7 +62,9 @@ class MtpRunner:
         """Append known tokens with the target's states.
 
         Args:
-            tokens: (B, W) int64, i+1. states: (B, W, H) at tokens i. pads: padding on the left.
+            tokens: (B, W) int64, tokens i+1.
+            states: (B, W, H), the target's states at tokens i.
+            pads: left padding of each row.
 
         Returns:
             Logits (B, 1, V) after each row's last token.
@@ -70,7 +74,7 @@ class MtpRunner:
         states = states.to(embeds)
         for k, runner in enumerate(self.layers):
             first, before = [length == 0 for length in runner.lengths], self._last[k]
-            if min(pads) == W:  # texts too short for this layer
+            if min(pads) == W:  # all texts are too short for this layer
                 break
             out = runner.extend(self.head.layers[k].fused(embeds, states), pads, embedded=True).features
             assert out is not None
@@ -78,7 +82,7 @@ class MtpRunner:
             self._last[k] = out[:, -1:]
             if not all(has_new):
                 self._last[k] = torch.where(uploaded(has_new, out.device).bool()[:, None, None], out[:, -1:], before)
-            # The next layer pairs what this one put out before with the same tokens.
+            # The next layer pairs the same tokens with this layer's outputs, shifted by one.
             states = out.roll(1, 1)
             for b, count in enumerate(pads):
                 if count < W:
@@ -89,13 +93,13 @@ class MtpRunner:
 
     @property
     def rows(self) -> CachedRows:
-        """Of the only layer."""
+        """Cached rows of the only layer. Requires that there is one layer."""
         (runner,) = self.layers
         return runner
 
     @torch.no_grad()
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
-        """`extend` the only layer by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        """`extend` the only layer by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         (layer,), (runner,), embeds = self.head.layers, self.layers, self._embedded(tokens)
         out = runner.extend_behind(layer.fused(embeds, states.to(embeds)), pads, embedded=True).features
         assert out is not None
@@ -107,12 +111,16 @@ class MtpRunner:
     def grow(
         self, tokens: Tensor, n: int, parents: Tensor | None, depth: Tensor, seen: Tensor, level: int, chain: bool
     ) -> Tensor:
-        """Run a layer over the newest n of a draft's nodes; if it is its first time in this draft, over all of them.
+        """Run a layer over the newest n nodes of a draft, or over all M nodes if it has not run in this draft yet.
 
         Args:
-            tokens, depth: (B, M) int64, of all nodes, the root left out. parents: (B, n) indices of the newest ones'
-                parents; None: the node before, or the root. seen: (B, n, M) bool, what the newest see. level: theirs, 1
-                for the root's children.
+            tokens: (B, M) int64, all nodes without the root.
+            n: number of the newest nodes.
+            parents: (B, n) int64, index of each new node's parent. None for the node before, or the root.
+            depth: (B, M) int64, depth of all nodes.
+            seen: (B, n, M) bool, the nodes that each new node attends to.
+            level: level of the new nodes, 1 for the root's children.
+            chain: whether all nodes form a chain.
 
         Returns:
             Logits (B, n, V).
@@ -124,12 +132,12 @@ class MtpRunner:
         seen = seen.to(device)
         self._seen = seen if self._seen is None else torch.cat([pad(self._seen, (0, n)), seen], 1)
         k = min(level, len(self.layers) - 1)
-        fresh = level == k  # this layer has seen none of the draft yet
+        fresh = level == k  # this layer has not run in this draft yet
         source, run = (k - 1, M) if fresh else (k, n)
-        put_out = torch.cat([self._last[source], self._drafted[source]], 1)  # at the root and the nodes
-        index = self._parents[:, M - run :, None].expand(-1, -1, put_out.shape[-1])
+        outputs = torch.cat([self._last[source], self._drafted[source]], 1)  # at the root and the nodes
+        index = self._parents[:, M - run :, None].expand(-1, -1, outputs.shape[-1])
         embeds = self._embedded(tokens[:, M - run :])
-        x = self.head.layers[k].fused(embeds, put_out.gather(1, index))
+        x = self.head.layers[k].fused(embeds, outputs.gather(1, index))
         out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
         assert out is not None
         self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)

@@ -1,7 +1,4 @@
-"""`MtpTrainee`: a target's MTP layers while they are trained, without its embedding and LM head: these stay.
-
-Knows nothing of objectives or files.
-"""
+"""`MtpTrainee`: trainable MTP layers of a target, without its embedding and LM head, which stay frozen."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from specdec.models.hidden_states import FINAL
 
 
 class FinalState:
-    """What MTP layers read of their target."""
+    """Config of MTP layers: they read the target's final state."""
 
     @staticmethod
     def taps(target_layers: int) -> tuple[int, ...]:
@@ -25,11 +22,11 @@ class FinalState:
 
 
 class MtpTrainee(nn.Module):
-    """Of each MTP layer what is its own.
+    """Trainable parameters of a target's MTP layers.
 
     Args:
-        layers: in the order in which they draft; see `MtpHead`.
-        draft_to_target: (K,) int64, the tokens whose drafts are learnt from; they draft all that the target knows.
+        layers: in the order in which they draft, see `MtpHead`.
+        draft_to_target: (K,) int64, the tokens in the training loss. The layers draft the target's whole vocabulary.
     """
 
     config = FinalState()
@@ -39,7 +36,7 @@ class MtpTrainee(nn.Module):
         super().__init__()
         self._layers = nn.ModuleList(layers)
         for layer in layers:
-            layer.block.set_input_embeddings(nn.Identity())  # it reads what was fused
+            layer.block.set_input_embeddings(nn.Identity())  # the block reads fused embeddings
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
     draft_to_target: Tensor
@@ -57,7 +54,7 @@ class MtpTrainee(nn.Module):
         return self.layers[0].fuse.weight.dtype
 
     def copied(self, dtype: torch.dtype) -> MtpTrainee:
-        """The same layers in another precision."""
+        """Return a copy of the layers in another precision, in eval mode."""
         layers = []
         for layer in self.layers:
             norms = copy.deepcopy(layer.embed_norm), copy.deepcopy(layer.state_norm)
@@ -65,5 +62,5 @@ class MtpTrainee(nn.Module):
         return MtpTrainee(layers, self.draft_to_target).to(dtype).eval()
 
     def beside(self, target: PreTrainedModel) -> MtpHead:
-        """The layers with what they draft through."""
+        """Return an `MtpHead` of these layers with the target's embedding and LM head."""
         return MtpHead(self.layers, target.get_input_embeddings(), target.get_output_embeddings())

@@ -1,7 +1,4 @@
-"""`Slots`: the buffers of a kind of layers, which slot a token lies in, and what each slot holds.
-
-Owns windows that slide, and growing. Knows nothing of what rows may do: that is the cache's.
-"""
+"""`Slots`: the KV buffers of layers with the same attention span, and the slot of each token in them."""
 
 from __future__ import annotations
 
@@ -13,18 +10,18 @@ from torch import Tensor
 
 from specdec.utils.device_copies import uploaded
 
-SPARE = 64  # slots more than are needed when buffers grow, or a sixteenth where that is more
-FEWEST = 512  # slots of a buffer that comes in few sizes
-NEVER = 2**62  # position of what lies in a slot that holds nothing
+SPARE = 64  # extra slots allocated when buffers grow, or a sixteenth of the slots if that is more
+FEWEST = 512  # minimum slots of a buffer whose size is a power of two
+NEVER = 2**62  # position reported for an empty slot: no token sees it
 
 
 @dataclass(frozen=True)
 class Span:
-    """How far back a kind of layers looks.
+    """Attention span of a kind of layers.
 
     Attributes:
-        window: tokens seen, the token itself included; None: all before it. chunked: not the last `window` ones but
-            those in the same stretch of `window` positions.
+        window: number of tokens that a token sees, including itself; None: all before it.
+        chunked: a token sees its own chunk of `window` positions, not the last `window` tokens.
     """
 
     window: int | None = None
@@ -32,18 +29,19 @@ class Span:
 
 
 def slots_of_size(count: int) -> int:
-    """Slots of a buffer that holds so many and comes in few sizes: a text seldom outgrows one."""
+    """Round a number of slots up to a power of two, so that buffers have few sizes and rarely need to grow."""
     return max(FEWEST, 1 << (count - 1).bit_length())
 
 
 class Slots:
-    """The buffers of all layers of one kind, and where the tokens of the present pass go in them.
+    """KV buffers of all layers of one kind, and the slots that the current pass writes.
 
-    Position p lies in slot p modulo `count`. Where a window slides, `count` is the window and room for what may be
-    rolled back: what a draft overwrites is out of sight for whatever comes after the row.
+    Position p lies in slot p modulo `count`. With a sliding window, `count` is the window plus the tokens that may be
+    rolled back. A draft then only overwrites positions that no token after the row can see.
 
     Args:
-        window: how many tokens back anything is seen, the token itself included; None: all. sized: see the cache's.
+        window: number of tokens that a token sees, including itself; None: all before it.
+        sized: see `SpeculativeCache`.
     """
 
     def __init__(self, window: int | None, sized: bool = False):
@@ -51,7 +49,7 @@ class Slots:
         self.count = 0
         self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
-        self.indexed: dict[int, list[Tensor]] = {}  # what indexers keep, by layer, one (B, 1, count, D) each
+        self.indexed: dict[int, list[Tensor]] = {}  # indexer keys by layer, one (B, 1, count, D) each
         self._spare = SPARE if window is None else min(SPARE, max(8, window // 16))
 
     def place(
@@ -65,11 +63,11 @@ class Slots:
         count: int,
         draft: bool,
     ) -> None:
-        """See `SpeculativeCache.place`. ahead: tokens by which a row may be rolled back."""
+        """Set the slots of the next pass, see `SpeculativeCache.place`; ahead: tokens that a row may be rolled back."""
         self._lengths, self._pending, self._order, self._pads, self._n = lengths, pending, order, pads, count
         self._base, self._slots = base, {}
         end = max(lengths) + pending + count
-        # Many known tokens need not all be kept: they see one another beside the buffer, which takes the last ones.
+        # A long prefill is not stored whole: its tokens see one another outside the buffer, which keeps the last ones.
         self._passing = not draft and self.window is not None and count > self._spare
         needed = end
         if self.window is not None:
@@ -88,19 +86,19 @@ class Slots:
             self._resize(self._roomy(needed))
 
     def _roomy(self, needed: int) -> int:
-        """How many slots to take where so many are needed."""
+        """Number of slots to allocate when `needed` are needed."""
         if self.sized:
             return slots_of_size(needed)
         roomy = needed + max(SPARE, needed // 16)
         return roomy if self.window is None else min(roomy, max(needed, self.window - 1 + self._spare))
 
     def pair(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's whole buffers of keys and values."""
+        """Return the whole key and value buffers of a layer."""
         keys, values = self.buffers[layer]
         return keys, values
 
     def slots(self, device: torch.device) -> Tensor:
-        """(B, n) int64, where this pass's tokens are written."""
+        """Slots (B, n) int64 that this pass writes."""
         assert self._order is not None
         return self._placed(self._order, device)[2]
 
@@ -119,11 +117,11 @@ class Slots:
 
     @property
     def all_buffers(self) -> list[list[Tensor]]:
-        """Of all layers, in lists in which they can be replaced."""
+        """Buffers of all layers, in lists in which they can be replaced."""
         return [*self.buffers.values(), *self.indexed.values()]
 
     def _store(self, buffer: Tensor, states: Tensor) -> Tensor:
-        """What attention sees: the buffer, with `states` in their slots."""
+        """Write `states` to their slots; return the part of the buffer that attention sees."""
         first = (self._lengths[0] + self._pending) % self.count
         if self._order is not None:
             buffer[self._placed(self._order, states.device)] = states.transpose(1, 2)
@@ -134,14 +132,14 @@ class Slots:
         return buffer[:, :, : self._end]
 
     def _placed(self, order: Tensor, device: torch.device) -> tuple[Tensor, slice, Tensor]:
-        """Where this pass's tokens lie in the buffers of a device."""
+        """Index of this pass's tokens into buffers on a device."""
         if device not in self._slots:
             rows = torch.arange(len(order), device=device)[:, None]
             self._slots[device] = rows, slice(None), order.to(device) % self.count
         return self._slots[device]
 
     def _pass_by(self, buffer: Tensor, states: Tensor) -> Tensor:
-        """What attention sees: the buffer as it was, and `states` behind it, the last of which then go into it."""
+        """Return what attention sees, the old buffer followed by `states`; then store the last of these."""
         before = min(max(self._lengths), self.count)
         seen = torch.cat([buffer[:, :, :before], states], 2) if before else states
         base, pads = as_column(self._lengths, states.device), as_column(self._pads, states.device)
@@ -152,7 +150,8 @@ class Slots:
         return seen
 
     def held(self, device: torch.device) -> Tensor:
-        if self.window is None:  # a slot's number; behind a row's end that is a position nobody looks at
+        """Position in each slot that attention sees, see `SpeculativeCache.held`."""
+        if self.window is None:  # the slot's number; after a row's end no token sees that position
             return torch.arange(self._end, device=device)[None]
         base = self._base.to(device)
         if not self._passing:
@@ -162,7 +161,7 @@ class Slots:
         return torch.cat([before, new], 1)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy what lies at the positions `source` to `target`, both (B, D)."""
+        """Copy the tokens at positions `source` to positions `target`, both (B, D)."""
         source, target = source % self.count, target % self.count
         for buffers in self.all_buffers:
             for buffer in buffers:
@@ -201,7 +200,7 @@ class Slots:
         return taken, _gathered(values, slots)
 
     def adopt(self, row: int, other: Slots, lengths: Sequence[int], theirs: Sequence[int]) -> None:
-        """See `SpeculativeCache.adopt`. lengths, theirs: of the rows here and of the one there."""
+        """Copy the row of `other`, see `SpeculativeCache.adopt`; lengths, theirs: of our rows and of its row."""
         self._lengths, self._pending = lengths, 0
         if other.count > self.count:
             self._resize(other.count)
@@ -221,7 +220,7 @@ class Slots:
             buffers[:] = [buffer[list(rows)] for buffer in buffers]
 
     def _resize(self, count: int) -> None:
-        """Go on with `count` slots, more than before; one buffer at a time is held twice."""
+        """Grow to `count` slots. Only one buffer at a time exists twice."""
         old, self.count = self.count, count
         wraps = max(self._lengths) + self._pending > old
         for buffers in self.all_buffers:
@@ -237,7 +236,7 @@ class Slots:
         return grown
 
     def _positions(self, written: Tensor) -> Tensor:
-        """(B, count): what each slot holds once `written` (B, 1) positions are, negative for nothing."""
+        """Position (B, count) in each slot after `written` (B, 1) positions were written; negative if empty."""
         last = written - 1
         return last - (last - torch.arange(self.count, device=written.device)) % self.count
 
@@ -251,10 +250,10 @@ def as_column(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _index(slots: Tensor, buffer: Tensor) -> Tensor:
-    """(B, T) slots as an index into a buffer (B, heads, S, dim), without memory of its own."""
+    """Expand slots (B, T) to an index into a buffer (B, heads, S, dim), without allocating memory."""
     return slots.to(buffer.device)[:, None, :, None].expand(len(buffer), buffer.shape[1], -1, buffer.shape[3])
 
 
 def _gathered(buffer: Tensor, slots: Tensor) -> Tensor:
-    """(B, heads, T, dim) of slots (B, T)."""
+    """Gather slots (B, T) of a buffer: (B, heads, T, dim)."""
     return buffer.gather(2, _index(slots, buffer))

@@ -1,7 +1,7 @@
-"""`SpeculativeCache`: the keys and values of a batch whose rows have different lengths and may be rolled back.
+"""`SpeculativeCache`: the KV cache of a batch whose rows have different lengths and can be rolled back.
 
-Owns the slots: row b's token at position p lives in slot p, where windows slide in slot p modulo their number. A draft
-is written behind the row, and rolling back is not growing. Knows nothing of trees: `commit` moves what it is told to.
+Row b's token at position p lies in slot p, or with a sliding window in slot p modulo the number of slots. A draft is
+written after the row. Committing grows the row; a draft that is not committed is overwritten by the next one.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from specdec.models.cache.recurrent_states import States
 
 
 class SpeculativeCache(Cache):
-    """Preallocated buffers (B, heads, slots, dim) per layer, a committed length per row.
+    """KV cache with preallocated buffers (B, heads, slots, dim) per layer and a committed length per row.
 
-    Before a forward pass, `place` says where its tokens go; each layer's `update` then writes there and returns what
-    attention may see, whose positions `held` tells. What is written counts only once `commit` has grown the row.
+    Before a forward pass, `place` sets where its tokens go. Each layer's `update` writes there and returns the keys and
+    values that attention may see; `held` gives their positions. Tokens count only once `commit` has grown the row.
 
     Args:
-        batch_size: B. spans: how far back each layer looks; where there are more layers, the last one's holds for them.
-        keeps_all: keep also what no layer will look at again. sized: buffers come in few sizes, and a draft sees them
-            whole, so that its pass can be captured (`static_forward`).
+        batch_size: B.
+        spans: attention span of each layer. Layers beyond the last entry have its span.
+        keeps_all: also keep tokens that have left every window.
+        sized: buffers have few sizes and drafts see them whole, so that passes can be captured (`static_forward`).
 
     Attributes:
-        lengths: committed tokens of each row, on the host. floors: what a row may still be rolled back to; None: to
-            where it stands. end: slots that the tokens of the present pass reach to where no window slides. states:
-            what layers carry besides keys and values.
+        lengths: committed tokens of each row, on the host.
+        floors: length to which each row may still be rolled back; None: its current length.
+        end: slots in use without a sliding window, including the tokens of the current pass.
+        states: recurrent states and convolution windows.
     """
 
     def __init__(
@@ -44,8 +46,8 @@ class SpeculativeCache(Cache):
         self.floors: list[int] | None = None
         self.states = States(batch_size)
         self.end = 0
-        self._start = 0  # of the tokens being written, where all rows agree
-        self._together = True  # they do
+        self._start = 0  # position of the pass's first token, if all rows have one length
+        self._together = True  # all rows have one length and no padding
         self._positions: Tensor | None = None  # (P, B, S), see `indexer_position_ids`
         self._spans = spans
         self._kinds = {span: Slots(None if keeps_all else span.window, sized) for span in spans}
@@ -53,13 +55,15 @@ class SpeculativeCache(Cache):
     def place(
         self, base: Tensor, pending: int, order: Tensor | None, pads: Sequence[int], count: int, draft: bool
     ) -> None:
-        """Say where the next pass writes its `count` tokens per row: behind each row and `pending` tokens more.
+        """Set where the next pass writes its `count` tokens per row: after each row and its `pending` draft nodes.
 
         Args:
-            base: (B, 1) int64, the rows' lengths, where masks are made; (1, 1) where all have one.
-            order: (B, count) int64, the position each is written to; None: all rows have one length, no padding.
-            pads: (B,) how many of them are padding, on the left, whose `order` is behind the row.
-            draft: they may be rolled back.
+            base: (B, 1) int64, the rows' lengths, on the device that builds masks; (1, 1) if all are equal.
+            pending: draft nodes that earlier passes wrote after each row.
+            order: (B, count) int64, position to write each token to; None if rows have one length and no padding.
+            pads: (B,) number of padding tokens on the left, whose `order` lies after the row.
+            count: tokens per row.
+            draft: the tokens may be rolled back.
         """
         self._start, self._together = self.lengths[0] + pending, order is None
         self.end = max(self.lengths) + pending + count
@@ -71,13 +75,13 @@ class SpeculativeCache(Cache):
             self.states.place_known(pads, count, self.lengths)
 
     def reserve(self, more: int) -> None:
-        """Make room for so many tokens more per row: until then buffers stay where they are."""
+        """Allocate slots for `more` tokens per row. Until these are used, buffers keep their addresses."""
         for kind in self._kinds.values():
             kind.reserve(self.lengths, more)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Slots of the buffers, by kind of layers."""
+        """Number of slots per kind of layers."""
         return tuple(kind.count for kind in self._kinds.values())
 
     def update(
@@ -87,16 +91,20 @@ class SpeculativeCache(Cache):
         return self._kind_of(layer_idx).write(layer_idx, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> Tensor:
-        """Likewise what an indexer keeps of the tokens, by which it picks those that attention sees: (B, n, D) in, the
-        layer's (B, S, D) out. It is in the keys' slots, so what it picks are slots, and masks hold for it too."""
+        """Write indexer keys (B, n, D) into the placed slots; return the layer's (B, S, D).
+
+        An indexer picks the tokens that attention sees. It uses the same slots as attention, so the same masks apply.
+        """
         return self._kind_of(layer_idx).write_indexed(layer_idx, indexer_key_states[:, None])[:, 0]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """(P, B, S), the model's own positions of what lies in the slots before the present pass: an indexer may ask
-        the cache's layers for them, and gives them back with this pass's behind."""
+        """Model's own positions (P, B, S) of the tokens before the current pass.
+
+        An indexer may read them from the cache's layers. It sets them again with the positions of the pass appended.
+        """
         if not self._together:
-            raise NotImplementedError("an indexer that keeps positions, for ragged rows")
+            raise NotImplementedError("the indexer keeps positions, which needs rows of one length without padding")
         return self._positions[..., : self._start] if self._start and self._positions is not None else None
 
     @indexer_position_ids.setter
@@ -104,21 +112,24 @@ class SpeculativeCache(Cache):
         self._positions = positions
 
     def written(self, device: torch.device) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-        """By layer: its whole buffers of keys and values, and the slots (B, n) int64 of the pass that is placed."""
+        """Map each layer to its whole key and value buffers and the slots (B, n) int64 of the placed pass."""
         kinds = {layer: self._kind_of(layer) for layer in self.filled}
         return {layer: (*kind.pair(layer), kind.slots(device)) for layer, kind in kinds.items()}
 
     def held(self, span: Span, device: torch.device) -> Tensor:
-        """(B, S) int64, in the present pass: the position of what lies in each slot that attention sees, drafts counted
-        in the order they were written; where that is nothing, one behind the row. (1, S) where all rows agree."""
+        """Position (B, S) int64 in each slot that attention sees in the current pass; (1, S) if all rows agree.
+
+        Draft nodes count in the order they were written. An empty slot has a position after the row.
+        """
         return self._kinds[span].held(device)
 
     def commit(self, growth: Sequence[int], source: Tensor | None = None) -> None:
-        """Grow each row by `growth[b]` tokens, those in the slots right behind it.
+        """Grow each row by the `growth[b]` tokens right after it.
 
         Args:
-            source: (B, D) int64, offsets behind each row's length: place d is filled from `source[:, d]` first (an
-                accepted tree path; a no-op where source[b, d] == d). None: they already lie in order.
+            growth: number of tokens to commit per row.
+            source: (B, D) int64, an accepted tree path as offsets from each row's length. The token at offset
+                `source[b, d]` is first moved to offset d. None: the tokens already lie in order.
         """
         if source is not None:
             self.move(as_column(self.lengths, source.device), source)
@@ -126,47 +137,50 @@ class SpeculativeCache(Cache):
         self.lengths = [length + grown for length, grown in zip(self.lengths, growth, strict=True)]
 
     def move(self, base: Tensor, source: Tensor) -> None:
-        """Fill place d behind the rows from offset source[:, d]; base: (B, 1) int64, their lengths."""
+        """Copy the tokens at offsets `source` (B, D) from the rows' lengths `base` (B, 1) to offsets 0 to D - 1."""
         target = base + torch.arange(source.shape[1], device=source.device)
         for kind in self._kinds.values():
             kind.move(base + source, target)
 
-    # Known keys and values, in and out
+    # Import and export of keys and values
 
     def put(self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor, indexed: Tensor | None = None) -> None:
-        """Fill a layer with what was computed elsewhere; `lengths` say how much that is.
+        """Fill a layer with keys and values computed elsewhere, of `lengths` tokens per row.
 
         Args:
-            keys, values: (B, heads, T, dim). columns: (B, max(lengths)) int64, where the token at each position is
-                among the T; negative where it is not. indexed: (B, T, D), see `update_indexer`.
+            layer_idx: the layer.
+            keys: (B, heads, T, dim).
+            values: (B, heads, T, dim).
+            columns: (B, max(lengths)) int64, index among the T of the token at each position; negative if missing.
+            indexed: (B, T, D) indexer keys, see `update_indexer`.
         """
         self._kind_of(layer_idx).put(layer_idx, keys, values, columns, self.lengths, indexed)
 
     def take(self, layer_idx: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values (B, heads, T, dim) of `positions` (B, T) int64; they are gone here then."""
+        """Remove a layer's keys and values; return those (B, heads, T, dim) at `positions` (B, T) int64."""
         return self._kind_of(layer_idx).take(layer_idx, positions)
 
     def take_indexed(self, layer_idx: int, positions: Tensor) -> Tensor | None:
-        """Likewise (B, T, D) of what its indexer keeps; None where it has none."""
+        """Remove a layer's indexer keys; return those (B, T, D) at `positions`, or None if it has no indexer."""
         return self._kind_of(layer_idx).take_indexed(layer_idx, positions)
 
     def take_positions(self, count: int) -> Tensor | None:
-        """(P, B, count), see `indexer_position_ids`; they are gone here then: the first layer that asks has them."""
+        """Remove `indexer_position_ids`; return the first `count`, or None if an earlier call has taken them."""
         positions, self._positions = self._positions, None
         return None if positions is None else positions[..., :count]
 
     def adopt(self, row: int, other: SpeculativeCache) -> None:
-        """Put the one row of `other`, a cache of the same model, in the place of this one's `row`."""
+        """Replace row `row` with the only row of `other`, a cache of the same model."""
         self.states.settle(self.lengths)
         other.states.settle(other.lengths)
         self.states.adopt(row, other.states)
-        self.lengths[row] = 0  # what lay there needs no room
+        self.lengths[row] = 0  # the old row needs no slots
         for span, kind in self._kinds.items():
             kind.adopt(row, other._kinds[span], self.lengths, other.lengths)
         self.lengths[row] = other.lengths[0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone."""
+        """Keep only these rows."""
         self.states.settle(self.lengths)
         self.states.keep(rows)
         self.lengths = [self.lengths[row] for row in rows]
@@ -175,12 +189,12 @@ class SpeculativeCache(Cache):
 
     @property
     def filled(self) -> list[int]:
-        """Layers that hold keys and values; one without reads another one's."""
+        """Layers that hold keys and values. Other layers read one of theirs."""
         return sorted(layer for kind in self._kinds.values() for layer in kind.buffers)
 
     @property
     def nbytes(self) -> dict[Span, int]:
-        """Of all buffers, by kind of layers."""
+        """Bytes of all buffers, per kind of layers."""
         return {
             span: sum(buffer.nbytes for buffers in kind.all_buffers for buffer in buffers)
             for span, kind in self._kinds.items()
@@ -189,8 +203,8 @@ class SpeculativeCache(Cache):
     def _kind_of(self, layer_idx: int) -> Slots:
         return self._kinds[self._spans[min(layer_idx, len(self._spans) - 1)]]
 
-    # What recurrent layers ask of a cache (5.17 to 5.24, cache_utils.py). They are told that there is no state yet, and
-    # so always go the way of many tokens; what stands in for their functions (`mixers`) begins with the state.
+    # Interface for recurrent layers (transformers 5.17 to 5.24, cache_utils.py). It reports no previous state, so they
+    # always take their multi-token path. The replacement functions in `recurrent_layers` start from the real state.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         return self.states.ids((layer_idx, state_idx))
@@ -203,7 +217,7 @@ class SpeculativeCache(Cache):
         conv_kernel_size: int | None = None,
         **kwargs: object,
     ) -> Tensor:
-        """The inputs (B, C, n) of a convolution behind those before them, (B, C, T)."""
+        """Return the inputs (B, C, T) of a convolution: the earlier ones, then `conv_states` (B, C, n)."""
         width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
         return self.states.convolve((layer_idx, state_idx), conv_states, width)
 
@@ -217,15 +231,15 @@ class SpeculativeCache(Cache):
         return recurrent_states
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        if layer_idx is not None:  # older versions ask thus before they read a state
+        if layer_idx is not None:  # older releases call this before they read a state
             self.states.ask((layer_idx, state_idx or 0))
         return False
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True
 
-    # What transformers' models and mask builders ask of a cache (5.17 to 5.24, cache_utils.py and masking_utils.py).
-    # They build masks of their own only for a first pass without padding, or where nothing slides.
+    # Interface for models and mask builders (transformers 5.17 to 5.24, cache_utils.py and masking_utils.py). These
+    # build their own masks only for a first pass without padding, or without sliding windows.
 
     def __len__(self) -> int:
         return max(self.filled, default=-1) + 1
@@ -244,7 +258,7 @@ class SpeculativeCache(Cache):
 
 
 class _Layers(list[Any]):
-    """None; whoever asks for one by its number gets the cache, which knows what there is to be asked."""
+    """Empty list of cache layers that returns the cache for any index: it answers for all of them."""
 
     def __init__(self, cache: SpeculativeCache):
         super().__init__()

@@ -1,15 +1,16 @@
-"""Linear recurrences over the nodes of draft trees: what a layer reads at each node, and its state after any of them.
+"""Linear recurrences over the nodes of draft trees: a layer's output at each node, and its state after any of them.
 
-Owns the arithmetic, and the nodes that a layer's state is yet to take in. Knows nothing of models or caches.
-
-All of them let a state S (K, V) decay, and add the outer product of a key and a value:
+A recurrence lets a state S (K, V) decay, and adds the outer product of a key and a value:
 
     S_i = exp(g_i) S_parent(i) + k_i u_i^T      g_i: one number (gated delta net, Mamba2), or one for each of K (KDA)
 
-so that along a path S_i = exp(c_i) S + sum_j exp(c_i - c_j) k_j u_j^T over node i and its ancestors j, where c_i is the
-sum of g from the state S before the draft down to i. Neither an order of nodes nor a state per node is needed: a
-matrix of ancestors stands where chunked kernels have a triangle (STree, 2505.14969, for Mamba2). In a delta rule u_i
-is beta_i (v_i - k_i^T exp(g_i) S_parent(i)): a triangular system over the same matrix.
+Along a path S_i = exp(c_i) S + sum_j exp(c_i - c_j) k_j u_j^T, summed over node i and its ancestors j. S is the state
+before the draft, and c_i is the sum of g from there down to i. Neither an order of nodes nor a state per node is
+needed: a matrix of ancestors replaces the triangle of chunked kernels (STree, 2505.14969, for Mamba2). In a delta rule
+u_i is beta_i (v_i - k_i^T exp(g_i) S_parent(i)), a triangular system over the same matrix.
+
+Nodes *wait* from the pass that reads them until they are verified. Then the state *takes* the accepted ones: it
+advances over them without another pass.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sees:
-    """What n new nodes see of M nodes before them and of one another.
+    """Nodes that each of n new nodes sees, among M waiting ones and the new ones.
 
     Attributes:
-        nodes: (B, n, M + n) bool, a node's ancestors and itself. last: (B, n) int64, the last of the M that it sees,
-            -1 for none; None where M is 0.
+        nodes: (B, n, M + n) bool, a node's ancestors and itself.
+        last: (B, n) int64, the last waiting node that it sees, -1 for none; None if M is 0.
     """
 
     nodes: Tensor
@@ -35,24 +36,26 @@ class Sees:
 
     @cached_property
     def new(self) -> Tensor:
-        """(B, 1, n, n) float32, what the new nodes see of one another."""
+        """Mask (B, 1, n, n) float32 of the new nodes that each new node sees."""
         n = self.nodes.shape[1]
         return self.nodes[:, None, :, -n:].float()
 
     @cached_property
     def hidden(self) -> Tensor:
-        """(B, 1, n, M + n, 1) bool, what they do not see."""
+        """Mask (B, 1, n, M + n, 1) bool of the nodes that each new node does not see."""
         return ~self.nodes[:, None, ..., None]
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Which of M nodes a state takes in, and which go on waiting. What all layers ask of it is computed once.
+    """Nodes among M waiting ones that states take, and nodes that keep waiting. Computed once for all layers.
 
     Attributes:
-        nodes: (B, M) bool, a path, none for a row that stays as it is. path: (B, D) int64, the same in order, and
-            behind its end any. last: (B,) int64, its last node, -1 for none. waiting: (B, R) int64, nodes that come
-            after it and are kept, in order; behind a row's own, any. idle: a row may stay as it is.
+        nodes: (B, M) bool, the nodes of a path; all False for a row whose state stays.
+        path: (B, D) int64, the same nodes in order, padded with arbitrary ones.
+        last: (B,) int64, last node of the path, -1 for none.
+        waiting: (B, R) int64, nodes after the path that keep waiting, in order, padded with arbitrary ones.
+        idle: True if the state of some row may stay.
     """
 
     nodes: Tensor
@@ -63,8 +66,10 @@ class Taken:
     _columns: dict[int, Tensor] = field(default_factory=dict)
 
     def columns(self, width: int) -> Tensor:
-        """(B, width + R) int64, in a line of a window of so many inputs and of all nodes' inputs: where the window's
-        lie once the nodes are taken in, and those of nodes that wait."""
+        """Return the columns (B, width + R) int64 to keep of a line: a window's `width` inputs, then all nodes' inputs.
+
+        The first `width` columns are the new window, the others the inputs of nodes that keep waiting.
+        """
         if width not in self._columns:
             window = torch.arange(width, device=self.path.device).expand(len(self.path), -1)
             kept = slid(torch.cat([window, width + self.path], 1)[:, None], self.nodes.sum(1), width)[:, 0]
@@ -73,25 +78,26 @@ class Taken:
 
     @cached_property
     def end(self) -> Tensor:
-        """(B, 1, 1, 1) int64, the last node that is taken in; where it is none, any."""
+        """Last node taken, (B, 1, 1, 1) int64; arbitrary if there is none."""
         return self.last.clamp(min=0)[:, None, None, None]
 
     @cached_property
     def some(self) -> Tensor:
-        """(B, 1, 1, 1) bool, rows that take something in."""
+        """Mask (B, 1, 1, 1) bool of the rows that take any node."""
         return (self.last >= 0)[:, None, None, None]
 
     @cached_property
     def left(self) -> Tensor:
-        """(B, 1, M, 1) bool, nodes that are not taken in."""
+        """Mask (B, 1, M, 1) bool of the nodes that are not taken."""
         return ~self.nodes[:, None, :, None]
 
 
 class Recurrence:
-    """A layer's state (B, H, K, V) float32 and the nodes it is yet to take in.
+    """State (B, H, K, V) float32 of a layer, and its waiting nodes.
 
     Args:
-        state: as the model's own functions have it. turned: that is with V before K.
+        state: in the layout of the model's own functions.
+        turned: this layout has V before K.
     """
 
     def __init__(self, state: Tensor, turned: bool):
@@ -99,21 +105,25 @@ class Recurrence:
         self.drop()
 
     def empty(self, batch_size: int) -> Recurrence:
-        """Of as many rows, all zeros."""
+        """Return zero states of `batch_size` rows."""
         return Recurrence(_zeros(self.state, batch_size), self.turned)
 
     def drop(self) -> None:
-        """Forget all nodes."""
+        """Drop all waiting nodes."""
         self._keys: Tensor | None = None  # (B, H, M, K)
-        self._values: Tensor | None = None  # (B, H, M, V), u above
-        self._decay: Tensor | None = None  # (B, H, M, G), c above; G is 1 or K
+        self._values: Tensor | None = None  # (B, H, M, V), u in the module's docstring
+        self._decay: Tensor | None = None  # (B, H, M, G), c in the module's docstring; G is 1 or K
 
     def read(self, sees: Sees, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None):
-        """What n new nodes read, (B, H, n, V), each after its own update; they wait to be taken in from now on.
+        """Return the outputs (B, H, n, V) of n new nodes, each after its own update; the nodes then wait.
 
         Args:
-            query, key: (B, H, n, K) float32. value: (B, H, n, V), u above; with `beta` (B, H, n, 1) v above.
-            log_decay: (B, H, n, G), g above.
+            sees: nodes that each new node sees.
+            query: (B, H, n, K) float32.
+            key: (B, H, n, K) float32.
+            value: (B, H, n, V), u in the module's docstring; v there if `beta` is given.
+            log_decay: (B, H, n, G), g in the module's docstring.
+            beta: (B, H, n, 1), of a delta rule.
         """
         if sees.nodes.shape[1:] == (1, 1):
             return self._read_one(query, key, value, log_decay, beta)
@@ -135,7 +145,7 @@ class Recurrence:
         return (query * since) @ state + _products(query, keys, between) @ self._values
 
     def _read_one(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor | None) -> Tensor:
-        """Of a node that sees nothing but the state: a row's next token, without a draft behind it."""
+        """Fast path of `read` for one node that sees only the state: a row's next token, without a draft."""
         state, since = self._upright, decay.exp()
         if beta is not None:
             value = beta * (value - (key * since) @ state)
@@ -143,7 +153,7 @@ class Recurrence:
         return (query * since) @ state + (query * key).sum(-1, keepdim=True) * value
 
     def take(self, taken: Taken) -> None:
-        """The state after the last node taken, row by row."""
+        """Advance each row's state to its last node taken."""
         assert self._keys is not None
         assert self._values is not None
         assert self._decay is not None
@@ -151,7 +161,7 @@ class Recurrence:
         end = self._decay if M == 1 else self._decay.gather(2, taken.end.expand(-1, H, -1, G))  # (B, H, 1, G)
         if taken.idle:
             end = end * taken.some
-        if M == 1:  # has not decayed since
+        if M == 1:  # no decay after the only node
             keys = self._keys * taken.some if taken.idle else self._keys
         else:
             keys = self._keys * (end - self._decay).masked_fill_(taken.left, -torch.inf).exp_()
@@ -170,7 +180,7 @@ class Recurrence:
 
 
 class Scan:
-    """A layer's state whose numbers decay one by one (Mamba1), and what it is after each node: no sum is smaller."""
+    """State of a layer whose entries decay at different rates (Mamba1), stored after each node: no sum is smaller."""
 
     def __init__(self, state: Tensor):
         self.state = state  # (B, I, S)
@@ -183,10 +193,13 @@ class Scan:
         self._after: Tensor | None = None  # (B, M, I, S)
 
     def read(self, sees: Sees, query: Tensor, decay: Tensor, added: Tensor) -> Tensor:
-        """(B, n, I): `query` (B, n, S) at the states after each node, decay * parent's + added, both (B, n, I, S)."""
+        """Return (B, n, I): products of `query` (B, n, S) and the state after each node.
+
+        A node's state is decay * its parent's state + added; decay and added are (B, n, I, S).
+        """
         B, n = decay.shape[:2]
         M = sees.nodes.shape[-1] - n
-        states = decay.new_empty(B, 1 + M + n, *decay.shape[2:])  # the one before all nodes first
+        states = decay.new_empty(B, 1 + M + n, *decay.shape[2:])  # first the one before all nodes
         states[:, 0] = self.state
         if self._after is not None:
             states[:, 1 : 1 + M] = self._after
@@ -205,7 +218,7 @@ class Scan:
 
 
 class Window:
-    """A layer's last inputs (B, C, W) for its causal convolution, and those of nodes it is yet to take in."""
+    """Last inputs (B, C, W) of a layer's causal convolution, and the inputs of its waiting nodes."""
 
     def __init__(self, state: Tensor):
         self.state = state
@@ -219,12 +232,12 @@ class Window:
 
     @property
     def latest(self) -> Tensor:
-        """(B, C, W): the last inputs, those of waiting nodes included, which form one path in order."""
+        """Last W inputs (B, C, W), including those of waiting nodes, which must form one path in order."""
         line = self.state if self._line is None else self._line
         return line[..., -self.state.shape[-1] :]
 
     def extend(self, inputs: Tensor) -> Tensor:
-        """(B, C, W + M + n): the window and all nodes, `inputs` (B, C, n) being the new ones', which wait from now."""
+        """Append the inputs (B, C, n) of new nodes, which then wait; return all inputs (B, C, W + M + n)."""
         self._line = torch.cat([self.state if self._line is None else self._line, inputs], -1)
         return self._line
 
@@ -237,27 +250,29 @@ class Window:
 
 
 def slid(line: Tensor, by: Tensor, width: int) -> Tensor:
-    """(B, C, width) of each row of `line` (B, C, T), from column `by` (B,) on."""
+    """Return `width` columns of each row of `line` (B, C, T), from column `by` (B,) on."""
     return _columns(line, by[:, None] + torch.arange(width, device=line.device))
 
 
 def paths(nodes: Tensor, window: int, width: int) -> Tensor:
-    """(B, n, width) int64: where the last `width` inputs of each node lie in a line of a window and of all nodes.
+    """Index the last `width` inputs of each node in a line of a window and all nodes: (B, n, width) int64.
 
     Args:
-        nodes: (B, n, M) bool, each one's ancestors and itself. window: inputs from before, `width` at least.
+        nodes: (B, n, M) bool, each node's ancestors and itself.
+        window: number of inputs before the nodes, at least `width`.
+        width: inputs per output of the convolution.
     """
     B, n, M = nodes.shape
     count = nodes.sum(-1, keepdim=True)
-    place = width - count + nodes.cumsum(-1) - 1  # of each input among the last `width`: negative where too far back
+    place = width - count + nodes.cumsum(-1) - 1  # index among the last `width` inputs, negative if too far back
     place = torch.where(nodes & (place >= 0), place, width)
-    index = window - width + count + torch.arange(width + 1, device=nodes.device)  # what the window still gives
+    index = window - width + count + torch.arange(width + 1, device=nodes.device)  # inputs from the window
     node = (window + torch.arange(M, device=nodes.device)).expand(B, n, M)
     return index.clamp(max=window - 1).scatter(2, place, node)[..., :width]
 
 
 def _parents(nodes: Tensor, M: int) -> Tensor:
-    """(B, n): 1 + the last node that each of n new ones sees before itself, 0 for none; (B, n, M + n) bool."""
+    """Return 1 + the last node that each new node sees before itself, 0 for none: (B, n); nodes: (B, n, M + n) bool."""
     n = nodes.shape[1]
     column = torch.arange(1, M + n + 1, device=nodes.device)
     before = column <= M + torch.arange(n, device=nodes.device)[:, None]
@@ -265,7 +280,7 @@ def _parents(nodes: Tensor, M: int) -> Tensor:
 
 
 def _products(x: Tensor, keys: Tensor, between: Tensor) -> Tensor:
-    """(B, H, n, M): the products of x (B, H, n, K) and keys (B, H, M, K) that have decayed by (B, H, n, M, G)."""
+    """Multiply x (B, H, n, K) by keys (B, H, M, K), decayed by `between` (B, H, n, M, G): (B, H, n, M)."""
     if between.shape[-1] == 1:
         return (x @ keys.mT) * between[..., 0]
     return ((x[:, :, :, None] * between) * keys[:, :, None]).sum(-1)
@@ -276,18 +291,18 @@ def _joined(before: Tensor | None, new: Tensor) -> Tensor:
 
 
 def _at(decay: Tensor | None, nodes: Tensor) -> Tensor:
-    """(B, H, n, G) of decay (B, H, M, G) at nodes (B, n); 0 at -1."""
+    """Gather decay (B, H, M, G) at nodes (B, n): (B, H, n, G), 0 where a node is -1."""
     assert decay is not None
     return _picked(decay, nodes.clamp(min=0)) * (nodes >= 0)[:, None, :, None]
 
 
 def _picked(states: Tensor, nodes: Tensor) -> Tensor:
-    """(B, H, n, D) of states (B, H, M, D) at nodes (B, n)."""
+    """Gather states (B, H, M, D) at nodes (B, n): (B, H, n, D)."""
     return states.gather(2, nodes[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
 def _columns(line: Tensor, columns: Tensor) -> Tensor:
-    """(B, C, n) of line (B, C, T) at columns (B, n)."""
+    """Gather the columns (B, n) of line (B, C, T): (B, C, n)."""
     return line.gather(2, columns[:, None].expand(-1, line.shape[1], -1))
 
 

@@ -1,7 +1,7 @@
-"""`CachedRows`: a batch of ragged rows in one cache, where a pass over them writes and what it sees.
+"""`CachedRows`: rows of different lengths in one cache, the slots that a pass writes and those that its tokens see.
 
-Owns positions and what each new token sees. Knows nothing of models: `ModelRunner` and the EAGLE-3 head's runner both
-stand on it.
+`ModelRunner` and the runners of draft heads are built on it. A pass is run over *known tokens*, which belong to the
+text, or over *draft nodes*, which may be rolled back.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from specdec.utils.device_copies import uploaded
 
 @dataclass(frozen=True)
 class VisibleSlots:
-    """What the n tokens of a pass see of the cache and of one another.
+    """Slots that the n tokens of a pass see, their own included.
 
     Attributes:
-        cache: in which they are placed. positions: (B, n) int64. base: (B, 1) int64, or (1, 1), the rows' lengths.
-        depth, ancestors: of draft nodes, see `CachedRows.place_draft`; None for known tokens, which see all before
-            them. alone: plain causal attention over these tokens is the same, windows aside.
+        cache: the cache that they are placed in.
+        positions: (B, n) int64, positions of the tokens.
+        base: (B, 1) int64, the rows' lengths; (1, 1) if all are equal.
+        depth: (B, M + n) int64, see `CachedRows.place_draft`; None for known tokens, which see all tokens before them.
+        ancestors: (B, n, M + n) bool, likewise.
+        alone: True if plain causal attention over these tokens gives the same result, sliding windows aside.
     """
 
     cache: SpeculativeCache
@@ -35,7 +38,7 @@ class VisibleSlots:
     alone: bool = False
 
     def visible(self, span: Span) -> Tensor:
-        """(B, n, S) bool over the slots that a layer of this kind looks at. No larger intermediate than that."""
+        """Mask (B, n, S) bool over the slots that layers of this span read. No intermediate is larger."""
         here = self.positions[..., None]
         if self.depth is None or self.ancestors is None:
             seen = self.held(span)[:, None] <= here
@@ -49,37 +52,39 @@ class VisibleSlots:
         return seen & (keys > here - span.window)
 
     def held(self, span: Span) -> Tensor:
-        """(B or 1, S) int64, the position of the token in each slot that a layer of this kind looks at."""
+        """Position (B or 1, S) int64 of the token in each slot that layers of this span read."""
         slots = self._slots(span)
         return slots if self.depth is None else self._positions_of(slots, slots - self.base, self.depth)
 
     def _slots(self, span: Span) -> Tensor:
-        """Likewise, drafts counted in the order they were written: the draft's node, where behind `base`."""
+        """Positions as in `held`, but with draft nodes numbered from `base` on, in the order they were written."""
         return self.cache.held(span, self.positions.device)
 
     def _of_draft(self, node: Tensor, ancestors: Tensor) -> Tensor:
-        """(B, n, S) bool, which slots hold a committed token or an ancestor."""
+        """Mask (B, n, S) bool of the slots that hold a committed token or an ancestor."""
         n, M = ancestors.shape[1:]
         index = node.clamp(0, M - 1)[:, None].expand(len(ancestors), n, -1)
         return (ancestors.gather(2, index) & (node < M)[:, None]) | (node < 0)[:, None]
 
     def _positions_of(self, held: Tensor, node: Tensor, depth: Tensor) -> Tensor:
-        """(B, S) int64, the position of each slot's token."""
+        """Position (B, S) int64 of each slot's token."""
         M = depth.shape[1]
         drafted = self.base + depth.gather(1, node.clamp(0, M - 1).expand(len(depth), -1))
         return torch.where((node >= 0) & (node < M), drafted, held)
 
 
 class CachedRows:
-    """Rows that grow by known tokens, or by a draft of which a part is kept.
+    """Rows that grow by known tokens, or by the committed part of a draft.
 
     Args:
-        spans: how far back each layer looks (see `SpeculativeCache`).
+        spans: attention span of each layer (see `SpeculativeCache`).
 
     Attributes:
-        cache: the keys and values. pending: draft nodes written behind the rows and not committed. sized: passes over
-            drafts are of tensors whose sizes are few. device_lengths: (B, 1) int64, the rows' lengths on the device, while a
-            pass is made that may be replayed for rows of other lengths; None: `lengths` say it.
+        cache: keys, values and states of the rows.
+        pending: number of draft nodes written after each row and not committed.
+        sized: draft passes use tensors of few sizes.
+        device_lengths: (B, 1) int64, the rows' lengths on the device during a pass that may be replayed for rows of
+            other lengths; None: `lengths` holds them.
     """
 
     sized = False
@@ -91,7 +96,7 @@ class CachedRows:
 
     @property
     def rows(self) -> CachedRows:
-        """These, as whoever runs a model over them calls them."""
+        """Self. Lets a runner and its rows be used interchangeably."""
         return self
 
     @property
@@ -100,22 +105,22 @@ class CachedRows:
 
     @property
     def aligned(self) -> bool:
-        """All rows have one length."""
+        """True if all rows have one length."""
         return len(set(self.lengths)) == 1
 
     def sees_all(self, width: int, chain: bool) -> bool:
-        """One token per row, behind rows of one length (and a chain of pending nodes): it sees whatever is there."""
+        """True if the next pass is one token per row that sees every slot of rows of one length."""
         end = max(self.lengths) + self.pending + 1
         near = all(span.window is None or end <= span.window for span in self.spans)
         return width == 1 and self.aligned and near and (chain or not self.pending)
 
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
-        """Forget everything; the next rows are `batch_size` empty ones. keeps_all: see `SpeculativeCache`."""
+        """Replace the rows with `batch_size` empty ones; keeps_all: see `SpeculativeCache`."""
         self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized)
         self.pending = 0
 
     def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> VisibleSlots:
-        """Place `width` known tokens behind the rows, row b's first `pads[b]` being padding."""
+        """Place `width` known tokens after the rows, of which the first `pads[b]` are padding."""
         if not any(pads) and self.aligned:
             start = self.lengths[0]
             positions = start + torch.arange(width, device=device).expand(len(pads), width)
@@ -123,13 +128,13 @@ class CachedRows:
             return VisibleSlots(self.cache, positions, positions[:1, :1], alone=start == 0)
         base, padding = uploaded([self.lengths, list(pads)], device)[..., None]  # (B, 1) each
         place = torch.arange(width, device=device) - padding  # (B, width)
-        # Padding, where negative, rotates behind the row: its slots are never committed and soon overwritten. It stands
-        # at the row's last position: there may be none after it.
+        # Padding has negative places. It is rotated to slots after the row, which are never committed and soon
+        # overwritten. Its position is the row's last one, because there may be none after it.
         self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
         return VisibleSlots(self.cache, (base + place.clamp(min=-1)).clamp(min=0), base)
 
     def place_behind(self, width: int, pads: Tensor) -> VisibleSlots:
-        """`place_known` behind the rows as they are `device_lengths`, which then are longer; pads: (B, 1) int64."""
+        """Place known tokens after the rows of `device_lengths`, which then grow; pads: (B, 1) int64."""
         assert self.device_lengths is not None
         place = torch.arange(width, device=pads.device) - pads
         base, self.device_lengths = self.device_lengths, self.device_lengths + width - pads
@@ -137,11 +142,12 @@ class CachedRows:
         return VisibleSlots(self.cache, base + place.clamp(min=0), base)
 
     def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> VisibleSlots:
-        """Place n draft nodes behind the rows and behind the M nodes already pending.
+        """Place n draft nodes after the rows and after the M nodes already pending.
 
         Args:
-            depth: (B, M + n) int64, position = length + depth. ancestors: (B, n, M + n) bool, what each node sees.
-            chain: all of them form one path in order, in every row.
+            depth: (B, M + n) int64, depth of the pending and the new nodes: position = length + depth.
+            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included.
+            chain: all nodes form one path in order, in every row.
         """
         n = ancestors.shape[1]
         together = self.aligned and not self.sized
@@ -155,17 +161,17 @@ class CachedRows:
         return VisibleSlots(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
 
     def reserve(self, more: int) -> Hashable:
-        """Make room for so many tokens more per row, that passes which are replayed need not; where they find it."""
+        """Allocate slots for `more` tokens per row, which replayed passes cannot do; return the buffers' sizes."""
         self.cache.reserve(more)
         return self.cache.sizes
 
     def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:
-        """Keep the first `growth[b]` of the pending nodes, or of `path` (B, D) through them; forget the others."""
+        """Commit the first `growth[b]` pending nodes, or those of `path` (B, D) through them; drop the others."""
         self.cache.commit(growth, path)
         self.pending = 0
 
     def commit_path(self, paths: Sequence[Sequence[int]], device: torch.device) -> None:
-        """Keep these of the pending nodes, row by row and in this order; forget the others."""
+        """Commit these pending nodes of each row, in this order; drop the others."""
         most = max(map(len, paths))
         if all(path == list(range(len(path))) for path in map(list, paths)):
             self.commit([len(path) for path in paths])
@@ -174,11 +180,11 @@ class CachedRows:
             self.commit([len(path) for path in paths], uploaded(padded, device))
 
     def truncate(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
-        """Roll each row back to at most `lengths[b]` tokens. floors: it may later be rolled back to so many."""
+        """Roll each row back to at most `lengths[b]` tokens; floors: length to which it may be rolled back later."""
         self.cache.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
         self.cache.floors = None if floors is None else [min(f, n) for f, n in zip(floors, self.lengths, strict=True)]
 
 
 def pads_of_part(pads: Sequence[int], start: int, width: int) -> list[int]:
-    """How much of `width` columns from `start` on is padding, of rows left-padded by `pads`."""
+    """Count the padding among `width` columns from `start` on, for rows left-padded by `pads`."""
     return [min(max(pad - start, 0), width) for pad in pads]

@@ -1,8 +1,7 @@
-"""`States`: what the layers of a batch's rows carry besides keys and values, and how it is rolled back.
+"""`States`: recurrent states and convolution windows of a batch's rows, and their rollback.
 
-Owns recurrent states and the windows of causal convolutions, by layer, behind the cache's interface. A draft leaves
-them as they were: its nodes wait, and those that turn out accepted are taken in before the next pass, by arithmetic on
-what the layers computed for them. No weight is read, and no second pass of the model is run.
+A draft does not change the states. Its nodes wait, and before the next pass the states advance over the accepted ones,
+using what the layers computed for each node (`linear_recurrence`). No weight is read and no second pass is run.
 """
 
 from __future__ import annotations
@@ -20,34 +19,36 @@ from torch import Tensor
 from specdec.models.cache.linear_recurrence import Recurrence, Scan, Sees, Taken, Window, paths, slid
 
 R = TypeVar("R", Recurrence, Scan)
-Place = tuple[int, int]  # a layer, and which of its states
-Part = tuple[int, int, int]  # and which part of that one: Zamba's layers read theirs in a call for each head
+Place = tuple[int, int]  # a layer and the index of its state
+Part = tuple[int, int, int]  # also the index of a part of the state: Zamba's layers read one part per head
 
 
 @dataclass(frozen=True)
 class Known:
-    """A pass over n known tokens, row b's first `pads[b]` being padding, which must not touch a state."""
+    """Pass over n known tokens. The first `pads[b]` of row b are padding, which must not change a state."""
 
     pads: Sequence[int]
 
     def real(self, x: Tensor) -> Tensor | None:
-        """(B, T) bool, for x (B, T, ...); None where all is."""
+        """Mask (B, T) bool of the tokens of x (B, T, ...) that are not padding; None if there is no padding."""
         if not any(self.pads):
             return None
         return torch.arange(x.shape[1], device=x.device) >= _column(self.pads, x.device)
 
     def turned(self, x: Tensor, back: bool = False) -> Tensor:
-        """x (B, C, T) with padding last; `back`: with what was last, as many columns, first again."""
+        """Rotate x (B, C, T) so that padding comes last; `back`: so that it comes first again."""
         pads = _column(self.pads, x.device)
         return _in_order(x, (torch.arange(x.shape[-1], device=x.device) + (-pads if back else pads)) % x.shape[-1])
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """A pass over n nodes of a draft behind M that are waiting.
+    """Pass over n draft nodes after M waiting ones.
 
     Attributes:
-        nodes: (B, n, M + n) bool, what each sees. before: M. straight: all nodes form one path in order, in each row.
+        nodes: (B, n, M + n) bool, nodes that each new node sees.
+        before: M.
+        straight: all nodes form one path in order, in each row.
     """
 
     nodes: Tensor
@@ -63,44 +64,54 @@ class Drafted:
 
 
 class States:
-    """The states of B rows: `place_known` or `place_draft` before each pass, `commit` after a draft, as the cache.
+    """Recurrent states and convolution windows of B rows.
+
+    As with the cache, call `place_known` or `place_draft` before each pass, and `commit` after a draft.
 
     Attributes:
-        windows, memories: by layer and which of its states, and parts of these. Empty for a model that has none.
+        windows: convolution windows by layer and state; empty for a model without them.
+        memories: recurrent states by layer, state and part; likewise.
     """
 
     def __init__(self, batch_size: int):
         self.windows: dict[Place, Window] = {}
         self.memories: dict[Part, Recurrence | Scan] = {}
-        self._given: dict[Place, Tensor] = {}  # states whose kind is known once a layer reads them
+        self._given: dict[Place, Tensor] = {}  # imported states, whose kind is known once a layer reads them
         self._pass: Known | Drafted = Known([0] * batch_size)
-        self._at = [0] * batch_size  # the position behind what the states have taken in
-        self._behind = [0] * batch_size  # committed nodes that wait, the first ones: they may be rolled back
-        self._pending = 0  # nodes behind them
-        self._chosen: Tensor | None = None  # (B, D) int64, of these, which are committed
-        self._window: Place = (0, 0)  # which a layer has asked for last
-        self._memory: Part = (0, 0, -1)
-        self._before: Tensor | None = None  # what that one begins with
-        self._dims: dict[Place, int] = {}  # of states as their layers have them: one more where they have parts
+        self._at = [0] * batch_size  # number of tokens that the states include
+        self._behind = [0] * batch_size  # committed nodes that still wait (the first ones), as they may be rolled back
+        self._pending = 0  # draft nodes that wait after these
+        self._chosen: Tensor | None = None  # (B, D) int64, committed path through the pending nodes
+        self._window: Place = (0, 0)  # window that a layer used last
+        self._memory: Part = (0, 0, -1)  # recurrent state that a layer read last
+        self._before: Tensor | None = None  # value of that state before the pass
+        self._dims: dict[Place, int] = {}  # dimensions of states in their layers, one more if they have parts
 
     @property
     def parts(self) -> list[Window | Recurrence | Scan]:
-        """Of all layers."""
+        """Windows and recurrent states of all layers."""
         return [*self.windows.values(), *self.memories.values()]
 
-    # What the cache does
+    # Called by the cache
 
     def place_known(self, pads: Sequence[int], count: int, lengths: Sequence[int]) -> None:
-        """`count` tokens per row, of which `pads[b]` are padding; lengths: the rows' before them."""
+        """Begin a pass over `count` tokens per row, of which `pads[b]` are padding; lengths: the rows' before it."""
         self.settle(lengths)
         self._pass = Known(pads)
         self._at = [length + count - pad for length, pad in zip(lengths, pads, strict=True)]
 
     def place_draft(self, ancestors: Tensor, chain: bool, lengths: Sequence[int], floors: Sequence[int] | None) -> None:
-        """ancestors: (B, n, P + n) bool, over the P nodes pending and n new ones. floors: see `SpeculativeCache`."""
+        """Begin a pass over n draft nodes after P pending ones.
+
+        Args:
+            ancestors: (B, n, P + n) bool, nodes that each new node sees.
+            chain: all nodes form one path in order, in every row.
+            lengths: the rows' committed lengths.
+            floors: see `SpeculativeCache`.
+        """
         if not self.parts:
             return
-        if ancestors.shape[1] == ancestors.shape[2]:  # a new draft: what became of the last one is known
+        if ancestors.shape[1] == ancestors.shape[2]:  # a new draft: the last one has been verified
             self.settle(lengths, floors)
         held = max(self._behind)
         if held:
@@ -111,11 +122,14 @@ class States:
         self._pending = ancestors.shape[-1] - held
 
     def commit(self, source: Tensor | None) -> None:
-        """source: (B, D) int64, see `SpeculativeCache.commit`. How far it counts is told by the rows' lengths."""
+        """Store the committed path (B, D) int64, see `SpeculativeCache.commit`. The rows' lengths bound it later."""
         self._chosen = source
 
     def settle(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
-        """Take in what the rows of these lengths have committed, up to the floors; what they have not is forgotten."""
+        """Advance the states over the nodes that rows of these lengths have committed, up to the floors.
+
+        Committed nodes after the floor keep waiting. Nodes that were not committed are dropped.
+        """
         if not self.parts or not (self._pending or any(self._behind)):
             return
         counts = [max(0, length - at) for length, at in zip(lengths, self._at, strict=True)]
@@ -133,8 +147,7 @@ class States:
         self._pending, self._chosen = 0, None
 
     def _line(self, device: torch.device) -> Tensor | None:
-        """(B, D) int64: the waiting nodes on each row's committed path, in order; behind its end, any. None: as they
-        lie."""
+        """Waiting nodes on each row's committed path, (B, D) int64, then arbitrary ones; None if already in order."""
         held = max(self._behind)
         if self._chosen is None and (held == min(self._behind) or not self._pending):
             return None
@@ -149,7 +162,7 @@ class States:
         return torch.where(column < own, column, behind)
 
     def _taken(self, taken: Sequence[int], rest: int) -> Taken:
-        """As many of each row's waiting nodes, of which `rest` at most go on waiting then."""
+        """Take the first `taken[b]` waiting nodes of each row's path; at most `rest` nodes keep waiting."""
         device, count = self.parts[0].state.device, max(self._behind) + self._pending
         line, many = self._line(device), _column(taken, device)
         column = torch.arange(count, device=device)
@@ -159,16 +172,16 @@ class States:
             last = torch.where(many > 0, line.gather(1, (many - 1).clamp(min=0)), -1)[:, 0]
             nodes = torch.zeros(len(taken), count + 1, dtype=torch.bool, device=device)
             place = torch.arange(line.shape[1], device=device)
-            nodes.scatter_(1, torch.where(place < many, line, count), True)  # the last column takes what is not taken
+            nodes.scatter_(1, torch.where(place < many, line, count), True)  # the last column is discarded
             nodes = nodes[:, :count]
         waiting = line.gather(1, (many + column[:rest]).clamp(max=line.shape[1] - 1)) if rest else line[:, :0]
         return Taken(nodes, line, last, waiting, idle=not all(taken))
 
-    # What layers do, in a pass
+    # Called by layers during a pass
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Within this context the layers of a pass that this thread runs find these states by `passing_states`."""
+        """Context in which `passing_states` gives these states to the layers of this thread's pass."""
         token = _passing.set(self)
         try:
             yield
@@ -176,17 +189,16 @@ class States:
             _passing.reset(token)
 
     def ids(self, place: Place) -> Tensor | None:
-        """(B, W): the last tokens, if that is what a layer keeps as if it were going to convolve them (Qwen4)."""
+        """Last token ids (B, W) of a layer that keeps ids in place of convolution inputs (Qwen4); None for others."""
         window = self.windows.get(place)
         if window is None or window.state.is_floating_point():
             return None
         if isinstance(self._pass, Drafted) and not self._pass.straight:
-            raise NotImplementedError(f"layer {place[0]} reads n-grams of tokens, which follow no tree")
+            raise NotImplementedError(f"layer {place[0]} reads n-grams of tokens, which need a chain, not a tree")
         return window.latest[:, 0]
 
     def convolve(self, place: Place, inputs: Tensor, width: int) -> Tensor:
-        """What a layer's convolution goes over, (B, C, T): `inputs` (B, C, n), or ids (B, n), behind what came before
-        them."""
+        """Return all inputs (B, C, T) of a layer's convolution: earlier ones, then `inputs` (B, C, n) or ids (B, n)."""
         inputs = inputs[:, None] if inputs.dim() == 2 else inputs
         if place not in self.windows:
             self.windows[place] = Window(inputs.new_zeros(*inputs.shape[:2], width))
@@ -203,10 +215,15 @@ class States:
         return line
 
     def convolved(self, line: Tensor, width: int, native: Callable[[Tensor], Tensor]) -> Tensor:
-        """(B, C, >= n), the last n columns of which are the new tokens': the line of `convolve`, convolved.
+        """Apply a layer's convolution to the inputs that `convolve` returned.
 
         Args:
-            width: inputs that each output is made of. native: the model's own causal convolution.
+            line: (B, C, T), these inputs.
+            width: inputs per output.
+            native: the model's own causal convolution.
+
+        Returns:
+            (B, C, >= n). The last n columns are the outputs of the new tokens.
         """
         step = self._pass
         if isinstance(step, Known):
@@ -216,29 +233,31 @@ class States:
             return step.turned(native(line)[..., -n:], back=True)
         if step.straight:
             return native(line)
-        # Each node's own inputs side by side: of what the model's function gives, every K-th column is wanted.
+        # The inputs of all nodes are concatenated, `width` for each, so every `width`-th output is a node's.
         index = paths(step.nodes, self.windows[self._window].state.shape[-1], width).flatten(1)  # (B, n * K)
         return native(_in_order(line, index))[..., width - 1 :: width]
 
     def ask(self, place: Place) -> None:
-        """A layer is about to read its recurrent state."""
+        """Called when a layer is about to read its recurrent state."""
         self._memory = (*place, -1)
 
     def updated(self, place: Place, dims: int) -> None:
-        """A layer says that it has read its recurrent state, and what it is now, which is known here already."""
+        """Called when a layer writes its recurrent state. Only its dimensions are used: we computed the value."""
         if self._memory[:2] != place or self._memory[2] < 0:
-            raise NotImplementedError(f"layer {place[0]} updates its recurrent state in a way of its own")
+            raise NotImplementedError(f"layer {place[0]} updates its recurrent state with an unknown function")
         self._given.pop(place, None)
         self._dims[place] = dims
 
     @property
     def step(self) -> Known | Drafted:
-        """The present pass."""
+        """Current pass."""
         return self._pass
 
     def before(self, dims: int) -> Tensor | None:
-        """The state that the layer starts from, in the model's own shape, of `dims` dimensions; None for zeros. The
-        next part of it, where the layer has asked once and reads again."""
+        """State that the layer starts from, in the model's layout with `dims` dimensions; None for zeros.
+
+        A layer that calls this again gets the next part of its state.
+        """
         layer, which, part = self._memory
         self._memory = layer, which, part + 1
         memory, given = self.memories.get(self._memory), self._given.get((layer, which))
@@ -249,20 +268,20 @@ class States:
         return self._before
 
     def memory(self, kind: Callable[[Tensor], R]) -> R:
-        """The layer's state, of this kind, which a draft's nodes can be read from."""
+        """Return the layer's state as an object of this kind, which can read draft nodes."""
         if self._memory not in self.memories:
             assert self._before is not None
             self.memories[self._memory] = kind(self._before)
         return self.memories[self._memory]  # type: ignore[return-value]
 
     def after(self, memory: Recurrence | Scan) -> None:
-        """The layer's state is this one's from now on."""
+        """Replace the layer's state."""
         self.memories[self._memory] = memory
 
-    # Rows, and states from elsewhere
+    # Import and export of states, changes of rows
 
     def put(self, place: Place, window: Tensor | None, memory: Tensor | None, lengths: Sequence[int]) -> None:
-        """Begin with a layer's states as transformers has them, of rows of these lengths."""
+        """Import a layer's states in transformers' layout, of rows of these lengths."""
         self._at = list(lengths)
         if window is not None:
             self.windows[place] = Window(window[:, None] if window.dim() == 2 else window)
@@ -271,7 +290,7 @@ class States:
 
     @property
     def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:
-        """Window and recurrent state by layer, as transformers has them; `settle` has been called."""
+        """Window and recurrent state by layer, in transformers' layout. Call `settle` first."""
         places = dict.fromkeys([*self.windows, *((layer, which) for layer, which, _ in self.memories)])
         return {place: (self._convolved(place), self._whole(place)) for place in places}
 
@@ -288,14 +307,14 @@ class States:
         return torch.stack(parts, 1) if self._dims.get(place) == parts[0].dim() + 1 else parts[0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these rows alone; `settle` has been called."""
+        """Keep only these rows. Call `settle` first."""
         self._at = [self._at[row] for row in rows]
         self._behind = [0] * len(rows)
         for part in self.parts:
             part.state = part.state[list(rows)]
 
     def adopt(self, row: int, other: States) -> None:
-        """Put the one row of `other` in the place of `row`; both are settled."""
+        """Replace row `row` with the only row of `other`. Call `settle` on both first."""
         self._at[row] = other._at[0]
         for place, window in other.windows.items():
             if place not in self.windows:
@@ -309,7 +328,7 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        """Of the states, drafts not counted."""
+        """Bytes of the states, without waiting nodes."""
         return sum(part.state.nbytes for part in self.parts)
 
 
@@ -317,7 +336,7 @@ _passing: ContextVar[States | None] = ContextVar("passing", default=None)
 
 
 def passing_states() -> States | None:
-    """Those of the pass that this thread is running, or None."""
+    """States of the pass that this thread is running, or None."""
     return _passing.get()
 
 

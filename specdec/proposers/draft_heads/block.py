@@ -1,6 +1,6 @@
 """`BlockProposer`: a block-parallel drafter (DFlash, DSpark, P-EAGLE, Medusa) drafts all its tokens in one pass.
 
-Owns what is drafted of a block: its places' distributions, read out along a chain or a tree.
+The pass gives one distribution per position of the block. A chain or a tree is read out of them.
 """
 
 from __future__ import annotations
@@ -26,18 +26,33 @@ from specdec.sampling.dynamic_tree import DynamicTree
 
 
 class BlockProposer(HeadProposer):
-    """Drafts trees by default, of the most probable combinations of what a block's places say; chains where the target
-    can verify nothing else.
+    """Drafts a whole block of tokens in one pass of a DFlash, DSpark, P-EAGLE or Medusa head.
 
-    With a Markov head each token's distribution hangs on the token before; a confidence head says how far a chain is
-    worth drafting. Arguments as `HeadProposer`'s.
+    Drafts are dynamic trees of the most probable combinations by default, and chains if the target cannot verify trees.
+    With a Markov head, each token's distribution depends on the token before. With a confidence head, the length of a
+    chain follows the head's confidence. See DFlash (arXiv 2602.06036) and Medusa (arXiv 2401.10774).
+
+    Args:
+        head: the head, or a folder or hub id to load it from.
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree. `branching=(1,) * n` drafts chains.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
+
+    Raises:
+        ValueError: the head is of another kind; for a target, if it does not fit.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, BlockProposer("path/to/dflash-head"))
+        output = spec.generate(input_ids, max_new_tokens=128)
+        ```
     """
 
     runner: DFlashRunner | ParallelRunner | MedusaRunner
 
     @property
     def drafted(self) -> int:
-        """Tokens that a pass drafts."""
+        """Number of tokens that one pass drafts."""
         return self.head.config.drafted
 
     def _load(self, path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads:
@@ -46,13 +61,15 @@ class BlockProposer(HeadProposer):
     def _check_kind(self) -> None:
         if isinstance(self.head, Eagle3Head) and self.head.config.mask_token_id is None:
             raise ValueError(
-                'this is an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
+                'BlockProposer got an EAGLE head, which drafts token by token: pass "eagle3:PATH", or Eagle3Proposer'
             )
         if isinstance(self.head, HydraHeads):
-            raise ValueError('these are Hydra\'s heads, which read drafted tokens: pass "hydra:PATH", or HydraProposer')
+            raise ValueError(
+                'BlockProposer got Hydra\'s heads, which read drafted tokens: pass "hydra:PATH", or HydraProposer'
+            )
 
     def _tree(self, top_k: int) -> DynamicTree:
-        return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # a depth costs no pass
+        return DynamicTree(depth=self.drafted, top_k=DynamicTree().top_k)  # more depth costs no further pass
 
     def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> DFlashRunner | ParallelRunner | MedusaRunner:
         if isinstance(self.head, DFlashHead):
@@ -65,7 +82,7 @@ class BlockProposer(HeadProposer):
     def begin(self, context: Context) -> None:
         super().begin(context)
         if not context.pacer.estimates.draft.reads_out:
-            context.pacer.observe_read_out(0.0)  # until it is measured
+            context.pacer.observe_read_out(0.0)  # assumed until it is measured
 
     def _backlog(self, context: Context) -> int:
         return 0 if isinstance(self.head, MedusaHeads) else super()._backlog(context)
@@ -87,11 +104,11 @@ class BlockProposer(HeadProposer):
             context.pacer.observe_read_out(0.0)
 
     def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
-        """No pass: the block's was the only one."""
+        """Record the reading of one more token out of the block, which needs no pass."""
         context.pacer.observe_read_out(seconds + building if context.host_sync_is_free else 0.0)
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """Without a Markov head the nodes of a depth have the same children."""
+        """See `HeadProposer`. Without a Markov head, all nodes of a depth have the same children."""
         if n == 1 or self.runner.block.markov is not None or not context.processors.read_scores_alone:
             return super()._children(context, logits, stepped, n, k)
         tokens, log_probs = super()._children(context, logits[:, :1], stepped, 1, k)

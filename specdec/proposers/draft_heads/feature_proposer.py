@@ -1,6 +1,6 @@
-"""`FollowingProposer`: drafts are made from the target's own hidden states, one pass per depth.
+"""`FollowingProposer`: base class of proposers that draft from the target's hidden states.
 
-Owns keeping what drafts up with the text: which states and tokens it has not seen yet.
+It collects the states of accepted tokens that the head or MTP layers have not processed yet.
 """
 
 from __future__ import annotations
@@ -23,46 +23,55 @@ from specdec.utils.timing import clock
 
 
 class Follower(Protocol):
-    """Runs what drafts, with a cache of its own: `HeadRunner`, `MtpRunner`."""
+    """Interface of runners of a head or of MTP layers with a cache of their own, such as `HeadRunner`."""
 
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens (B, W) with the target's states (B, W, C) at the tokens before them, row b left-padded by
-        pads[b], and drop the draft; logits (B, 1, K) after each row's last token."""
+        """Append known tokens and drop the draft.
+
+        Args:
+            tokens: (B, W) int64, row b left-padded by pads[b].
+            states: (B, W, C), the target's states at the token before each of them.
+            pads: B ints.
+
+        Returns:
+            Logits (B, 1, K) after each row's last token.
+        """
 
     def drop_draft(self) -> None:
-        """Forget the draft's nodes."""
+        """Remove the draft's nodes from the cache."""
 
 
 class RecordableFollower(Follower, Protocol):
-    """One whose drafts can be recorded."""
+    """A runner whose drafts can be captured as CUDA graphs."""
 
     @property
     def rows(self) -> CachedRows:
-        """Where its keys and values are."""
+        """The cached rows with the runner's keys and values."""
 
     def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
-        """`extend` by few tokens, behind the rows as they are `there`; pads: (B, 1) int64."""
+        """Like `extend`, for a few tokens after the rows' `device_lengths`. pads: (B, 1) int64."""
 
 
 class FollowingProposer(RecordedDrafts):
-    """What drafted features led to is dropped after a round; the accepted tokens come again with the target's states.
+    """Drafts from the target's hidden states.
 
-    A subclass makes its runner at the beginning of a call.
+    Nodes computed from drafted features are dropped after each round. Accepted tokens are processed again with the
+    target's states. A subclass creates its runner in `begin`.
     """
 
     @property
     @abstractmethod
     def follower(self) -> Follower:
-        """Its runner."""
+        """The runner of the head or MTP layers."""
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        # per row, the target's states that were not read yet, (n, C) each
+        # per row, the target's states that are still to be processed, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
 
     def propose(self, context: Context) -> DraftTree:
         self.sync(context)
-        if not any(self._waiting):  # rows that waited for others have gained nothing to draft after
+        if not any(self._waiting):  # rows that waited for others have no new tokens to draft after
             return DraftTree.root_only(context.root)
         return super().propose(context)
 
@@ -80,11 +89,11 @@ class FollowingProposer(RecordedDrafts):
         width = max(sum(map(len, parts)) for parts in self._waiting)
         return width * context.batch_size if width > FEW_TOKENS else 0
 
-    # Recorded drafts
+    # Drafts captured as CUDA graphs
 
     @property
     def recordable(self) -> RecordableFollower | None:
-        """The runner, if its drafts can be recorded."""
+        """The runner, if its drafts can be captured."""
         return None
 
     @property
@@ -93,13 +102,13 @@ class FollowingProposer(RecordedDrafts):
         return self.recordable.rows
 
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        """What the last round brought, if that is all there is to read."""
+        """See `RecordedDrafts`. The new tokens of the last round, if no others are waiting."""
         missing = [sum(map(len, parts)) for parts in self._waiting]
         last = all(
             len(parts) < 2 and count in (0, fresh)
             for parts, count, fresh in zip(self._waiting, missing, context.fresh, strict=True)
         )
-        # Of a prompt given as embeddings only the last token is known.
+        # Only the last token is known of a prompt given as embeddings.
         known = all(count <= length for count, length in zip(missing, context.lengths, strict=True))
         if self.recordable is None or not last or not known or not 0 < max(missing) <= most:
             return None
@@ -115,7 +124,7 @@ class FollowingProposer(RecordedDrafts):
         if self.recordable is not None and not any(self._waiting):
             self._draft_ahead(context, new_tokens)
 
-    # Kernel by kernel
+    # Eager drafts
 
     def _catch_up(self, context: Context) -> Tensor:
         start, B = clock(), context.batch_size
@@ -127,7 +136,7 @@ class FollowingProposer(RecordedDrafts):
         missing = [len(part) for part in states]
         width = max(missing)
         if all(len(parts) < 2 for parts in self._waiting) and missing == list(context.fresh):
-            padded = context.features  # as it lies, without a copy: long prompts have large states
+            padded = context.features  # without a copy, since long prompts have large states
         else:
             padded = pad_sequence(states, batch_first=True, padding_side="left")
         self._waiting = [[] for _ in range(B)]

@@ -1,6 +1,6 @@
-"""`HeadProposer`: a small head, trained for one target, drafts from its hidden states.
+"""`HeadProposer`: base class of proposers that draft with a small head, trained for one target.
 
-Owns whether head and target fit, where the head's weights lie, and its vocabulary.
+It checks that head and target fit, places the head on the target's device, and maps the head's vocabulary.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ Same = TypeVar("Same", bound="HeadProposer")
 
 
 class HeadProposer(FollowingProposer):
-    """Drafts dynamic trees by default, as large as pays here; chains where the target can verify nothing else.
+    """Drafts with a head that reads the target's hidden states.
 
-    On CPUs in bfloat16 the head's weights are read as 8-bit integers: a draft need not be exact, it is verified.
+    Drafts are dynamic trees by default, as large as pays, and chains if the target cannot verify trees. On CPUs, int8
+    weights are used for the head where they are faster, because drafts are verified and need not be exact.
 
     Args:
-        head: the head, or a folder or hub id of any of the known formats (see `specdec inspect`).
-        branching: the draft's shape, see `AutoregressiveProposer`.
-        tree: likewise.
-        draw: how the draft is chosen, see there.
+        head: the head, or a folder or hub id to load it from, in any known format (see `specdec inspect`).
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
     """
 
     head: Head
     runner: Runner
-    _fast: Any  # a view of the head, which drafts
+    _fast: Any  # the view of the head that drafts
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class HeadProposer(FollowingProposer):
         tree: DynamicTree | None = None,
         draw: bool = True,
     ):
-        self._loaded = isinstance(head, (str, Path))  # then it goes where the target is
+        self._loaded = isinstance(head, (str, Path))  # a head loaded here is moved to the target's device
         self.head = self._load(head) if isinstance(head, (str, Path)) else head
         self._check_kind()
         self._automatic = branching is None and tree is None
@@ -73,28 +74,28 @@ class HeadProposer(FollowingProposer):
         self._fast = self.head
         self._embeddings: WeakKeyDictionary[PreTrainedModel, BorrowedEmbeddings] = (
             WeakKeyDictionary()
-        )  # by targets in several processes
-        self._ids: Tensor | None = None  # `known_tokens`, where they were wanted last
+        )  # by sharded target
+        self._ids: Tensor | None = None  # `known_tokens`, on the device where they were last used
 
-    # What a head does
+    # Implemented by subclasses
 
     @abstractmethod
     def _load(self, path: str | Path) -> Head:
-        """The head in a folder, or of a hub id."""
+        """Load a head from a folder or hub id."""
 
     @abstractmethod
     def _check_kind(self) -> None:
-        """Raise ValueError for a head of a kind that another proposer drafts with."""
+        """Raise ValueError for a kind of head that needs another proposer."""
 
     @abstractmethod
     def _tree(self, top_k: int) -> DynamicTree:
-        """The trees that are drafted where nobody asked for a shape."""
+        """The default settings of dynamic trees."""
 
     @abstractmethod
     def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> Runner:
-        """What runs the head in a call; sized: its drafts may be recorded."""
+        """Make the runner of the head for a call. sized: True if drafts may be captured, which needs padded sizes."""
 
-    # The rest of a proposer
+    # Implementation of Proposer
 
     def check(self, target: PreTrainedModel) -> None:
         self._check_fit(target)
@@ -108,6 +109,7 @@ class HeadProposer(FollowingProposer):
         self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
 
     def _check_fit(self, target: PreTrainedModel) -> None:
+        """Raise ValueError if the head's shape does not fit the target."""
         head, text = self.head.config, target.config.get_text_config(decoder=True)
         embedded = target.get_input_embeddings().weight.shape
         if text.hidden_size != head.target_hidden_size:
@@ -123,18 +125,24 @@ class HeadProposer(FollowingProposer):
         if self.head.embed_tokens is None and embedded[-1] != head.embedding_size:
             raise ValueError(
                 f"the head reads embeddings {head.embedding_size} wide and has none of its own, the target's are "
-                f"{embedded[-1]} wide"
+                f"{embedded[-1]} wide: it belongs to another model"
             )
         known = head.vocab_size if self.head.embed_tokens is not None else embedded[0]
         if head.mask_token_id is not None and head.mask_token_id >= known:
-            raise ValueError(f"the head's mask token {head.mask_token_id} is none of the {known} that are embedded")
+            raise ValueError(
+                f"the head's mask token {head.mask_token_id} is outside the {known} tokens that have an embedding: it "
+                "belongs to another model"
+            )
         ids = self.head.draft_to_target
         if ids is not None and int(ids.max()) >= text.vocab_size:
-            raise ValueError(f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}")
+            raise ValueError(
+                f"the head drafts tokens beyond the target's vocabulary of {text.vocab_size}: it belongs to another "
+                "model"
+            )
 
     def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
         other = super().shaped(branching=branching, tree=tree)
-        other._automatic = False  # `check` leaves the shape as it is
+        other._automatic = False  # so that `check` keeps the shape
         return other
 
     def taps(self, target: PreTrainedModel) -> Taps:
@@ -157,16 +165,16 @@ class HeadProposer(FollowingProposer):
 
     @property
     def recordable(self) -> RecordableFollower | None:
-        """Medusa's and Hydra's heads are not recorded: their runners are no rows of a cache."""
+        """The runner, except for Medusa's and Hydra's heads, whose runners have no cached rows."""
         return None if isinstance(self.runner, (MedusaRunner, HydraRunner)) else self.runner
 
     def known_tokens(self) -> Tensor | None:
         return self.head.draft_to_target
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """In the draft's own vocabulary, where no processor wants to see the text or names tokens.
+        """See `AutoregressiveProposer`. Works in the draft's vocabulary if no processor reads text or names tokens.
 
-        An end token that is drafted too early is rejected.
+        Processors that suppress end tokens are skipped then: an end token drafted too early is rejected.
         """
         ids = self._targets(logits.device)
         if ids is None or not context.processors.fit_any_vocabulary:
@@ -184,6 +192,7 @@ class HeadProposer(FollowingProposer):
         return full.index_copy_(-1, ids, logits)[..., :vocab_size]
 
     def _targets(self, device: torch.device) -> Tensor | None:
+        """The target's ids (K,) int64 of the draft's vocabulary, on this device; None if they are the same."""
         if self._ids is None or self._ids.device != device:
             ids = self.head.draft_to_target
             self._ids = None if ids is None else ids.to(device)

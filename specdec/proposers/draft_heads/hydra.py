@@ -1,4 +1,4 @@
-"""`HydraProposer`: Hydra's heads draft a token each, from the target's last state and the tokens drafted before."""
+"""`HydraProposer`: Hydra's heads draft one token each, from the target's last state and the tokens drafted before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,26 @@ from specdec.sampling.dynamic_tree import DynamicTree
 
 
 class HydraProposer(HeadProposer):
-    """A head for each depth of the tree, over that depth's nodes; arguments as `HeadProposer`'s."""
+    """Drafts with Hydra's heads (arXiv 2402.05109), one head for each depth of the tree.
+
+    Each head reads the target's last hidden state and the tokens drafted before its own. Drafts are dynamic trees by
+    default, and chains if the target cannot verify trees.
+
+    Args:
+        head: the heads, or a folder or hub id to load them from.
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree. `branching=(1,) * n` drafts chains.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
+
+    Raises:
+        ValueError: the heads are of another kind; for a target, if they do not fit.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, HydraProposer("path/to/hydra-heads"))
+        output = spec.generate(input_ids, max_new_tokens=128)
+        ```
+    """
 
     head: HydraHeads
     runner: HydraRunner
@@ -27,7 +46,10 @@ class HydraProposer(HeadProposer):
 
     def _check_kind(self) -> None:
         if not isinstance(self.head, HydraHeads):
-            raise ValueError(f"this is a {type(self.head).__name__}: Hydra's heads are of another kind")
+            raise ValueError(
+                f"HydraProposer needs Hydra's heads, got {type(self.head).__name__}: use BlockProposer or "
+                "Eagle3Proposer"
+            )
 
     def _tree(self, top_k: int) -> DynamicTree:
         return DynamicTree(depth=self.head.config.drafted, top_k=top_k)

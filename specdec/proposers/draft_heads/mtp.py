@@ -1,7 +1,4 @@
-"""`MtpProposer`: the target's own MTP layers draft from its hidden states.
-
-Owns whose layers they are. How they keep up with the text is `FollowingProposer`'s, how they run `MtpRunner`'s.
-"""
+"""`MtpProposer`: the target's own MTP (multi-token prediction) layers draft from its hidden states."""
 
 from __future__ import annotations
 
@@ -24,17 +21,26 @@ from specdec.sampling.dynamic_tree import DynamicTree
 
 
 class MtpProposer(FollowingProposer):
-    """Drafts chains by default, as long as pays; trees where asked for.
+    """Drafts with the target's own MTP layers (multi-token prediction, DeepSeek-V3, arXiv 2412.19437).
 
-    transformers drops a target's MTP layers when it loads the target: they are read from where it was loaded from, once
-    for each target. A single layer is used again for every further token; of several each drafts one, in turn. On CPUs
-    their weights are read as 8-bit integers where that is faster: a draft need not be exact, it is verified.
+    transformers drops these layers when it loads a target, so they are loaded from the target's checkpoint, once per
+    target. A single layer drafts all tokens, one after the other. Several layers draft one token each, in turn. Drafts
+    are chains by default. On CPUs, int8 weights are used where they are faster, because drafts are verified.
 
     Args:
-        head: the layers, or a folder or hub id that holds them; None: where the target was loaded from.
-        branching: the draft's shape, see `AutoregressiveProposer`.
-        tree: likewise.
-        draw: how the draft is chosen, see there.
+        head: the layers, or a folder or hub id to load them from. None: the target's checkpoint.
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
+
+    Raises:
+        ValueError: for a target, if there are no MTP layers or they do not fit.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, MtpProposer())  # or by name: "mtp"
+        output = spec.generate(input_ids, max_new_tokens=128)
+        ```
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class MtpProposer(FollowingProposer):
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self.head = head
-        self._heads = WeakIdKeyDictionary()  # as they draft, by the configs of their targets, which views of them share
+        self._heads = WeakIdKeyDictionary()  # the layers by their target's config, which views of the target share
 
     def check(self, target: PreTrainedModel) -> None:
         if target.config not in self._heads:
@@ -69,6 +75,7 @@ class MtpProposer(FollowingProposer):
         super().begin(context)
 
     def _of(self, target: PreTrainedModel) -> MtpHead:
+        """The layers of this target."""
         return self._heads[target.config]
 
     @property
@@ -77,7 +84,7 @@ class MtpProposer(FollowingProposer):
 
     @property
     def recordable(self) -> RecordableFollower | None:
-        """Of several layers each has rows of its own."""
+        """The runner if there is a single layer: several layers have separate rows, which are not captured."""
         return self.runner if len(self.runner.layers) == 1 else None
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:

@@ -1,6 +1,7 @@
-"""`AutoregressiveProposer`: drafts by a model of its own, one pass per depth: a chain, a fixed or a dynamic tree.
+"""`AutoregressiveProposer`: base class of proposers that draft with one model pass per depth.
 
-Owns the shapes of drafts and when to stop. The models, and how they keep up with the text, are its subclasses'.
+It builds chains, fixed trees and dynamic trees, and decides when to stop. Subclasses run the model and keep it in step
+with the text.
 """
 
 from __future__ import annotations
@@ -34,59 +35,62 @@ Same = TypeVar("Same", bound="AutoregressiveProposer")
 
 
 class AutoregressiveProposer(Proposer):
-    """Drafts by running a model step by step.
+    """Drafts by running a model step by step. Without `branching` and `tree`, drafts are chains.
 
-    Drafts are made of top tokens: at T = 0 of the draft's own distribution q (temperature, top-k, penalties applied),
-    at T > 0 of the race that q and the target share the noise of (`Context.coupled_scores`). Under the rules "block" and "token"
-    chains and fixed trees are drawn from q instead, if `draw`. Drafting ends where the next pass is not worth its cost
-    (see `Pacer`).
+    At T = 0 a draft consists of the best tokens of the draft's distribution q, after temperature, top-k and penalties.
+    At T > 0 it consists of the best tokens of q / E, with the target's exponential noise E (`Context.coupled_scores`).
+    Under the rules "block" and "token", chains and fixed trees are drawn from q instead, if `draw` is True. Drafting
+    stops when the next pass is not worth its cost (see `Pacer`).
 
     Args:
-        branching: children per node at each depth, (3, 2, 1) say, for a tree of that shape.
-        tree: for a dynamic one. Without either: chains.
-        draw: at T > 0 under the rules "block" and "token", draw the draft from q.
+        branching: the number of children per node at each depth of a fixed tree, for example (3, 2, 1).
+        tree: the settings of a dynamic tree.
+        draw: True to draw drafts from q at T > 0 under the rules "block" and "token".
+
+    Raises:
+        ValueError: `branching` is empty or has an entry below 1, or both `branching` and `tree` are given.
     """
 
     def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
         if branching is not None and (not branching or any(not isinstance(n, int) or n < 1 for n in branching)):
-            raise ValueError(f"branching needs at least one child at every depth, (3, 2, 1) say, got {branching!r}")
+            raise ValueError(f"branching needs at least one child at every depth, e.g. (3, 2, 1), got {branching!r}")
         if branching is not None and tree is not None:
-            raise ValueError("branching is the shape of a fixed tree, tree of a dynamic one: give one of them")
+            raise ValueError("branching is for a fixed tree and tree for a dynamic one, got both: give one of them")
         self.branching, self.tree, self.draw = branching, tree, draw
-        self._stepped = 0  # nodes of the last draft, in their order behind the root, that the model was run over
+        self._stepped = 0  # nodes of the last draft, in order after the root, that the model has processed
         self._pacer: Pacer | None = None
-        self._rows: list[int] = []  # that the last draft was for
+        self._rows: list[int] = []  # rows of the last draft
 
     def shaped(self: Same, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None) -> Same:
-        """The same model with drafts of another shape, for calls of their own: what it has read is shared."""
+        """A shallow copy of this proposer, with the same model and another draft shape."""
         other = copy.copy(self)
         other.branching, other.tree = branching, tree
         return other
 
-    # What a draft model does
+    # Implemented by subclasses
 
     @abstractmethod
     def _backlog(self, context: Context) -> int:
-        """Tokens that `_catch_up` would have to read, over all rows and with their padding."""
+        """Number of tokens that `_catch_up` would process, over all rows, including padding."""
 
     @abstractmethod
     def _catch_up(self, context: Context) -> Tensor:
-        """Take in what the text gained since the last draft, the root included; logits after it, (B, 1, K)."""
+        """Process the new tokens since the last draft, including the root; logits (B, 1, K) after them."""
 
     @abstractmethod
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        """Run the model over the last n of `stepped`, the others being pending; logits (B, n, K)."""
+        """Run the model over the last n nodes of `stepped`; the others are in its cache. Returns logits (B, n, K)."""
 
     @abstractmethod
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits (..., K) over the target's vocabulary (..., V): what the draft does not know gets -inf."""
+        """Map logits (..., K) to the target's vocabulary (..., V), with -inf for tokens the draft does not have."""
 
     def known_tokens(self) -> Tensor | None:
-        """(K,) int64, the target's ids that the draft can propose; None: all."""
+        """The target's token ids that the draft can propose, (K,) int64. None: all."""
         return None
 
     def _deepest(self, pacer: Pacer) -> int:
-        """How deep a draft may go."""
+        """The largest depth of a draft."""
         return pacer.limit
 
     # Drafting
@@ -108,7 +112,7 @@ class AutoregressiveProposer(Proposer):
         return self._grown(context, self._catch_up(context), limit)
 
     def _grown(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
-        """The draft behind the roots, from the logits (B, 1, K) after them."""
+        """Grow the draft from the logits (B, 1, K) after the roots, down to depth `limit`."""
         if self._in_chains(context):
             return self._grow_chain(context, logits, limit)
         if self.branching is not None:
@@ -117,25 +121,26 @@ class AutoregressiveProposer(Proposer):
         return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
 
     def _in_chains(self, context: Context) -> bool:
+        """Return whether to draft chains."""
         return context.chains_only or (self.branching is None and self.tree is None)
 
     def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        """Book which nodes of a dynamic tree were accepted, and how deep it went; of a chain what was not looked at."""
+        """Record which nodes of a tree were accepted, and the confidence of a chain that was drafted on a device."""
         outcome, pacer = verdict.outcome, self._pacer
         if outcome is None or pacer is None:
             return
-        looked = draft.tokens.device.type == "cpu"
+        on_cpu = draft.tokens.device.type == "cpu"
         if "chances" in outcome.notes:
             acceptance_estimates.book_tree(pacer, outcome, accepted, self._rows)
-            if not looked:
+            if not on_cpu:
                 self._gains.observe(pacer, outcome.notes["chances"], self._rows)
-        elif outcome.confidence_bins is not None and not looked and self._rows:
+        elif outcome.confidence_bins is not None and not on_cpu and self._rows:
             acceptance_estimates.record_chain(pacer, outcome.confidence_bins, draft.size, self._rows)
 
     def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
-        """For each row, which of the draft model's steps of this round the accepted nodes were, as far as they were.
+        """The indices of each row's accepted nodes among the nodes that the draft model has processed.
 
-        Nodes of the last depth were not: accepted or not, the next catch-up feeds them.
+        Nodes of the last depth have not been processed. If accepted, the next catch-up processes them.
         """
         steps = []
         for b, count in enumerate(accepted):
@@ -148,7 +153,7 @@ class AutoregressiveProposer(Proposer):
         return steps
 
     def _draws(self, context: Context) -> bool:
-        """Tokens are drawn from q; where the text follows shared noise, the race's best is the better bet."""
+        """Return whether to draw tokens from q. With shared noise, the best of q / E is accepted more often."""
         return context.sampling and self.draw and context.noise is None
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
@@ -192,17 +197,17 @@ class AutoregressiveProposer(Proposer):
         )
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        """(B,) int64, see `expected.sureness`."""
+        """Confidence bins (B,) int64, see `acceptance_estimates.sureness`."""
         return acceptance_estimates.sureness(scores, q)
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
-        """The same shape in every row, whatever is drawn: the shape must not depend on the tokens."""
+        """Grow a tree of the same shape in every row. The shape must not depend on the tokens drawn."""
         B, device = context.batch_size, context.tokens.device
         draw = self._draws(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
         stepped = Stepped.none(context.root, context.short_budget(limit))
         q_rows: list[Tensor] = []
-        level = [0]  # node indices whose logits we have
+        level = [0]  # indices of the nodes whose logits are known
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor]:
             probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
@@ -236,7 +241,7 @@ class AutoregressiveProposer(Proposer):
         return fitted(context, tokens, parents, depth, q)
 
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
-        """Expand the most probable nodes of each depth, then keep the most probable of all."""
+        """Expand the most probable nodes of each depth, then keep the most probable ones of all depths (EAGLE-2)."""
         pacer = context.pacer
         stepped = Stepped.none(context.root, context.short_budget(limit))
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
@@ -263,7 +268,7 @@ class AutoregressiveProposer(Proposer):
         return top_children(self._processed(context, logits, stepped, n), k)
 
     def _size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
-        """How many of so many candidates are to be verified; best: they, where they can be looked at."""
+        """The number of candidates to verify, out of `count`. best: the candidates, if their values may be read."""
         fixed = tree.size is not None or context.pacer.length is not None
         return count if fixed else self._gains.size(context, count, best)
 
@@ -277,7 +282,7 @@ class AutoregressiveProposer(Proposer):
         *,
         chain: bool = False,
     ) -> tuple[Tensor, Read]:
-        """`_step`, and what `read` makes of its logits (B, n, K); both are booked."""
+        """Run `_step`, apply `read` to its logits (B, n, K), and record the time of both."""
         start = clock()
         logits = self._step(stepped, n, parents, chain)
         passed = clock()
@@ -286,20 +291,20 @@ class AutoregressiveProposer(Proposer):
         return out
 
     def _book_step(self, context: Context, logits: Tensor, seconds: float, building: float) -> None:
-        """Of a step: what its logits (B, n, K) took, and what was made of them."""
+        """Record a step: the seconds for its logits (B, n, K), and those for building nodes of them."""
         self._book_pass(context, logits, seconds, building=building)
 
     def _book_pass(
         self, context: Context, logits: Tensor, seconds: float, tokens: int = 1, building: float = 0.0
     ) -> None:
-        """On a device that works on its own a pass is only launched by now: the round tells what it took."""
+        """Record a pass. On an asynchronous device it is only launched, and its duration is known after the round."""
         if logits.device.type == "cpu":
             context.pacer.observe_draft_pass(seconds, tokens, building)
         else:
             context.pacer.launched_draft_pass(tokens)
 
     def _processed(self, context: Context, logits: Tensor, stepped: Stepped, n: int) -> Tensor:
-        """The call's processors on the logits (B, n, K) of the n newest nodes (n = 1 and none stepped: the root)."""
+        """Apply the call's processors to logits (B, n, K) of the n newest nodes, or of the root if there are none."""
 
         def texts() -> list[list[Tensor]]:
             so_far = [context.tokens[b, : context.ends[b]] for b in range(context.batch_size)]
@@ -313,17 +318,17 @@ class AutoregressiveProposer(Proposer):
         full = self._full(logits, context.vocab_size)
         try:
             scores = context.processors(full, texts, stepped.dead)
-        except Exception:  # of a text that plain decoding may never write; else verification finds out
+        except Exception:  # plain decoding may never reach this text; if it does, verification raises the error
             scores = full.float()
         if context.processors.processors:
-            # Where nothing that the draft knows is allowed, any token will do: it is going to be rejected.
+            # If the processors allow none of the draft's tokens, any token will do: it is going to be rejected.
             nothing = (scores == float("-inf")).all(-1, keepdim=True)
             scores = scores.masked_fill(nothing, 0.0)
         return context.coupled_scores(scores, stepped.levels)
 
 
 def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable entries of scores (..., K) and their log-probabilities, (..., k) each."""
+    """The k most probable entries of scores (..., K): indices and log-probabilities, (..., k) each."""
     top = scores.topk(min(k, scores.shape[-1]), -1)
     log_probs = top.values - scores.logsumexp(-1, keepdim=True)
     return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf

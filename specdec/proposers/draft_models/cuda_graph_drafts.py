@@ -1,7 +1,7 @@
-"""`RecordedDrafts`: whole drafts as one launch: catching up with the text, a pass per depth, the tree of what came out.
+"""`RecordedDrafts`: captures whole drafts as CUDA graphs: catching up with the text, a pass per depth, and the tree.
 
-Owns what such a draft is told beforehand instead of finding out on the way: how deep it goes, by past rounds. What it
-does is `AutoregressiveProposer`'s own code, run over inputs that stay in one place (`recording`).
+A draft's depth is fixed before capture, from the acceptance of past rounds, because a replayed graph cannot branch on
+values. The captured code is `AutoregressiveProposer`'s, run over buffers with fixed addresses (`models.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from specdec.sampling.noise import Noise
 from specdec.sampling.results import NewTokens
 from specdec.utils.device_copies import uploaded
 
-DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # that are recorded, where nobody set one
-WIDTHS = (8, 16)  # tokens of the text that are read at once: what a round brings, padded on the left
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths that are captured when the draft length is automatic
+WIDTHS = (8, 16)  # padded numbers of new tokens per row that a captured draft processes first
 
 
 @dataclass(frozen=True)
 class LaunchedDraft:
-    """A draft that the device was asked for.
+    """A draft launched on the device.
 
     Attributes:
-        made: of it, by name. depth: how deep it goes. key: of what was run, see `RecordedDrafts._pending`.
+        made: its tensors, by name.
+        depth: its depth.
+        key: the key of the captured function, see `RecordedDrafts._pending`.
     """
 
     made: Mapping[str, Tensor]
@@ -41,38 +43,44 @@ class LaunchedDraft:
 
 
 class RecordedDrafts(AutoregressiveProposer):
-    """Chains and dynamic trees are recorded where a call has a recorder, and neither chance nor text has a say in them.
+    """Base class of proposers whose chains and dynamic trees can be captured as CUDA graphs.
 
-    A subclass stands before the class that drafts without.
+    A draft is captured if the call has a `Recorder`, the draft is deterministic and no logits processor reads the text.
+    All other drafts run eagerly, as in `AutoregressiveProposer`.
     """
 
     @property
     @abstractmethod
     def rows(self) -> CachedRows:
-        """The runner of what drafts."""
+        """The cached rows of the drafting model or head."""
 
     @property
     def _widest_pass(self) -> int:
-        """Nodes that are written behind the text beside those of depths: a block's."""
+        """Cache slots that one pass writes after the text, if more than the draft's nodes: a block's size."""
         return 0
 
     @abstractmethod
     def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        """How many tokens of each row are to be read, and the target's states (B, W, C) with them, padded on the left.
+        """Take each row's number of unprocessed tokens, and the target's states (B, W, C) for them, left-padded.
 
-        They count as read then. None where they are more than `most`, or states do not lie side by side.
+        They count as processed afterwards. None if there are more than `most`, or if the states are not contiguous.
         """
 
     @abstractmethod
     def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        """Take in tokens (B, W), row b left-padded by pads[b], behind the rows as they are `device_lengths`; logits (B, 1, K)
-        after them. pads: (B, 1) int64."""
+        """Process tokens (B, W) after the rows, whose lengths are `device_lengths`; logits (B, 1, K) after them.
+
+        Args:
+            tokens: (B, W) int64, row b left-padded by pads[b].
+            states: (B, W, C), the target's states for the tokens; None for a draft model.
+            pads: (B, 1) int64.
+        """
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        self._pending: dict[object, int] = {}  # nodes that what drafts was run over, by draft: replays do not count
+        self._pending: dict[object, int] = {}  # nodes in the draft's cache by key, since a replay does not count them
         self._ahead: LaunchedDraft | None = None
-        self._width = WIDTHS[0]  # tokens that are read at once: it grows, so that few are recorded
+        self._width = WIDTHS[0]  # current padded width; it only grows, which keeps captures few
 
     def propose(self, context: Context) -> DraftTree:
         try:
@@ -91,18 +99,19 @@ class RecordedDrafts(AutoregressiveProposer):
         return self._taken(context, launched, chain, missing)
 
     def _draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
-        """See `Proposer.draft_ahead`: for what keeps nothing of its drafts."""
+        """Launch the next draft, see `Proposer.draft_ahead`. For proposers that drop their drafts after a round."""
         chain = self._in_chains(context)
         depth = self._depth(context, chain) if new_tokens.tokens.shape[1] <= WIDTHS[-1] else 0
         if depth:
             self._ahead = self._replayed(context, depth, chain, self._inputs_ahead(context, depth, new_tokens))
 
     def _book_recorded(self, context: Context, depth: int) -> None:
+        """Record the passes of a captured draft."""
         for _ in range(depth):
             context.pacer.launched_draft_pass()
 
     def _depth(self, context: Context, chain: bool) -> int:
-        """Of a draft that can be recorded, by what past rounds say; 0: it cannot."""
+        """The depth of the next captured draft, estimated from past rounds; 0: it cannot be captured."""
         recorder, pacer = context.recorder, context.pacer
         if recorder is None or recorder.refused or self._draws(context) or not context.processors.read_scores_alone:
             return 0
@@ -120,7 +129,7 @@ class RecordedDrafts(AutoregressiveProposer):
         return depth if pacer.length is not None else max(size for size in (0, *DEPTHS) if size <= depth)
 
     def _inputs(self, context: Context, depth: int, missing: Sequence[int], states: Tensor | None) -> dict[str, Tensor]:
-        """What `_made` is of, as far as it is data."""
+        """The tensor inputs of `_made`, by name."""
         width = self._wide_enough(max(missing))
         pads = [width - count for count in missing]
         budget = [budget + count for budget, count in zip(context.drafting_budget, missing, strict=True)]
@@ -135,7 +144,7 @@ class RecordedDrafts(AutoregressiveProposer):
         return inputs
 
     def _inputs_ahead(self, context: Context, depth: int, new_tokens: NewTokens) -> dict[str, Tensor]:
-        """The same behind what the rows gain in this round."""
+        """The tensor inputs of `_made` for a draft after this round's new tokens."""
         most = self._wide_enough(new_tokens.tokens.shape[1])
         new_tokens = new_tokens.padded(most)
         begins, budget = uploaded([self._begins(context), context.drafting_budget], new_tokens.pads.device)
@@ -150,16 +159,17 @@ class RecordedDrafts(AutoregressiveProposer):
         return inputs
 
     def _wide_enough(self, most: int) -> int:
+        """The padded width for `most` new tokens per row."""
         self._width = min(size for size in WIDTHS if size >= max(most, self._width))
         return self._width
 
     def _begins(self, context: Context) -> list[int]:
-        """The rows' lengths. A row that is done may have no positions left: what is run for it, and for nothing, is run
-        at the first ones."""
+        """The rows' lengths, 0 for finished rows: these may have no positions left, and their nodes are ignored."""
         drafting = set(context.rows)
         return [length if b in drafting else 0 for b, length in enumerate(self.rows.lengths)]
 
     def _replayed(self, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]) -> LaunchedDraft:
+        """Launch a draft with the call's recorder."""
         assert context.recorder is not None
         wide = 1 if chain or self.tree is None else self.tree.top_k
         sizes = self.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, self._widest_pass))
@@ -167,10 +177,10 @@ class RecordedDrafts(AutoregressiveProposer):
         function = partial(self._made, context, depth, chain, key)
         if self.rows.cache.filled:
             return LaunchedDraft(context.recorder(self.rows, key, function, inputs), depth, key)
-        return LaunchedDraft(function(**inputs), depth, key)  # it makes the buffers that replays write to
+        return LaunchedDraft(function(**inputs), depth, key)  # the first run allocates the buffers for replays
 
     def _taken(self, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]) -> DraftTree:
-        """For this round; missing: how many tokens of each row were read for it."""
+        """Return the launched draft for this round. missing: tokens of each row that were processed for it."""
         rows, drafting = self.rows, set(context.rows)
         rows.cache.lengths = [length + count for length, count in zip(rows.lengths, missing, strict=True)]
         rows.pending = self._pending[launched.key]
@@ -198,7 +208,20 @@ class RecordedDrafts(AutoregressiveProposer):
         states: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """What is recorded. begins, budget: (B,) int64, length and room before the tokens (B, W). pads: (B,), theirs."""
+        """The function that is captured: processes the new tokens, grows the draft and returns its tensors.
+
+        Args:
+            context: the state of the batch, whose tensors are replaced by the arguments below.
+            depth: the depth of the draft.
+            chain: True for a chain, False for a dynamic tree.
+            key: the key of the captured function.
+            tokens: (B, W) int64, the new tokens, left-padded.
+            begins: (B,) int64, the length of each row before the new tokens.
+            budget: (B,) int64, the budget of each row before the new tokens.
+            pads: (B,) int64, the padding of each row of `tokens`.
+            states: (B, W, C), the target's states for the new tokens, for proposers that read them.
+            noise: (B, depth, V) float32, the noise of the columns after the root.
+        """
         (B, W), rows = tokens.shape, self.rows
         still = replace(
             context,
@@ -224,10 +247,10 @@ class RecordedDrafts(AutoregressiveProposer):
 
 
 class Decided(Pacer):
-    """Of a draft whose depth is settled: there is nothing to ask it, and nothing of what it hears is kept."""
+    """A pacer with a fixed depth: answers every question with it and discards all observations."""
 
     def __init__(self, depth: int, chain: bool):
-        super().__init__(None if chain else depth)  # of a chain it is wanted how sure the draft was
+        super().__init__(None if chain else depth)  # a chain records its confidence only without a fixed length
         self.depth = depth
 
     def worth(self, chances: Sequence[float], drafted: int, draft_steps: int = 0) -> bool:
@@ -235,7 +258,7 @@ class Decided(Pacer):
 
 
 class GivenNoise(Noise):
-    """Of the columns behind the root, (B, n, V)."""
+    """Noise given as a tensor (B, n, V) for the n columns after the root."""
 
     def __init__(self, drawn: Tensor):
         self.drawn = drawn
@@ -245,13 +268,14 @@ class GivenNoise(Noise):
 
 
 def _as_tensors(draft: DraftTree) -> dict[str, Tensor]:
-    """All of a deterministic draft, by name."""
+    """The tensors of a deterministic draft, by name."""
     confidence_bins = {} if draft.confidence_bins is None else {"confidence_bins": draft.confidence_bins}
     notes = {f"note {name}": note for name, note in draft.notes.items()}
     return {"tokens": draft.tokens, "parents": draft.parents, **confidence_bins, **notes}
 
 
 def _as_draft(made: Mapping[str, Tensor], chain: bool, depth: int) -> DraftTree:
+    """The inverse of `_as_tensors`."""
     notes = {name.removeprefix("note "): note for name, note in made.items() if name.startswith("note ")}
     levels = None if chain else depth
     return DraftTree(
@@ -265,7 +289,7 @@ def _as_draft(made: Mapping[str, Tensor], chain: bool, depth: int) -> DraftTree:
 
 
 def _first(draft: DraftTree, size: int, context: Context) -> DraftTree:
-    """The first `size` nodes behind the root: parents come before their children, and the most probable first."""
+    """Cut the draft to its `size` most probable nodes after the root, which come first."""
     if size == 0:
         return DraftTree.root_only(context.root)
     notes = {**draft.notes, "steps": draft.notes["steps"][:, : 1 + size]}

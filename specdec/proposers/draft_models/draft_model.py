@@ -1,7 +1,7 @@
 """`DraftModelProposer`: a smaller causal LM with the target's tokenizer drafts, one pass per drafted token.
 
-Owns the draft model's runner, whose cache follows the accepted text: nothing is fed twice. A draft model may know less
-than the target: token ids it has none for are read as its last one, and behind its last position it drafts nothing.
+The draft model's cache is rolled back to the accepted text, so no token is processed twice. The draft model may have
+a smaller vocabulary and fewer positions: unknown token ids are read as its last one, and it stops at its last position.
 """
 
 from __future__ import annotations
@@ -34,21 +34,31 @@ from specdec.utils.timing import clock
 
 
 class DraftModelProposer(RecordedDrafts):
-    """A smaller model drafts chains, or trees.
+    """Drafts with a smaller model that has the target's tokenizer (Leviathan et al., arXiv 2211.17192).
+
+    Drafts are chains by default. Give `branching` for a tree of a fixed shape, or `tree` for a dynamic one.
 
     Args:
         model: the draft model, or a path or hub id to load one from.
-        like: a model loaded here has this one's number format and device, which a target's draft does best in; None:
-            the format as saved, and the target's device.
-        branching: the draft's shape, see `AutoregressiveProposer`; chains by default.
-        tree: likewise.
-        draw: how the draft is chosen, see there.
-        vocab: restrict the draft's LM head to these token ids, (K,) int64, or to the `vocab` lowest ids, which in BPE
-            vocabularies are the earliest merges and so the most frequent tokens; None: the whole vocabulary. With
-            152k tokens the head is a quarter of a 0.5B draft's time.
-        int8: read the weights as 8-bit integers in passes over few tokens (CPU, bfloat16 or float32; a byte for each
-            of the weights in memory; of a float32 model that is loaded here, the integers alone are kept). None: where
-            it pays.
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
+        vocab: token ids to restrict the draft's LM head to, (K,) int64, or an int for this many of the lowest ids. In
+            BPE vocabularies these are the earliest merges, so the most frequent tokens. None: the whole vocabulary.
+            With 152k tokens the head takes a quarter of the time of a 0.5B draft.
+        int8: True to use 8-bit integer weights in passes over few tokens (CPU, bfloat16 or float32). They take one more
+            byte per weight, except for a float32 model loaded here, which keeps only the integers. None: if faster.
+        like: a model, usually the target. A draft loaded here gets its dtype and device. None: the dtype of the
+            checkpoint and the target's device.
+
+    Raises:
+        ValueError: the model has no LM head, or an argument does not fit it.
+
+    Example:
+        ```python
+        proposer = DraftModelProposer("path/to/draft-model", like=model, tree=DynamicTree())
+        spec = SpeculativeGenerator(model, proposer)
+        ```
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class DraftModelProposer(RecordedDrafts):
         like: PreTrainedModel | None = None,
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
-        self._path = model if isinstance(model, str) else None  # then it goes where the target is
+        self._path = model if isinstance(model, str) else None  # a model loaded here is moved to the target's device
         self.model = load(model, like) if isinstance(model, str) else unwrap_model(model)
         require_lm_head(self.model)
         self.vocab = _vocabulary(self.model, vocab)
@@ -78,8 +88,7 @@ class DraftModelProposer(RecordedDrafts):
             raise ValueError(f"{reason}: choose a draft model of the target's kind")
         if is_sharded(self.model):
             raise ValueError(
-                "the draft model's weights lie in several processes, which would have to draft together: load it whole "
-                "in each of them"
+                "the draft model is sharded over several processes, but must be whole in each: load it without sharding"
             )
         if self._path is not None and device_of(target) != self.model.device:
             self.model = load(self._path).to(device_of(target), self.model.dtype)
@@ -94,7 +103,7 @@ class DraftModelProposer(RecordedDrafts):
             raise ValueError(able.message(f"{type(self.model).__name__} cannot draft"))
 
     def _capability(self, target: PreTrainedModel) -> Capability | None:
-        """How the draft model can be run; None: as a target of its class, without trying it out."""
+        """The draft model's capabilities, found by running it. None for the target's class: the target's apply."""
         return None if type(self.model) is type(target) else capability(self.model, drafts=True)
 
     def _check_vocabulary(self, target: PreTrainedModel) -> None:
@@ -102,26 +111,29 @@ class DraftModelProposer(RecordedDrafts):
         if differ is not None:
             raise ValueError(
                 f"{differ}. Choose a draft model of the target's family, or use TranslatedDraftProposer, which drafts "
-                "in the tokens that both have."
+                "the tokens that both tokenizers have."
             )
 
     def _settle(self) -> None:
-        """Make the view of the model that drafts."""
+        """Make the view of the model that drafts: trimmed LM head, int8 weights."""
         owned = self._path is not None
         self._view = self.model if self.vocab is None else with_trimmed_head(self.model, self.vocab)
         if decide_int8(self._int8, self.model):
-            # In float32 the integers are the faster ones up to 32 tokens (AVX2), and a quarter of the memory; beside
-            # bfloat16, which some processors multiply as it is, catching up over several tokens keeps the weights.
+            # In float32, int8 is faster up to 32 tokens (AVX2) and takes a quarter of the memory, so it replaces the
+            # weights. bfloat16 weights are kept for passes over more tokens: some processors multiply them natively.
             self._view = with_int8_linears(self._view, alone=owned and self.model.dtype == torch.float32)
         if owned:
-            self.model = self._view  # weights that it does without are nobody's now
+            self.model = self._view  # release weights that the view does not use
 
     def drafting_model(self) -> nn.Module:
         return self._view
 
     def new_runner(self, masks: str | None = None, sized: bool = False) -> ModelRunner:
-        """Of the draft model as it drafts, in eval mode whatever its own is, with a cache of its own; masks: see there;
-        sized: its drafts may be recorded.
+        """A runner of the drafting view in eval mode, with a cache of its own.
+
+        Args:
+            masks: see `ModelRunner`.
+            sized: True if drafts may be captured as CUDA graphs, which needs padded sizes.
         """
         view = in_eval_mode(self._view)
         static_forward = (
@@ -178,7 +190,7 @@ class DraftModelProposer(RecordedDrafts):
             self.runner.commit_path(self._accepted_steps(verdict.outcome, accepted), self.runner.device)
 
     def _within_positions(self, context: Context) -> Context:
-        """The context with room for as many tokens as the draft model has positions for."""
+        """The context with each row's budget limited by the draft model's positions."""
         most = self._positions
         if most is None:
             return context
@@ -188,14 +200,15 @@ class DraftModelProposer(RecordedDrafts):
         return replace(context, budget=budget, active=active)
 
     def _lengths(self, context: Context) -> list[int]:
-        """Tokens of each row's text, as the draft model has them."""
+        """Number of tokens in each row's text, in the draft model's tokens."""
         return context.lengths
 
     def _readable(self, tokens: Tensor) -> Tensor:
-        """A fine-tuned target may have tokens that its draft model has not: chat markers, say."""
+        """Clamp tokens to the draft model's vocabulary, since a fine-tuned target may have added chat markers."""
         return tokens.clamp(max=self.model.config.get_text_config(decoder=True).vocab_size - 1)
 
     def _missing(self, context: Context) -> list[int]:
+        """Tokens of each row that the draft model has not processed; 0 for finished rows."""
         return [
             max(0, end - pad - have) if active else 0
             for end, pad, have, active in zip(
@@ -208,7 +221,7 @@ class DraftModelProposer(RecordedDrafts):
         return width * context.batch_size if width > FEW_TOKENS else 0
 
     def _catch_up(self, context: Context) -> Tensor:
-        """Feed what the text gained since the last draft, the root included; logits after it, (B, 1, V)."""
+        """Process the new tokens since the last draft, including the root; logits (B, 1, V) after them."""
         missing = self._missing(context)
         width, start = max(missing), clock()
         tokens = self._readable(context.last_tokens(width))
@@ -219,7 +232,7 @@ class DraftModelProposer(RecordedDrafts):
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
         if most is not None and self.runner.device_lengths is None and max(self.runner.lengths) >= most:
-            # A row that has no room may have been read up to the last position: its nodes are run there.
+            # A row without a budget may be at the last position already: its nodes are placed there.
             left = [most - 1 - length for length in self.runner.lengths]
             depth = torch.minimum(depth, uploaded(left, depth.device)[:, None])
         return self.runner.grow(tokens, depth, stepped.seen, chain=chain).logits.to(tokens.device)
@@ -228,7 +241,7 @@ class DraftModelProposer(RecordedDrafts):
         return self.vocab
 
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits over the target's vocabulary: what the draft does not know gets -inf."""
+        """Logits over the target's vocabulary, -inf for tokens that the draft does not have."""
         if self.vocab is not None:
             full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
             return full.index_copy_(-1, self.vocab.to(logits.device), logits)
@@ -237,7 +250,7 @@ class DraftModelProposer(RecordedDrafts):
 
 
 def what_differs(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
-    """Between the vocabularies of a draft model and a target, in words; None where they are the same."""
+    """Describe how the vocabularies of a draft model and a target differ; None if they are the same."""
     ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, target))
     if abs(ours - theirs) > LARGEST_PADDING:
         return f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a tokenizer"
@@ -251,39 +264,41 @@ def what_differs(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
 
 
 def tokenizers_at_hand(model: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Whether the tokenizers of both lie beside their weights."""
+    """Return whether both models' tokenizers are available locally, next to their weights."""
     return _vocabulary_of(model) is not None and _vocabulary_of(target) is not None
 
 
 def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:
-    """The tokens of the tokenizer that lies beside the model's weights; None where there is none at hand."""
+    """The tokens of the tokenizer next to the model's weights, by id; None if it is not available locally."""
     if not model.name_or_path:
         return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
-    except Exception:  # no tokenizer there, or one that needs what is not installed: nothing to compare
+    except Exception:  # no tokenizer, or one that needs a package which is not installed: nothing to compare
         return None
     return {index: token for token, index in tokenizer.get_vocab().items()}
 
 
 def _first_difference(ours: dict[int, str] | None, theirs: dict[int, str] | None) -> int | None:
-    """The lowest token id that both know by different names, or None."""
+    """The lowest token id whose tokens differ, or None."""
     if ours is None or theirs is None:
         return None
     return min((index for index in ours.keys() & theirs.keys() if ours[index] != theirs[index]), default=None)
 
 
 def decide_int8(int8: bool | None, model: PreTrainedModel) -> bool:
+    """Resolve the `int8` argument. Raises ValueError if int8 is requested and does not fit the model."""
     pays = int8_pays(model)
     if int8 and not pays:
         raise ValueError(
             f"int8 drafting needs a bfloat16 or float32 model of at least 10M parameters on a CPU, got {model.dtype}, "
-            f"{model.num_parameters() / 1e6:.0f}M parameters on {model.device}. Use int8=None."
+            f"{model.num_parameters() / 1e6:.0f}M parameters on {model.device}: use int8=None"
         )
     return pays if int8 is None else int8
 
 
 def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | None:
+    """Token ids of a trimmed LM head, ascending and including end tokens; None for the whole vocabulary."""
     size = model.config.get_text_config(decoder=True).vocab_size
     if vocab is None or (isinstance(vocab, int) and vocab >= size):
         return None
@@ -292,5 +307,7 @@ def _vocabulary(model: PreTrainedModel, vocab: Tensor | int | None) -> Tensor | 
     known = torch.arange(vocab) if isinstance(vocab, int) else vocab.long().cpu()
     known = torch.cat([known, torch.tensor(sorted(end_tokens(model)), dtype=torch.long)]).unique()
     if int(known[0]) < 0 or int(known[-1]) >= size:
-        raise ValueError(f"vocab holds ids from {int(known[0])} to {int(known[-1])}, the draft knows 0 to {size - 1}")
+        raise ValueError(
+            f"vocab has ids from {int(known[0])} to {int(known[-1])}, expected ids of the draft model, 0 to {size - 1}"
+        )
     return known

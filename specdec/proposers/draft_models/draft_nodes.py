@@ -1,4 +1,4 @@
-"""`Stepped`: the nodes of a draft that what drafts was run over, level by level, and what each of them sees."""
+"""`Stepped`: the draft nodes that the draft model has processed, level by level, with their attention mask."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stepped:
-    """The nodes that the draft model was run over in this round, M per row, level by level; the root is not among them.
+    """Nodes that the draft model has processed in this round, M per row, level by level, without the root.
 
     Attributes:
-        tokens: (B, M) int64. depth: (B, M) int64, 0 for children of the root; no more than a row has room for, as
-            positions may run out.
-        seen: (B, n, M) bool, which of them each of the last level's n sees, itself included.
-        deepest: (B, 1) int64, each row's largest depth; None: there is room for whatever is drafted.
-        dead: (B, n) bool, of the last level, nodes that the call's processors ruled out: never reached, whatever comes
-            of them; None: none of them is known to be.
-        levels: how many there are.
+        tokens: (B, M) int64, the token of each node.
+        depth: (B, M) int64, 0 for children of the root. Capped by the row's budget, since positions may run out.
+        seen: (B, n, M) bool, the nodes that each of the last level's n nodes attends to, including itself.
+        deepest: (B, 1) int64, the largest depth of each row; None: no row's budget is reached.
+        dead: (B, n) bool, nodes of the last level that the call's processors ruled out, which are never accepted.
+            None: none is known.
+        levels: the number of levels.
     """
 
     tokens: Tensor
@@ -31,18 +31,19 @@ class Stepped:
 
     @classmethod
     def none(cls, root: Tensor, budget: Tensor | None) -> Stepped:
-        """Behind the roots (B,), with room for so many more tokens (B,); None: for whatever is drafted."""
+        """No nodes after the roots (B,). budget: (B,) int64, tokens to draft; None: no row's budget is reached."""
         nothing = root[:, None][:, :0]
         deepest = None if budget is None else (budget - 1).clamp(min=0)[:, None]
         return cls(nothing, nothing, nothing[..., None].bool(), deepest)
 
     def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
-        """With n more nodes, a level of their own.
+        """Append a level of n nodes.
 
         Args:
-            tokens: (B, n) int64. parents: (B, n) indices into these nodes, of the last level; None: each is the child
-                of the only node there, or of the root.
-            dead: (B, n) bool.
+            tokens: (B, n) int64, the token of each node.
+            parents: (B, n) int64, each node's parent, an index into the M nodes, in the last level. None: the parent is
+                the last level's only node, or the root.
+            dead: (B, n) bool, see `Stepped`.
         """
         B, n = tokens.shape
         M, last = self.tokens.shape[1], self.seen.shape[1]

@@ -1,7 +1,7 @@
-"""`EarlyExitProposer`: the target's own first layers draft, through its final norm and LM head.
+"""`EarlyExitProposer`: the target's own first layers draft, through its final norm and LM head (LayerSkip).
 
-Owns the shorter model. It reads the text from the target's cache: the keys and values of its layers are the target's,
-and what a draft writes there the target's own pass writes again. LayerSkip, 2404.16710.
+The shorter model shares the target's cache. The keys and values that a draft writes there are overwritten by the
+target's own pass.
 """
 
 from __future__ import annotations
@@ -28,15 +28,25 @@ from specdec.utils.timing import clock
 
 
 class EarlyExitProposer(AutoregressiveProposer):
-    """Drafts chains by default, as long as pays; trees where asked for. For models trained to be left early.
+    """Drafts with the target's own first layers (LayerSkip, arXiv 2404.16710).
 
-    No weights and no keys or values of its own: nothing is read twice, and no prompt.
+    Use it with models trained with an early-exit loss. The proposer has no weights and no cache of its own, and needs
+    no prefill. Drafts are chains by default.
 
     Args:
-        layers: how many of the target's layers draft.
-        branching: the draft's shape, see `AutoregressiveProposer`.
-        tree: likewise.
-        draw: how the draft is chosen, see there.
+        layers: the number of the target's layers that draft.
+        branching: the number of children per node at each depth of a fixed tree, see `AutoregressiveProposer`.
+        tree: the settings of a dynamic tree.
+        draw: True to draw drafts from q where the rule allows it, see `AutoregressiveProposer`.
+
+    Raises:
+        ValueError: `layers` is below 1; for a target, if it has too few layers, recurrent layers, or is sharded.
+
+    Example:
+        ```python
+        model = AutoModelForCausalLM.from_pretrained("facebook/layerskip-llama3.2-1B")
+        spec = SpeculativeGenerator(model, EarlyExitProposer(layers=4))
+        ```
     """
 
     def __init__(
@@ -49,20 +59,24 @@ class EarlyExitProposer(AutoregressiveProposer):
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         if layers < 1:
-            raise ValueError(f"at least one layer must draft, got {layers}")
+            raise ValueError(f"layers must be at least 1, got {layers}")
         self.layers = layers
         self._shorter: PreTrainedModel | None = None
 
     def check(self, target: PreTrainedModel) -> None:
         count = len(decoder_layers(target))
         if self.layers >= count:
-            raise ValueError(f"the target has {count} layers: fewer must draft, got {self.layers}")
+            raise ValueError(f"layers must be less than the target's {count} layers, got {self.layers}")
         if has_states(target):
             raise ValueError(
-                f"{type(target).__name__} has recurrent layers, whose states a draft of its own layers would change"
+                f"{type(target).__name__} has recurrent layers, whose states an early-exit draft would change: use "
+                "another proposer"
             )
         if is_sharded(target):
-            raise ValueError("the target's weights lie in several processes, which would have to draft together")
+            raise ValueError(
+                "the target is sharded over several processes, which an early-exit draft does not support: use another "
+                "proposer"
+            )
         self._shorter = shorter(target, self.layers)
 
     def drafting_model(self) -> nn.Module | None:
@@ -85,7 +99,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         return 0
 
     def _catch_up(self, context: Context) -> Tensor:
-        """The target has read all but the root."""
+        """Process the root; the target's cache already holds all tokens before it."""
         start, root = clock(), context.root[:, None]
         self.runner.pending = 0
         deepest = [budget if active else -1 for budget, active in zip(context.budget, context.active, strict=True)]
@@ -96,12 +110,12 @@ class EarlyExitProposer(AutoregressiveProposer):
         return logits.to(root.device)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        depth, seen = pad(stepped.depth + 1, (1, 0)), pad(stepped.seen, (1, 0), value=True)  # the root is pending, too
+        depth, seen = pad(stepped.depth + 1, (1, 0)), pad(stepped.seen, (1, 0), value=True)  # the root is a node here
         logits = self.runner.grow(stepped.tokens[:, -n:], self._placed(depth), seen, chain=chain).logits
         return logits.to(stepped.tokens.device)
 
     def _placed(self, depth: Tensor) -> Tensor:
-        """(B, M) int64, with the nodes of rows that draft nothing where the target has positions."""
+        """Depths (B, M) int64, capped so that rows without a budget stay within the target's positions."""
         return depth if self._deepest_nodes is None else torch.minimum(depth, self._deepest_nodes)
 
     def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
@@ -109,7 +123,7 @@ class EarlyExitProposer(AutoregressiveProposer):
 
 
 def shorter(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """A view of the target that ends after so many of its layers."""
+    """A view of the target that ends after its first `layers` layers."""
     first = nn.ModuleList(decoder_layers(target)[:layers])
     (whole,) = [
         child

@@ -1,7 +1,7 @@
-"""`Translation`: what the tokens of one tokenizer are in another's.
+"""`Translation`: tables between the vocabularies of two tokenizers.
 
-Owns tables between two vocabularies. Knows nothing of models. Tokens are the same where their bytes are, however a
-tokenizer spells them: byte-level BPE has a letter for each byte, SentencePiece a mark for the space.
+Two tokens are the same if they stand for the same bytes, however their tokenizers write them. Byte-level BPE writes
+each byte as a letter; SentencePiece has a mark for the space.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SPACE = "\u2581"  # SentencePiece's
+SPACE = "\u2581"  # SentencePiece's mark
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 @dataclass(frozen=True)
 class Translation:
-    """From a target's tokens to its draft model's, and back where both have the same.
+    """Tables from a target's tokens to its draft model's, and back for shared tokens.
 
     Attributes:
-        shared: (2, K) int64, target ids in rising order and the draft's ids of the same bytes.
-        spelled: for each target id, the draft's ids that spell it: one at least, whatever it is.
+        shared: (2, K) int64, ids of shared tokens: the target's in rising order, and the draft's.
+        spelled: for each target id, the draft's ids that spell it, always at least one.
     """
 
     shared: Tensor
@@ -33,9 +33,9 @@ class Translation:
 
     @classmethod
     def between(cls, target: Any, draft: Any, target_size: int, draft_size: int) -> Translation:
-        """Between two tokenizers of transformers, of models with so many embedded tokens.
+        """Build the tables from two tokenizers and their models' vocabulary sizes.
 
-        Special tokens are the same where their names are; others are spelled like any text.
+        Special tokens are shared if their names are equal. Other special tokens are spelled like text.
         """
         theirs, ours = pieces(target), pieces(draft)
         ours = {token: piece for token, piece in ours.items() if token < draft_size}
@@ -55,13 +55,13 @@ class Translation:
                 text = piece.encode() if isinstance(piece, str) else piece
                 same = by_bytes.get(piece)
                 spelled[token] = (same,) if same is not None else _spelled(text, plain, longest)
-        anything = (min(by_bytes.values(), default=0),)  # in place of what cannot be spelled
+        anything = (min(by_bytes.values(), default=0),)  # replaces tokens that cannot be spelled
         table = torch.tensor(pairs, dtype=torch.long).reshape(-1, 2).T.contiguous()
         return cls(table, [word or anything for word in spelled])
 
 
 def pieces(tokenizer: Any) -> dict[int, bytes | str]:
-    """The bytes that each token stands for; of special tokens their name."""
+    """The bytes that each token stands for, by id; special tokens have their name instead."""
     special = {int(token) for token in getattr(tokenizer, "all_special_ids", ())}
     added = {int(token) for token in getattr(tokenizer, "added_tokens_decoder", {})}
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
@@ -80,20 +80,20 @@ def pieces(tokenizer: Any) -> dict[int, bytes | str]:
 
 
 def _is_byte_level(vocabulary: Mapping[str, int]) -> bool:
-    """SentencePiece writes spaces with its own mark, byte-level BPE with the letter for byte 32."""
+    """Detect byte-level BPE by its letter for the space (byte 32); SentencePiece has a mark of its own."""
     return "\u0120" in vocabulary and SPACE not in vocabulary
 
 
 @cache
 def _letters() -> dict[str, int]:
-    """The byte that each letter of byte-level BPE stands for: those that can be seen are themselves (GPT-2's table)."""
+    """The byte that each letter of byte-level BPE stands for (GPT-2's table). Printable bytes are themselves."""
     seen = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
 
 
 def _spelled(text: bytes, plain: Mapping[bytes, int], longest: int) -> tuple[int, ...]:
-    """The longest tokens that spell the text, from its beginning on; bytes that no token begins with are left out."""
+    """Spell the text with the longest tokens, greedily from its start. Bytes that no token starts with are skipped."""
     out: list[int] = []
     start = 0
     while start < len(text):

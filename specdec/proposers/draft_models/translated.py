@@ -1,8 +1,8 @@
 """`TranslatedDraftProposer`: a draft model with another tokenizer than the target's.
 
-Owns what the draft model has read of a text in its own tokens. It drafts tokens that both have, by their bytes
-(token-level intersection, arXiv 2502.05202): each is one of the target's, so trees, sampling and all rules stay as they
-are. What the target writes besides is spelled for it.
+It drafts the tokens that both vocabularies have, compared by their bytes (token-level intersection, arXiv 2502.05202).
+Drafts are therefore tokens of the target, and trees, sampling and verification need no change. Other tokens of the
+text are spelled in the draft model's tokens.
 """
 
 from __future__ import annotations
@@ -27,12 +27,29 @@ from specdec.utils.timing import clock
 
 
 class TranslatedDraftProposer(DraftModelProposer):
-    """A smaller model with another tokenizer drafts chains, or trees.
+    """Drafts with a smaller model that has another tokenizer than the target.
+
+    It drafts only tokens that both vocabularies have, compared by their bytes (token-level intersection, arXiv
+    2502.05202). Other tokens of the text are spelled in the draft model's tokens.
 
     Args:
         model: the draft model, or a path or hub id to load one from.
-        tokenizer, target_tokenizer: its tokenizer, and the target's; None: what lies beside the models' weights.
-        like, branching, tree, draw, int8: see `DraftModelProposer`.
+        tokenizer: the draft model's tokenizer. None: the one next to its weights.
+        target_tokenizer: the target's tokenizer. None: the one next to its weights.
+        branching: see `DraftModelProposer`.
+        tree: see `DraftModelProposer`.
+        draw: see `DraftModelProposer`.
+        int8: see `DraftModelProposer`.
+        like: see `DraftModelProposer`.
+
+    Raises:
+        ValueError: for a target, if a tokenizer is missing or the two have no token in common.
+
+    Example:
+        ```python
+        proposer = TranslatedDraftProposer(draft, tokenizer=draft_tokenizer, target_tokenizer=tokenizer)
+        spec = SpeculativeGenerator(model, proposer)
+        ```
     """
 
     def __init__(
@@ -59,15 +76,17 @@ class TranslatedDraftProposer(DraftModelProposer):
         sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (target, self.model)]
         translation = Translation.between(theirs, ours, *sizes)
         if not translation.shared.numel():
-            raise ValueError("the draft model's tokenizer and the target's have no token in common")
+            raise ValueError(
+                "the draft model's tokenizer and the target's have no token in common: choose another draft model"
+            )
         self._shared, self.vocab = translation.shared
         self._spelled = translation.spelled
-        self._begin_with = list(ours("").input_ids)  # a mark that texts of the draft model begin with, if it has one
+        self._begin_with = list(ours("").input_ids)  # the draft model's begin-of-text tokens, if it has any
         self._in_draft = torch.zeros(sizes[0], dtype=torch.long).index_copy_(0, *translation.shared)
         self._settle()
 
     def _settle(self) -> None:
-        """The view drafts what a target shares: another target's is made of the same model."""
+        """Make the view of the model that drafts shared tokens only. Each target gets a view of the same model."""
         self._view = self.model
         if self.vocab is not None:
             trimmed = with_trimmed_head(self.model, self.vocab)
@@ -78,7 +97,7 @@ class TranslatedDraftProposer(DraftModelProposer):
 
     def begin(self, context: Context) -> None:
         super().begin(context)
-        # Per row: tokens of the text that were spelled, and of those what the draft model has still to read.
+        # Per row: number of the text's tokens translated so far, and their spellings that are still to be processed.
         self._sent = [0] * context.batch_size
         self._unread = [list(self._begin_with) for _ in range(context.batch_size)]
 
@@ -94,7 +113,7 @@ class TranslatedDraftProposer(DraftModelProposer):
         before = list(self.runner.lengths)
         super().observe(draft, verdict, accepted)
         self._sent = [
-            told + after - had for told, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
+            sent + after - had for sent, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
         ]
 
     def _lengths(self, context: Context) -> list[int]:
@@ -104,7 +123,7 @@ class TranslatedDraftProposer(DraftModelProposer):
         return [len(unread) if active else 0 for unread, active in zip(self._unread, context.active, strict=True)]
 
     def _newest(self, context: Context, most: int) -> None:
-        """What it reads is no part of the text."""
+        """Return None: spelled tokens are not part of the text, so catching up is not captured."""
 
     def _catch_up(self, context: Context) -> Tensor:
         start, missing = clock(), self._missing(context)
@@ -127,10 +146,11 @@ class TranslatedDraftProposer(DraftModelProposer):
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
+    """Load the tokenizer next to the model's weights."""
     try:
         return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
     except Exception as error:
         raise ValueError(
-            f"no tokenizer lies beside the weights of {model.name_or_path or type(model).__name__}: give both, "
+            f"found no tokenizer next to the weights of {model.name_or_path or type(model).__name__}: give both, "
             "TranslatedDraftProposer(model, tokenizer=..., target_tokenizer=...)"
         ) from error

@@ -1,7 +1,6 @@
-"""`Lookup`: a proposer that finds its drafts instead of computing them, and so knows beforehand what to expect of them.
+"""`Lookup`: base class of proposers that look drafts up in known text, and helpers that they share.
 
-Owns what n-grams and suffixes have in common: taking in what rows gained, what a match is worth, and laying out what
-was found.
+The helpers collect new tokens, estimate how likely a match is to be accepted, and lay matches out as a `DraftTree`.
 """
 
 from __future__ import annotations
@@ -19,46 +18,50 @@ from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import depths_of
 from specdec.utils.device_copies import uploaded
 
-LENGTHS = (1, 2, 3, 5, 8, 16)  # of matches that are told apart, in tokens; the last kind is of longer ones
-# How often the next token was the one that stood behind a match of these kinds, of answers that nobody knew before
-# (Qwen2.5-Coder-0.5B-Instruct's: `benchmarks/lookups.py --matches`). What texts show soon counts for more.
+LENGTHS = (1, 2, 3, 5, 8, 16)  # upper bounds of the match-length bins, in tokens; the last bin holds longer matches
+# How often the token after a match in each bin was the next token of the text. Measured on answers of
+# Qwen2.5-Coder-0.5B-Instruct (`benchmarks/regression/lookups.py --matches`). Observations soon outweigh these priors.
 LIKELY = (0.23, 0.52, 0.62, 0.72, 0.79, 0.87, 0.97)
 
 
 class Lookup(Proposer):
-    """Drafting is free: what pays of what was found is decided once it is known (see `HybridProposer`, too)."""
+    """A proposer without draft passes: it finds candidates first, then decides how many are worth verifying."""
 
     def propose(self, context: Context) -> DraftTree:
         return self.draft(context, self.expect(context))
 
     @abstractmethod
     def expect(self, context: Context) -> list[float]:
-        """Look the text up; per node of a row, best first, how many of them are expected to be accepted, over all
-        rows. What `draft` would draft is right with these chances; nothing found: []."""
+        """Look the text up.
+
+        Returns:
+            For each node index of a row, best first, how many of these nodes are expected to be accepted over all
+            rows. [] if nothing was found.
+        """
 
     @abstractmethod
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
-        """As much as pays of what `expect` found. gains: what it returned."""
+        """Draft the part of the candidates found by `expect` that is worth verifying. gains: its return value."""
 
 
 def new_tokens(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
-    """Of each row worth drafting for, the tokens behind the first `known[b]`."""
+    """The tokens after the first `known[b]` of each row to draft for, by row."""
     lengths = context.lengths
     return {b: context.recent(b, lengths[b] - known[b]) for b in context.rows}
 
 
 def longest(context: Context, row: int) -> int:
-    """How many tokens are looked up for a row: not many more than it can take, however long drafts may be."""
+    """The number of tokens to look up for a row: the pacer's limit, capped at max(LONGEST, the row's budget)."""
     return min(context.pacer.limit, max(LONGEST, context.budget[row]))
 
 
 def kind_of(length: int) -> int:
-    """Of a match so long: the place in LIKELY."""
+    """The bin of a match of this length, an index into LIKELY."""
     return bisect_left(LENGTHS, length)
 
 
 def agreeing(guess: Sequence[int], text: Sequence[int]) -> int:
-    """Length of their common beginning."""
+    """Length of the common prefix."""
     for count, (ours, theirs) in enumerate(zip(guess, text, strict=False)):
         if ours != theirs:
             return count
@@ -66,19 +69,22 @@ def agreeing(guess: Sequence[int], text: Sequence[int]) -> int:
 
 
 def writable(tokens: list[int], vocab_size: int) -> list[int]:
-    """As far as the target could write them: a prompt may hold placeholders of pictures that have no logits (Mllama's),
-    and a memory what another target wrote."""
+    """The tokens before the first one that is outside the target's vocabulary.
+
+    A prompt may hold image placeholders without logits (Mllama), and a memory may hold texts of another target.
+    """
     if max(tokens, default=0) < vocab_size:
         return tokens
     return list(takewhile(lambda token: token < vocab_size, tokens))
 
 
 def laid_out(context: Context, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
-    """A deterministic draft.
+    """Build a deterministic draft from one tree per row.
 
     Args:
-        rows: for each its tokens, and for each of these the place of its parent among them, -1: the root. Parents
-            come first.
+        context: the state of the batch.
+        rows: for each row its tokens, and for each token the index of its parent among them (-1: the root). Parents
+            come before their children.
     """
     size = 1 + max((len(tokens) for tokens, _ in rows), default=0)
     if size == 1:

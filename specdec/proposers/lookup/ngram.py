@@ -1,7 +1,4 @@
-"""`NgramProposer`: looks the last tokens up in the prompt and the output, and drafts what followed them there.
-
-Prompt lookup decoding, over an index that grows with the text instead of a scan per round.
-"""
+"""`NgramProposer`: prompt lookup decoding, with an index that grows with the text instead of a scan per round."""
 
 from __future__ import annotations
 
@@ -23,24 +20,37 @@ from specdec.proposers.lookup.base import (
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 
-PLACES = 16  # where an n-gram stood last are looked at for the longest match
+PLACES = 16  # most recent occurrences of an n-gram that are searched for the longest match
 
 
 class NgramProposer(Lookup):
-    """The longest match first, of equal ones the most recent.
+    """Looks the last tokens up in the prompt and the output, and drafts the tokens that followed them there.
+
+    If the text is [1, 2, 3, 4, 2, 3], its last two tokens occurred before, and [4, 2, 3] is drafted. The longest match
+    is preferred, then the most recent one. This is prompt lookup decoding
+    (https://github.com/apoorvumang/prompt-lookup-decoding).
 
     Args:
-        max_ngram: longest n-gram looked up, in tokens.
-        min_ngram: shortest one.
-        continuations: how many different continuations to draft per row; above one they form a tree.
+        max_ngram: length of the longest n-gram to look up, in tokens. Matches are then extended to the left.
+        min_ngram: length of the shortest n-gram to look up.
+        continuations: the number of different continuations to draft per row. More than one form a tree.
 
     Attributes:
-        guesses: in a call, by row what was found best in the last round, drafted or not; None: nothing.
+        guesses: the best match of each row in the last round, drafted or not. None: no match.
+
+    Raises:
+        ValueError: not 1 <= min_ngram <= max_ngram, or continuations < 1.
+
+    Example:
+        ```python
+        spec = SpeculativeGenerator(model, NgramProposer(max_ngram=4))
+        output = spec.generate(input_ids, max_new_tokens=128)
+        ```
     """
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, continuations: int = 1):
         if not 1 <= min_ngram <= max_ngram:
-            raise ValueError(f"need 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, max_ngram={max_ngram}")
+            raise ValueError(f"expected 1 <= min_ngram <= max_ngram, got min_ngram={min_ngram}, max_ngram={max_ngram}")
         if continuations < 1:
             raise ValueError(f"continuations must be at least 1, got {continuations}")
         self.max_ngram, self.min_ngram, self.continuations = max_ngram, min_ngram, continuations
@@ -48,19 +58,19 @@ class NgramProposer(Lookup):
     def begin(self, context: Context) -> None:
         rows = range(context.batch_size)
         self._texts: list[list[int]] = [[] for _ in rows]
-        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> where it ended, in order
+        self._index: list[dict[tuple[int, ...], list[int]]] = [{} for _ in rows]  # n-gram -> its end positions, rising
         self._found: list[list[Guess]] = []  # this round's
         self.guesses: list[Guess | None] = [None for _ in rows]
         self._vocab_size = context.vocab_size
-        self._sources = [0 for _ in rows]  # tokens of what an encoder read, which stand before the text
-        if context.pacer.limit:  # the prompts, before any round
+        self._sources = [0 for _ in rows]  # tokens of the encoder's input, indexed before the text
+        if context.pacer.limit:  # index the prompts before the first round
             for b in context.rows:
                 source = context.source_text(b)
                 self._sources[b] = len(source)
                 self._read(b, source + context.row(b).tolist(), context.pacer)
 
     def expect(self, context: Context) -> list[float]:
-        """Of the rows' first guesses, per depth."""
+        """Look the rows up. Returns the expected accepted tokens per depth, for the best guess of each row."""
         pacer = context.pacer
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
@@ -73,7 +83,7 @@ class NgramProposer(Lookup):
 
     @property
     def _known(self) -> list[int]:
-        """Tokens of each row's own text."""
+        """Indexed tokens of each row's text, without the encoder's input."""
         return [len(text) - source for text, source in zip(self._texts, self._sources, strict=True)]
 
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
@@ -88,8 +98,10 @@ class NgramProposer(Lookup):
         return context.chain([row[0].tokens[:length] if row else [] for row in self._found])
 
     def _read(self, b: int, tokens: Sequence[int], pacer: Pacer) -> None:
-        """Take in what row b gained, and book how far the last guess was right: drafted or not, it would have been
-        accepted where the text went the same way."""
+        """Index the new tokens of row b, and record how far its last guess agrees with them.
+
+        A guess counts whether it was drafted or not: tokens that agree with the text would have been accepted.
+        """
         guess = self.guesses[b]
         if guess is not None:
             pacer.observe_confidence(guess.confidence_bins[: len(tokens)], agreeing(guess.tokens, tokens))
@@ -101,7 +113,7 @@ class NgramProposer(Lookup):
                     index.setdefault(tuple(text[-n:]), []).append(len(text))
 
     def _lookup(self, b: int, length: int) -> list[Guess]:
-        """Up to `continuations` different ones, `length` tokens long."""
+        """Find up to `continuations` different continuations of row b, each `length` tokens long."""
         text, places = self._texts[b], max(PLACES, 4 * self.continuations)
         out: list[Guess] = []
         for n in range(min(self.max_ngram, len(text) - 1), self.min_ngram - 1, -1):
@@ -110,7 +122,7 @@ class NgramProposer(Lookup):
             for matched, end in sorted(matches, reverse=True):
                 if any(text[end] == other.tokens[0] for other in out):
                     continue
-                period = len(text) - end  # past the end of the text, the draft repeats itself
+                period = len(text) - end  # at the end of the text, the draft repeats itself
                 following = writable([text[end + i % period] for i in range(length)], self._vocab_size)
                 if following:
                     out.append(Guess(matched, following))
@@ -119,14 +131,14 @@ class NgramProposer(Lookup):
         return out
 
     def _gains(self, context: Context, pacer: Pacer) -> list[float]:
-        """See `expect`; a row counts as far as it has room."""
+        """Expected accepted tokens per depth, see `expect`. A row counts up to its budget."""
         found = [context.budget[b] for b in context.rows if self.guesses[b] is not None]
-        gains = [0.0] * min(max(found, default=0), pacer.limit)  # room may be for millions
+        gains = [0.0] * min(max(found, default=0), pacer.limit)  # a budget may be millions of tokens
         for b in context.rows:
             guess, chance, rate = self.guesses[b], 1.0, None
             if guess is not None:
                 for depth, key in enumerate(guess.confidence_bins[: min(context.budget[b], pacer.limit)]):
-                    # What is seldom seen is like the token before it; of the first, like other texts' was.
+                    # The prior of a bin is the rate of the token before; for the first token it is LIKELY.
                     rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
                     chance *= rate
                     gains[depth] += chance
@@ -135,26 +147,31 @@ class NgramProposer(Lookup):
 
 @dataclass(frozen=True)
 class Guess:
-    """A continuation, and how many tokens before it are those before the text's end."""
+    """A continuation of a row.
+
+    Attributes:
+        length: length of the match that it follows, in tokens.
+        tokens: the tokens of the continuation.
+    """
 
     length: int
     tokens: list[int]
 
     @property
     def confidence_bins(self) -> list[tuple[str, int]]:
-        """What tells its tokens' chances apart: a token that came true made the match longer."""
+        """The confidence bin of each token. A correct token makes the match before the next one longer."""
         return [("ngram", kind_of(self.length + depth)) for depth in range(len(self.tokens))]
 
 
 def _matched(text: Sequence[int], end: int, n: int) -> int:
-    """How many tokens before `end` are the text's last ones, n at least; no more are counted than make a difference."""
+    """Length of the match between the tokens before `end` and the end of the text, from n up to the longest bin."""
     while n <= LENGTHS[-1] and n < end and text[end - 1 - n] == text[-1 - n]:
         n += 1
     return n
 
 
 def _side_by_side(guesses: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Continuations with different first tokens, behind one root: tokens and parents."""
+    """Combine continuations with different first tokens into one tree: tokens, and parents (-1: the root)."""
     tokens: list[int] = []
     parents: list[int] = []
     for guess in guesses:

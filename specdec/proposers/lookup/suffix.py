@@ -1,7 +1,7 @@
-"""`SuffixProposer`: drafts what followed where the text's end stood before, in this text or an earlier call's.
+"""`SuffixProposer`: drafts the tokens that followed earlier occurrences of the text's end, also in earlier calls.
 
-Suffix decoding (arXiv 2411.04975): of several places that match, the continuations form a tree whose nodes are the
-likelier the more places agree. How likely, is learnt here from what was accepted; how many are drafted, by their cost.
+Suffix decoding (arXiv 2411.04975): the continuations of several occurrences form a tree, and a node is likelier the
+more occurrences agree on it. Here acceptance rates are estimated from past rounds, and the tree's size from its cost.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ from specdec.proposers.lookup.text_memory import Match, TextMemory
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 
-SHARES = (0.3, 0.6, 0.99)  # of the places that agree
+SHARES = (0.3, 0.6, 0.99)  # upper bounds of the bins for the share of occurrences that agree on a token
 
 
 @dataclass
 class Node:
-    """A token that followed.
+    """A token that followed earlier occurrences of the text's end.
 
     Attributes:
-        length: of the longest match that it goes on from. leads: it followed at the place with the longest of all.
-        count: places where it followed, of the `among` where its parent stood.
+        token: the token id.
+        length: length of the longest match that it continues.
+        leads: True if it continues the longest match of all.
+        among: the number of continued occurrences of its parent.
+        count: the number of these occurrences that continue with this token.
+        children: nodes of the tokens that followed this one, by token.
     """
 
     token: int
@@ -41,26 +45,36 @@ class Node:
 
     @property
     def key(self) -> Hashable:
-        """What tells its chance apart."""
+        """The confidence bin of this node."""
         return "suffix", kind_of(self.length), bisect_left(SHARES, self.share), self.leads
 
     @property
     def share(self) -> float:
-        """Of the places."""
+        """The share of occurrences that continue with this token."""
         return self.count / self.among
 
     @property
     def likely(self) -> float:
-        """Its chance, as long as nothing is known of this text."""
+        """The prior probability that this token is accepted after its parent."""
         return LIKELY[kind_of(self.length)] * self.share
 
 
 class SuffixProposer(Lookup):
-    """Remembers: every call, thread and generator that shares the proposer, or its memory, drafts from all their texts.
+    """Drafts the tokens that followed earlier occurrences of the text's end, in this call or in earlier ones.
+
+    All calls, threads and generators that share the proposer, or its memory, draft from all their texts. Several
+    occurrences form a tree (suffix decoding, arXiv 2411.04975).
 
     Args:
-        memory: of texts; an empty one by default. `TextMemory(capacity=0)` forgets a call's text with the next call.
-        chains_only: one continuation per row, no trees.
+        memory: the texts to draft from. An empty memory by default. `TextMemory(capacity=0)` forgets the text of a
+            call when the next call starts.
+        chains_only: True to draft one continuation per row instead of a tree.
+
+    Example:
+        ```python
+        memory = TextMemory(capacity=1_000_000)  # tokens
+        spec = SpeculativeGenerator(model, SuffixProposer(memory))
+        ```
     """
 
     def __init__(self, memory: TextMemory | None = None, *, chains_only: bool = False):
@@ -71,19 +85,19 @@ class SuffixProposer(Lookup):
         largest = max((max(text, default=0) for text in self.memory.texts()), default=0)
         if largest >= size:
             raise ValueError(
-                f"the remembered texts hold token {largest}, the target's vocabulary has {size}: they are of another "
-                "tokenizer, begin with a new TextMemory()"
+                f"the memory's texts contain token {largest}, but the target's vocabulary has {size} tokens: they are "
+                "from another tokenizer. Use a new TextMemory()."
             )
 
     def begin(self, context: Context) -> None:
         rows = range(context.batch_size)
         self._numbers = [self.memory.new() for _ in rows]
-        self._known = [0 for _ in rows]  # tokens written into the memory
+        self._known = [0 for _ in rows]  # tokens of each row already written to the memory
         for b in context.rows:
             self.memory.write(self._numbers[b], context.source_text(b))
         self._matches: list[list[Match]] = [[] for _ in rows]
-        self._found = [Node(-1, 0, True) for _ in rows]  # this round's; root nodes
-        self._best: list[list[tuple[float, int, int]]] = []  # of each, best first: chance, token, place of its parent
+        self._found = [Node(-1, 0, True) for _ in rows]  # this round's trees, by their root nodes
+        self._best: list[list[tuple[float, int, int]]] = []  # nodes, best first: (chance, token, index of the parent)
 
     def expect(self, context: Context) -> list[float]:
         pacer = context.pacer
@@ -112,7 +126,7 @@ class SuffixProposer(Lookup):
 
     @staticmethod
     def _learn(node: Node, tokens: Sequence[int], pacer: Pacer) -> None:
-        """Book which of the tokens found were right, drafted or not, as far as the text went along with them."""
+        """Record which of the nodes found agree with the new tokens, drafted or not, down to the first mismatch."""
         for token in tokens:
             for child in node.children.values():
                 pacer.acceptance.observe(child.key, child.token == token)
@@ -122,9 +136,9 @@ class SuffixProposer(Lookup):
 
 
 def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
-    """What followed the matches as one tree, its root a node without a token; of what the target can write."""
+    """Build one tree of the tokens that followed the matches, within the target's vocabulary. Returns its root."""
     root = Node(-1, 0, True)
-    for i, match in enumerate(matches):  # the longest first: whoever makes a node has its longest match
+    for i, match in enumerate(matches):  # longest first, so a node is created by its longest match
         node = root
         for depth, token in enumerate(writable(match.following, vocab_size)):
             child = node.children.setdefault(token, Node(token, match.length + depth, i == 0))
@@ -141,13 +155,13 @@ def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
 
 
 def _ranked(root: Node, budget: int, pacer: Pacer, chains_only: bool) -> list[tuple[float, int, int]]:
-    """The nodes that are likeliest to be accepted, best first: chance, token, place of the parent (-1: the root)."""
+    """The nodes most likely to be accepted, best first: chance, token, index of the parent (-1: the root)."""
     out: list[tuple[float, int, int]] = []
-    order = count()  # of equals, whoever came first
+    order = count()  # breaks ties: first in, first out
     waiting: list[tuple[float, int, float, int, int, Node]] = []
 
     def visit(node: Node, chance: float, rate: float | None, place: int, depth: int) -> None:
-        alone = rate if len(node.children) == 1 else None  # where places agree, the next token is as good as the last
+        alone = rate if len(node.children) == 1 else None  # an only child is expected to be as good as its parent
         rates = [
             (pacer.acceptance.rate(child.key, like=child.likely if alone is None else alone), child)
             for child in node.children.values()

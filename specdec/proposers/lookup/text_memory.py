@@ -1,6 +1,6 @@
-"""`TextMemory`: texts that were read and written, and where in them a text's end occurred before.
+"""`TextMemory`: the texts of past calls, with an index that finds earlier occurrences of a text's end.
 
-Owns the texts and their index. Knows nothing of drafts. Threads may share it.
+A memory may be shared between threads.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-LEVELS = (4, 2, 1)  # lengths of the n-grams whose places are known, longest first
-PLACES = 64  # kept per n-gram: the most recent
-LONGEST = 32  # tokens that a match is followed back
-MATCHES = 16  # returned at most
-BITS = 24  # of a token, in an n-gram's number
+LEVELS = (4, 2, 1)  # lengths of the indexed n-grams, longest first
+PLACES = 64  # most recent occurrences kept per n-gram
+LONGEST = 32  # largest match length in tokens
+MATCHES = 16  # largest number of matches returned
+BITS = 24  # bits per token in an n-gram's key
 FORMAT = "specdec texts 1"
 
 
 @dataclass(frozen=True)
 class Match:
-    """A place where the same `length` tokens stood, at most `LONGEST`.
+    """An earlier occurrence of the last `length` tokens of a text.
 
     Attributes:
-        text: whose. end: of these tokens, in it. following: what came next there.
+        text: the number of the text with the occurrence.
+        end: the index after the occurrence in this text.
+        length: length of the match in tokens, at most `LONGEST`.
+        following: the tokens after the occurrence.
     """
 
     text: int
@@ -41,35 +44,51 @@ class Match:
 
 
 class TextMemory:
-    """Holds `capacity` tokens: of more, the texts that were least recently matched or written go.
+    """Texts of past calls, indexed by their n-grams, for `SuffixProposer`.
 
-    An entry per token and n-gram length, 0.3 to 0.6 KB a token in all, serves every length of match: a match of the
-    longest n-gram is followed back token by token. A suffix tree would find the same in as many steps and takes several
-    nodes a token.
+    Above `capacity` tokens, the texts that were least recently matched or written are dropped. The index takes 0.3 to
+    0.6 KB per token. A match of an n-gram is extended to the left token by token, so the index serves matches of every
+    length. A suffix tree finds the same matches in as many steps, but needs several nodes per token.
 
     Args:
-        capacity: tokens of all texts. The text being written is kept whole, whatever its length.
+        capacity: the largest number of tokens in all texts. The text being written is always kept whole.
+
+    Raises:
+        ValueError: `capacity` is negative.
+
+    Examples:
+        >>> memory = TextMemory()
+        >>> first, second = memory.new(), memory.new()
+        >>> memory.write(first, [1, 2, 3, 4, 5])
+        >>> memory.write(second, [2, 3, 4])
+        >>> memory.matches(second, length=1)
+        [Match(text=0, end=4, length=3, following=[5])]
     """
 
     def __init__(self, capacity: int = 200_000):
         if capacity < 0:
             raise ValueError(f"capacity must be at least 0 tokens, got {capacity}")
         self.capacity = capacity
-        self._texts: OrderedDict[int, list[int]] = OrderedDict()  # the least recently used one first
-        self._places: dict[int, list[tuple[int, int]]] = {}  # n-gram -> (text, end), the most recent last
+        self._texts: OrderedDict[int, list[int]] = OrderedDict()  # least recently used first
+        self._places: dict[int, list[tuple[int, int]]] = {}  # n-gram -> (text, end), most recent last
         self._numbers, self._size = count(), 0
         self._lock = RLock()
 
     def __len__(self) -> int:
-        """Tokens held."""
+        """Number of tokens in all texts."""
         return self._size
 
     def new(self) -> int:
-        """The number of a text that is about to be written."""
+        """Return the number for a new text. The text exists from its first `write`."""
         return next(self._numbers)
 
     def write(self, text: int, tokens: Sequence[int]) -> None:
-        """Append to a text. One that was forgotten meanwhile begins anew."""
+        """Append tokens to a text. A text that was dropped in the meantime starts empty.
+
+        Args:
+            text: the number of the text, from `new`.
+            tokens: the token ids to append.
+        """
         with self._lock:
             known = self._texts.setdefault(text, [])
             for token in tokens:
@@ -86,12 +105,17 @@ class TextMemory:
                 self._forget(next(iter(self._texts)))
 
     def matches(self, text: int, length: int, near: Iterable[tuple[int, int]] = ()) -> list[Match]:
-        """Where else the text's end occurred, the longest match first, then the most recent; none that is less than
-        half as long as the longest.
+        """Find earlier occurrences of the text's end.
 
         Args:
-            length: tokens wanted of what follows. In the same text, what reaches its end goes on from the match.
-            near: places (text, end) that are likely: where an earlier match went on.
+            text: the number of the text.
+            length: the number of following tokens to return per match. In the same text, a continuation that reaches
+                the end repeats from the match.
+            near: likely places (text, end), for example the continuations of earlier matches.
+
+        Returns:
+            Up to `MATCHES` matches, the longest first, then the most recent. Matches shorter than half of the longest
+            are left out.
         """
         with self._lock:
             own = self._texts.get(text, [])
@@ -109,21 +133,23 @@ class TextMemory:
             return out
 
     def texts(self) -> Iterator[list[int]]:
-        """Those held, the least recently used one first."""
+        """Iterate over the texts as lists of token ids, the least recently used one first."""
         with self._lock:
             return iter([list(text) for text in self._texts.values()])
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the texts into a safetensors file; texts that were there are replaced at once or not at all.
+        """Save the texts to a safetensors file. A file of older texts is replaced atomically.
 
         Raises:
-            ValueError: the file is something else.
+            ValueError: the path holds a file that is not a `TextMemory`.
         """
         if Path(path).exists():
             try:
                 _opened(path)
             except ValueError as error:
-                raise ValueError(f"{path} is no file of texts, and would be lost: choose another name") from error
+                raise ValueError(
+                    f"{path} is not a TextMemory file and would be overwritten: choose another name"
+                ) from error
         texts = list(self.texts())
         tensors = {
             "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
@@ -136,10 +162,14 @@ class TextMemory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], capacity: int = 200_000) -> TextMemory:
-        """What `save` wrote; of more texts than `capacity` the most recently used ones.
+        """Load a memory that `save` wrote.
+
+        Args:
+            path: the safetensors file.
+            capacity: see `TextMemory`. If the file holds more tokens, the most recently used texts are kept.
 
         Raises:
-            ValueError: the file is something else.
+            ValueError: the file is not a `TextMemory`.
         """
         with _opened(path) as file:
             tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
@@ -152,7 +182,7 @@ class TextMemory:
         return end < len(self._texts.get(text, ()))
 
     def _common(self, own: Sequence[int], text: int, end: int) -> int:
-        """How many of the tokens before a place are those that `own` ends in."""
+        """Length of the match between the tokens before a place and the end of `own`."""
         if not self._goes_on(text, end):
             return 0
         other, most = self._texts[text], min(LONGEST, len(own), end)
@@ -181,18 +211,18 @@ class TextMemory:
 
 
 def _opened(path: str | os.PathLike[str]) -> Any:
-    """A file that `TextMemory.save` wrote."""
+    """Open a file that `TextMemory.save` wrote."""
     try:
         file = safe_open(path, "pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): write one with TextMemory.save") from error
+        raise ValueError(f"{path} cannot be read ({error}): expected a file written by TextMemory.save") from error
     if (file.metadata() or {}).get("format") != FORMAT:
-        raise ValueError(f"{path} holds no texts: write one with TextMemory.save")
+        raise ValueError(f"{path} is not a TextMemory file: expected one written by TextMemory.save")
     return file
 
 
 def _ngrams(tokens: Sequence[int], end: int) -> Iterator[int]:
-    """Numbers of the n-grams of `LEVELS` that end there, the longest first; a shorter text has fewer."""
+    """Keys of the n-grams of `LEVELS` that end at `end`, the longest first. A shorter text has fewer."""
     for n in LEVELS:
         if n <= end:
             number = 1

@@ -1,7 +1,6 @@
-"""`CostStore`: what passes cost on this machine, kept between processes in the cache folder.
+"""`CostStore`: measured pass costs, kept between processes in the cache folder, one small file per kind of call.
 
-Owns a small file per kind of call, and what tells machines and models apart. Knows nothing of what costs are for. What
-cannot be read, or written, is as good as none: pacing then learns by itself, as it does where $SPECDEC_KEEP_COSTS is 0.
+A file that cannot be read or written is ignored. Pacing then measures from scratch, as with SPECDEC_KEEP_COSTS=0.
 """
 
 from __future__ import annotations
@@ -23,17 +22,19 @@ from specdec.models.hardware import name_of
 from specdec.proposers.pacing.estimates import BUCKETS, SIZES, DraftCost, PassCost
 from specdec.utils.paths import cache_folder
 
-FORMAT = 1  # of the files
-CHANGE = 1.25  # times what is kept: then it is worth another file
-UNSURE = 2  # passes of a size that a file vouches for at most: the next ones count
+FORMAT = 1  # version of the file format
+CHANGE = 1.25  # factor by which a cost must differ from the stored one before the file is rewritten
+UNSURE = 2  # largest count of passes taken from a file, so that new observations weigh more
 
 
 class CostStore:
-    """Of calls of one kind: a target, how many rows, and what drafts for it.
+    """Stores the costs of calls of one kind: a target, a batch size and a drafting model.
 
     Args:
-        target: whose passes they are; its shape counts, not what it has learnt. batch_size: rows.
-        drafting: the model that makes the drafts, if there is one. captured: passes are graphs of few sizes.
+        target: the target model. Models of the same shape share a file, whatever their weights.
+        batch_size: the number of rows.
+        drafting: the model that makes the drafts, if there is one.
+        captured: True if passes are CUDA graphs of a few padded sizes.
     """
 
     def __init__(self, target: nn.Module, batch_size: int, drafting: nn.Module | None = None, captured: bool = False):
@@ -49,11 +50,11 @@ class CostStore:
         if captured:
             self._of["captured"] = True
         self._draft = drafting and shape(drafting)
-        self._passes: dict[int, float] = {}  # as they are kept: by nodes per row, in passes over one
-        self._step = 0.0  # of the draft, likewise; 0: none is kept
+        self._passes: dict[int, float] = {}  # stored costs by nodes per row, relative to a pass over one node
+        self._step = 0.0  # stored cost of a draft pass, likewise; 0: none is stored
 
     def read(self) -> tuple[PassCost, DraftCost]:
-        """What earlier processes found; nothing, where they left nothing that can be read."""
+        """Read the costs that earlier processes measured; empty estimates if there is no readable file."""
         file = self._read()
         passes = PassCost(file["passes"], self._sizes)
         if passes.seen():
@@ -62,7 +63,7 @@ class CostStore:
         return passes, DraftCost(self._step) if self._step else DraftCost()
 
     def keep(self, passes: PassCost, draft: DraftCost) -> None:
-        """Write what was found, if it is news."""
+        """Write the measured costs, if they differ enough from the stored ones."""
         if not passes.known or not _wanted():
             return
         found, step = _relative(passes), draft.step(passes.plain) / passes.plain if draft.known else self._step
@@ -77,10 +78,11 @@ class CostStore:
 
     @property
     def path(self) -> Path:
+        """The file of this kind of call."""
         return cache_folder() / "costs" / f"{_digest(self._of)}.json"
 
     def _read(self) -> dict[str, Any]:
-        """Empty tables in place of what is missing or damaged."""
+        """Read the file's tables; empty ones if the file is missing or damaged."""
         try:
             file = json.loads(self.path.read_text()) if _wanted() else {}
             passes = {int(size): (float(seconds), min(int(n), UNSURE)) for size, (seconds, n) in file["passes"].items()}
@@ -93,7 +95,7 @@ class CostStore:
         return {"passes": {}, "steps": {}}
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        """Whole or not at all, whoever else writes or reads."""
+        """Replace the file atomically, since other processes may read or write it."""
         try:
             path = self.path
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,12 +107,12 @@ class CostStore:
                 except BaseException:
                     os.unlink(part.name)
                     raise
-        except (OSError, RuntimeError):  # no folder, no room, no right, no home
+        except (OSError, RuntimeError):  # no folder, no space, no permission, no home directory
             pass
 
 
 def shape(model: nn.Module) -> str:
-    """What a pass's seconds follow from: kinds of modules, sizes and types of weights, kind of attention."""
+    """Digest of the properties that determine a pass's cost: modules, weight shapes and dtypes, attention kernel."""
     modules = Counter(
         f"{type(module).__qualname__} "
         + ", ".join(
@@ -123,7 +125,7 @@ def shape(model: nn.Module) -> str:
 
 
 def _here(weight: torch.Tensor) -> torch.Tensor:
-    """What this process has of a weight."""
+    """The part of a weight that this process holds."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 

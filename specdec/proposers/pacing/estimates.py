@@ -1,8 +1,7 @@
-"""`Estimates`: what passes cost here and what gets accepted, as earlier rounds showed it.
+"""`Estimates`: pass costs and acceptance rates, estimated from past rounds. `Pacer` decides with them.
 
-Owns the estimates. Knows nothing of the decisions made from them (see `pacing`). Calls of one kind share them, threads
-too, without locks: each estimate is one value that is replaced whole. Of two updates at once one may be lost; none is
-ever seen half made.
+Calls of one kind share their estimates, also between threads, without locks: an update replaces a value as a whole.
+When two updates happen at once, one may be lost, but none is seen half done.
 """
 
 from __future__ import annotations
@@ -12,38 +11,43 @@ from collections.abc import Hashable, Mapping, Sequence
 from math import sqrt
 from statistics import median
 
-SIZES = tuple(2**i for i in range(8))  # nodes per row that captured passes are run in (`static_forward.nodes_of_size`)
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes per row of passes that are taken to cost the same
-STEPS = 15  # recent draft passes that are remembered
-PRIOR_STEP = 0.25  # of a target pass: a draft pass that has not been measured yet
+SIZES = tuple(2**i for i in range(8))  # nodes per row of captured passes (`static_forward.nodes_of_size`)
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # largest nodes per row of passes with the same cost
+STEPS = 15  # recent draft passes in the running median
+PRIOR_STEP = 0.25  # prior cost of a draft pass, relative to a target pass
 
 
 class PassCost:
-    """Seconds of a round from the target's pass on, by the nodes per row: a step function, a figure per bucket.
+    """Cost model of target passes: seconds of a round from the pass on, one estimate per bucket of nodes per row.
 
-    Steps, as costs have them: another kernel for more than one token, rows in powers of two. What was never seen is
-    taken from its neighbours. Of a surprise a third is believed to be the machine's (another program, a longer text),
-    and moves the other buckets as well: most are seldom seen.
+    Costs grow in steps: there is another kernel for more than one token, and rows are padded to powers of two. Buckets
+    that were not observed are interpolated from their neighbours. About a third of an unexpected slowdown (or speedup)
+    is attributed to the machine and applied to all buckets, since most buckets are rarely observed.
+
+    Args:
+        seen: by bucket, seconds and number of passes of another process. The first passes here scale all of them.
+        buckets: largest nodes per row of passes with the same cost, ascending from 1.
+
+    Attributes:
+        reading: seconds per token of a long text.
     """
 
-    PRIOR = 0.2  # of a pass: what a second node adds where nothing was measured; n nodes, sqrt(n - 1) times that
-    TILT = 0.002  # of a pass: what a node costs at least
-    STEP, SHARED = 0.15, 0.3
-    OUTLIER, FAMILIAR_OUTLIER = 2.0, 1.25  # times the expected seconds: what takes longer was another program's doing
-    LIKELY = 1.5  # times the expected seconds: beyond, the first pass of a size is believed by half
-    FAMILIAR = 3  # passes of a size: then its cost is known
-    LEVELLING = 2  # passes: a process's first may be slow for reasons of its own
+    PRIOR = 0.2  # prior cost of a second node, relative to a pass; n nodes add sqrt(n - 1) times as much
+    TILT = 0.002  # least cost of a node, relative to a pass
+    STEP, SHARED = 0.15, 0.3  # least weight of an observation; exponent of the part applied to all buckets
+    OUTLIER, FAMILIAR_OUTLIER = 2.0, 1.25  # times the expected seconds, cut off above: another program was running
+    LIKELY = 1.5  # times the expected seconds; above, the first pass of a size gets half the weight
+    FAMILIAR = 3  # passes of a size after which its cost counts as known
+    LEVELLING = 2  # the first passes of a process may be slower (allocator, caches)
 
     def __init__(self, seen: Mapping[int, tuple[float, int]] | None = None, buckets: Sequence[int] = BUCKETS):
-        """seen: by bucket, seconds and how often; of another process, so that the first passes here set the level.
-        buckets: largest sizes of passes that cost the same, ascending from 1."""
         self._seen, self._buckets = dict(seen or {}), tuple(buckets)
         self._curve = _curve(self._seen, self._buckets)
         self._to_level = self.LEVELLING if seen else 0
         self.reading = 0.0  # seconds per token of a long text
 
     def observe(self, size: int, seconds: float) -> None:
-        """Book a pass over so many nodes per row."""
+        """Record the seconds of a pass over `size` nodes per row."""
         bucket, seen = self._bucket(size), self._seen
         if not seen:
             self._replace({bucket: (seconds, 1)})
@@ -65,16 +69,16 @@ class PassCost:
 
     @property
     def explored(self) -> int:
-        """Nodes of the next pass at most, where costs have to be explored."""
+        """The largest number of nodes per row for the next pass while costs are explored."""
         return 2 * max(2, *self._seen)
 
     @property
     def known(self) -> bool:
-        """Has a pass of any size been seen, here?"""
+        """True after the first pass in this process, of any size."""
         return bool(self._seen) and self._to_level < self.LEVELLING
 
     def familiar(self, size: int) -> bool:
-        """Were passes of about this size seen often enough?"""
+        """Return whether passes of about this size were observed often enough."""
         return self._seen.get(self._bucket(size), (0.0, 0))[1] >= self.FAMILIAR
 
     @property
@@ -83,11 +87,12 @@ class PassCost:
         return self(1)
 
     def __call__(self, size: int) -> float:
-        """Seconds of a round from the pass on, `size` nodes per row, the root included."""
+        """Seconds of a round from the pass on, over `size` nodes per row including the root."""
         curve = self._curve
         return curve[size - 1] if size <= len(curve) else curve[-1] * size / len(curve)
 
     def seen(self) -> dict[int, tuple[float, int]]:
+        """Observed seconds and number of passes, by bucket."""
         return dict(self._seen)
 
     def _bucket(self, size: int) -> int:
@@ -95,7 +100,7 @@ class PassCost:
 
 
 def _curve(seen: Mapping[int, tuple[float, int]], buckets: Sequence[int]) -> tuple[float, ...]:
-    """Seconds for 1, 2, ... nodes per row."""
+    """Interpolate the seconds for 1, 2, ... nodes per row."""
     if not seen:
         return (0.0,)
     first = min(seen)
@@ -119,22 +124,23 @@ def _curve(seen: Mapping[int, tuple[float, int]], buckets: Sequence[int]) -> tup
 
 
 class Acceptance:
-    """Conditional acceptance rate per key: of the tokens with this key whose predecessors were all accepted.
+    """Acceptance rate per confidence bin, over tokens whose predecessors were all accepted.
 
-    A proposer may say what it expects of a key; that counts for `WEIGHT` tokens, scaled by how far its expectations
-    came true of late, whichever the key: a draft that is sure of itself in vain is found out at once.
+    A proposer may give a prior for a bin, which counts as `WEIGHT` tokens. Priors are scaled by the recent ratio of
+    accepted to expected tokens over all bins, which corrects an overconfident draft at once.
     """
 
-    STEP = 0.05  # weight of a new observation in the long run
-    WEIGHT, LIKE_WEIGHT = 2.0, 8.0
-    UNKNOWN = 0.4  # of a key that nobody expects anything of
+    STEP = 0.05  # least weight of a new observation
+    WEIGHT, LIKE_WEIGHT = 2.0, 8.0  # weight in tokens of a proposer's prior, and of the rate of a similar bin
+    UNKNOWN = 0.4  # rate of a bin without a prior
 
     def __init__(self) -> None:
         self._rates: dict[Hashable, tuple[float, int]] = {}
         self._expected: dict[Hashable, float] = {}
-        self._trust = (1.0, 1.0)  # tokens that came true, that were expected to; of late
+        self._trust = (1.0, 1.0)  # accepted tokens and expected ones, moving sums
 
     def observe(self, key: Hashable, accepted: bool, prior: float | None = None) -> None:
+        """Record one token of bin `key`. prior: the expected rate, by default the last one given to `rate`."""
         rate, count = self._rates.get(key, (0.0, 0))
         self._rates[key] = (rate + max(1 / (count + 1), self.STEP) * (accepted - rate), count + 1)
         prior = self._expected.get(key) if prior is None else prior
@@ -144,7 +150,13 @@ class Acceptance:
             self._trust = (keep * came_true + accepted, keep * expected + prior)
 
     def rate(self, key: Hashable, prior: float | None = None, like: float | None = None) -> float:
-        """prior: what the proposer expects. like: the rate of a similar key."""
+        """Estimate the acceptance rate of a confidence bin.
+
+        Args:
+            key: the bin.
+            prior: the proposer's own expectation.
+            like: the rate of a similar bin, used in place of `prior`.
+        """
         expected, weight = self.UNKNOWN, self.WEIGHT
         if like is not None:
             expected, weight = like, self.LIKE_WEIGHT
@@ -157,24 +169,25 @@ class Acceptance:
 
     @property
     def tested(self) -> bool:
-        """Was any token seen accepted or rejected?"""
+        """True if any token has been accepted or rejected."""
         return bool(self._rates)
 
     @property
     def trust(self) -> float:
+        """The recent ratio of accepted to expected tokens."""
         came_true, expected = self._trust
         return came_true / expected
 
 
 class Budget:
-    """How far drafting may fall behind plain decoding, in passes of the target over one token.
+    """Exploration budget: time that drafting may lose against plain decoding, in target passes over one token.
 
-    A share of all seconds is laid by; what a round with a draft takes longer than plain decoding would have is taken
-    out, what it gains is put back.
+    A share of all seconds is added. Time that a round with a draft loses against plain decoding is subtracted, and
+    time that it saves is added.
     """
 
-    SHARE = 0.015  # of the seconds
-    FIRST, MOST, LEAST = 0.6, 10.0, -1.0
+    SHARE = 0.015  # share of the seconds that is added
+    FIRST, MOST, LEAST = 0.6, 10.0, -1.0  # initial value, upper bound, and the bound below which it is overdrawn
 
     def __init__(self) -> None:
         self.left = self.FIRST
@@ -184,15 +197,15 @@ class Budget:
         return self.left < self.LEAST
 
     def observe(self, rounds: float, ahead: float) -> None:
-        """rounds: the seconds, in passes. ahead: of plain decoding."""
+        """Record a round of `rounds` passes' length that was `ahead` passes faster than plain decoding."""
         self.left = min(self.MOST, self.left + self.SHARE * rounds + ahead)
 
 
 class DraftCost:
-    """Seconds of a draft's passes. Where one pass drafts several tokens, those behind the first cost less.
+    """Cost model of draft passes. Where one pass drafts several tokens, tokens after the first cost less.
 
     Attributes:
-        share: of a pass of the target over one token, that a step is taken to cost before one was measured here.
+        share: prior cost of a draft pass, relative to a target pass over one token.
         reading: seconds per token of a long text; 0: not known.
     """
 
@@ -203,34 +216,39 @@ class DraftCost:
 
     @property
     def known(self) -> bool:
-        """Has a step been measured here?"""
+        """True if a draft pass has been measured in this process."""
         return bool(self._steps)
 
     @property
     def reads_out(self) -> bool:
-        """Does one pass draft several tokens?"""
+        """True if one pass drafts several tokens."""
         return bool(self._read_out)
 
     def step(self, plain: float) -> float:
-        """Seconds of one draft pass: the median of recent ones. plain: of a pass of the target."""
+        """Seconds of one draft pass: the median of recent ones. plain: seconds of a target pass over one token."""
         return median(self._steps) if self._steps else self.share * plain
 
     def further(self, plain: float) -> float:
-        """Seconds of a token behind another: of a pass of its own, unless it was read out of the same."""
+        """Seconds of each token after the first: a pass of its own, or one more token read out of the same pass."""
         return median(self._read_out) if self._read_out else self.step(plain)
 
     def observe(self, seconds: float) -> None:
+        """Record a draft pass."""
         self._steps = (*self._steps[1 - STEPS :], seconds)
 
     def observe_read_out(self, seconds: float) -> None:
+        """Record the reading of one more token out of a pass."""
         self._read_out = (*self._read_out[1 - STEPS :], seconds)
 
 
 class Estimates:
-    """What calls of one kind, a batch size and sampling or not, learn from each other, also at the same time.
+    """Estimates shared by all calls of one kind: the same batch size, all sampling or none.
 
     Attributes:
-        verify: costs of target passes. draft: of the draft's. acceptance: per key. budget: for trials.
+        verify: cost model of target passes.
+        draft: cost model of draft passes.
+        acceptance: acceptance rates per confidence bin.
+        budget: exploration budget.
     """
 
     def __init__(self, verify: PassCost | None = None, draft: DraftCost | None = None) -> None:
@@ -242,17 +260,18 @@ class Estimates:
         self._pace = (0.0, 0.0)  # seconds and tokens of recent rounds, moving sums
 
     def apart(self) -> Estimates:
-        """For a proposer that drafts in some of the rounds: all the same, but a pace of its own."""
+        """Estimates for a proposer that drafts in some of the rounds: shared, except for the pace."""
         other = Estimates(self.verify, self.draft)
         other.acceptance, other.budget = self.acceptance, self.budget
         return other
 
     @property
     def expected_rate(self) -> float:
-        """Of a token that was not looked at yet: of those that were, how likely they were to be accepted."""
+        """Expected acceptance rate of a token not yet evaluated: the running mean over evaluated ones."""
         return self._expected[0]
 
     def observe_expectation(self, rate: float) -> None:
+        """Record the expected acceptance rate of an evaluated token."""
         old, count = self._expected
         self._expected = (old + max(1 / (count + 1), Acceptance.STEP) * (rate - old), count + 1)
 
@@ -263,16 +282,16 @@ class Estimates:
 
     @property
     def further_token(self) -> float:
-        """Seconds of drafting a token behind another."""
+        """Seconds to draft each token after the first."""
         return self.draft.further(self.verify.plain)
 
     @property
     def seconds_per_token(self) -> float | None:
-        """Over all rows, at the present rate; None before the first round."""
+        """Seconds per token over all rows in recent rounds; None before the first round."""
         seconds, tokens = self._pace
         return seconds / tokens if tokens else None
 
     def observe_pace(self, seconds: float, new_tokens: float) -> None:
-        """Book what a round took and how many tokens it gained over all rows."""
+        """Record a round's seconds and its new tokens over all rows."""
         old_seconds, old_tokens = self._pace
         self._pace = (0.9 * old_seconds + seconds, 0.9 * old_tokens + new_tokens)

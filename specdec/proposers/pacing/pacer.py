@@ -1,9 +1,8 @@
-"""How far to draft next, from what drafting and verifying cost here and how much gets accepted.
+"""`Pacer`: decides how far to draft next, from measured costs and acceptance rates (`Estimates`).
 
-Owns the decisions of one call (`Pacer`), from what calls learn together (`Estimates`). Knows nothing of proposers: they
-label their tokens with a *key* (how sure they were) and ask whether a token is worth its cost. Estimates use past
-rounds only, and keys depend on the draft's distribution, never on the token sampled from it, so pacing cannot bias the
-output.
+Proposers label each token with a *confidence bin* (how sure the draft was), and the pacer estimates whether the token
+is worth its cost. Estimates use past rounds only. Bins depend on the draft's distribution, never on the token sampled
+from it. Pacing therefore cannot bias the output.
 """
 
 from __future__ import annotations
@@ -14,20 +13,23 @@ from itertools import accumulate
 
 from specdec.proposers.pacing.estimates import Acceptance, Estimates, PassCost
 
-TRIAL_LENGTH = 1  # drafted to see whether it pays again
-FEW_TOKENS = 16  # a draft's pass over so many takes about as long as one over a single token
-CALL_SHARE, CALL_LENGTH = 0.02, 64  # of a call's passes that trials may cost; passes that every call is taken to have
+TRIAL_LENGTH = 1  # tokens drafted for exploration
+FEW_TOKENS = 16  # a draft pass over up to this many tokens takes about as long as one over a single token
+CALL_SHARE, CALL_LENGTH = 0.02, 64  # share of a call's passes for exploration; passes assumed for every call
 LARGEST_BATCH = 1 << 20
-LONGEST = 24  # drafted per row at most, when the length is automatic
+LONGEST = 24  # most tokens drafted per row when the length is automatic
 
 
 @dataclass
 class DraftPasses:
-    """Forward passes of a draft model in one call, and the seconds they took.
+    """Forward passes of a draft model in one call.
 
     Attributes:
-        reading: of the seconds, over long texts. launched: of the passes, those of this round whose seconds a device
-            that works on its own has not told yet; long: of those, tokens of one over a long text.
+        count: number of passes.
+        seconds: seconds that they took.
+        reading: the part of these seconds spent on passes over long texts.
+        launched: passes enqueued in this round whose duration is not yet known.
+        long: tokens of the pass among these that reads a long text.
     """
 
     count: int = 0
@@ -38,18 +40,19 @@ class DraftPasses:
 
 
 class Pacer:
-    """Decides, in one call, how far to draft: the chance of more tokens to be accepted against the seconds they cost.
+    """Decides in one call how far to draft, by comparing expected accepted tokens with their cost.
 
-    Throughput is best where the marginal token's seconds equal the seconds a token costs at the present rate, so a
-    token is worth `chance * seconds_per_token`. What does not pay by what is known is tried where `Budget` allows it:
-    texts change, and costs are known from passes only.
+    Throughput is highest where the last drafted token costs as many seconds as a token costs on average. An additional
+    token is therefore worth `chance * seconds_per_token`. Drafts that are not expected to pay are explored as far as
+    `Budget` allows, because texts change and costs are only known from passes.
 
     Args:
-        length: None to decide automatically; an int to draft exactly that many tokens (0: plain decoding).
-        estimates: what earlier calls of this kind learnt and later ones will; nothing yet by default.
+        length: None to decide automatically, or an int to draft exactly that many tokens (0: plain decoding).
+        estimates: the estimates shared with other calls of this kind. New ones by default.
 
     Attributes:
-        passes: of a draft model, in this call. drafting: seconds of the last round's draft.
+        passes: the passes of a draft model in this call.
+        drafting: the seconds of the last round's draft.
     """
 
     def __init__(self, length: int | None = None, estimates: Estimates | None = None):
@@ -57,14 +60,14 @@ class Pacer:
         self.estimates = Estimates() if estimates is None else estimates
         self.passes = DraftPasses()
         self.drafting = 0.0
-        self._read = 0.0  # seconds of `passes.reading` that are booked
-        self._ran = 0  # of `passes`, those whose rounds are booked
-        self._rows = LARGEST_BATCH  # not finished, in the last round
-        self._took = self._behind = 0.0  # passes of the target that the call took; that drafts made it longer
-        self._exploring = False  # this round's draft is a trial
+        self._read = 0.0  # seconds of `passes.reading` in recorded rounds
+        self._ran = 0  # number of `passes` in recorded rounds
+        self._rows = LARGEST_BATCH  # unfinished rows in the last round
+        self._took = self._behind = 0.0  # duration of the call and its loss by drafting, in target passes
+        self._exploring = False  # this round's draft is for exploration
 
     def apart(self, estimates: Estimates) -> Pacer:
-        """For a proposer that drafts in some of the call's rounds. estimates: its own, `Estimates.apart` of the call's."""
+        """A pacer for a proposer that drafts in some of the call's rounds. estimates: from `Estimates.apart`."""
         other = Pacer(self.length, estimates)
         other.passes = self.passes
         return other
@@ -83,14 +86,15 @@ class Pacer:
 
     @property
     def limit(self) -> int:
+        """The largest number of tokens to draft per row."""
         return LONGEST if self.length is None else self.length
 
     def best_length(self, gains: Sequence[float], rows: int) -> int:
-        """How many nodes per row to verify, where all chances are known beforehand and drafting is free or done.
+        """The number of nodes per row to verify when drafting is free or already done.
 
         Args:
-            gains: per node of a row, the expected number of accepted ones over all rows, falling.
-            rows: in the target pass.
+            gains: for each node of a row, the expected number of accepted ones over all rows, in falling order.
+            rows: the number of rows in the target pass.
         """
         if self.length is not None:
             return min(self.length, len(gains))
@@ -106,12 +110,12 @@ class Pacer:
         return best + 1 if worth_exploring and self._affords(-profits[best]) else 0
 
     def worth(self, chances: Sequence[float], drafted: int, draft_steps: int = 0) -> bool:
-        """Is one more token for each row worth it?
+        """Return whether one more token for each row is worth its cost.
 
         Args:
             chances: for each row of the pass, the probability that this token and all before it are accepted.
-            drafted: tokens each row already has in this draft.
-            draft_steps: draft passes still to be run for it.
+            drafted: the tokens that each row already has in this draft.
+            draft_steps: the draft passes that the token still needs.
         """
         if self.length is not None:
             return drafted < self.length
@@ -120,12 +124,14 @@ class Pacer:
         return drafted < LONGEST and self._outlook(sum(chances), len(chances), drafted, draft_steps) > 0
 
     def may_start(self, chances: Sequence[float], draft_steps: int, backlog: int = 0, tokens_left: int = 0) -> bool:
-        """Is a draft worth starting, or a trial?
+        """Return whether to start a draft, because it is expected to pay or for exploration.
 
         Args:
-            backlog: tokens, over all rows, that the draft has to read first: a prompt, say.
-            tokens_left: that a row may still gain. What a round wins counts for half of them: rows end early, and
-                rounds gain more than one.
+            chances: for each row of the pass, the probability that the first token is accepted.
+            draft_steps: the draft passes that the first token needs.
+            backlog: tokens over all rows that the draft has to read first, for example a prompt.
+            tokens_left: tokens that a row may still get. The backlog is spread over half as many rounds, since rows
+                end early and rounds bring more than one token.
         """
         self._exploring = False
         if self.length is not None or not self.verify.known:
@@ -140,16 +146,17 @@ class Pacer:
 
     @property
     def seconds_to_read(self) -> float:
-        """Of the draft, per token of a long text: as measured, unless that was far off.
+        """Seconds of the draft per token of a long text: as measured, but not more than expected from the target.
 
-        It reads as much faster than the target as it decodes, or half as much where its decoding is quantized.
+        The draft is expected to read as much faster than the target as it decodes, or half as much, since its decoding
+        may be quantized.
         """
         likely = self.verify.reading * min(1.0, 2 * self.estimates.draft_step / self.verify.plain)
         reading = self.estimates.draft.reading
         return min(reading, likely) if reading else likely
 
     def promise(self) -> float:
-        """Tokens per row and second of drafts whose tokens are accepted as expected, of the best length."""
+        """Expected tokens per row and second of a draft of the best length."""
         verify, drafting, best, new_tokens, chance = (
             self.verify,
             self.estimates.draft_step,
@@ -165,28 +172,28 @@ class Pacer:
         return best
 
     def _price(self, rows: int) -> float:
-        """Seconds a token costs at the present rate, which is plain decoding's at worst."""
+        """Seconds per token in recent rounds, at most those of plain decoding."""
         plain = self.verify.plain / min(rows, self._rows)
         pace = self.estimates.seconds_per_token
         return plain if pace is None else min(pace, plain)
 
     @property
     def _overdrawn(self) -> bool:
-        """Are drafts that should pay slower than plain decoding?"""
+        """True if drafts that were expected to pay are slower than plain decoding."""
         pace, plain = self.estimates.seconds_per_token, self.verify.plain / min(self._rows, LARGEST_BATCH)
         return self.estimates.budget.overdrawn and (pace is None or pace > plain)
 
     def _affords(self, seconds: float) -> bool:
-        """Is there so much in the budget, and does this call not fall far behind for it?"""
+        """Return whether the exploration budget, and the share of it for one call, allow a loss of so many seconds."""
         passes = seconds / self.verify.plain
         return passes <= min(self.estimates.budget.left, CALL_SHARE * (CALL_LENGTH + self._took) - self._behind)
 
     def _tests(self) -> bool:
-        """Are the draft's expectations still to be tested, now that it has run? One token tells something."""
+        """Return whether to verify a first token to test the draft's confidence, which has not been tested yet."""
         return not self.acceptance.tested and self._affords(self.verify(1 + TRIAL_LENGTH) - self.verify.plain)
 
     def _outlook(self, gain: float, rows: int, drafted: int, draft_steps: int) -> float:
-        """Seconds that drafting on is going to win at best, if tokens after the next are accepted as expected."""
+        """Seconds that further drafting saves at best, if tokens after the next are accepted as expected."""
         verify, price, rate, further = self.verify, self._price(rows), self.expected_rate, self.estimates.further_token
         step = further if drafted else self.estimates.draft_step
         best, won, cost = float("-inf"), 0.0, draft_steps * step - verify(1 + drafted)
@@ -198,11 +205,11 @@ class Pacer:
         return best
 
     def observe_expectation(self, rate: float) -> None:
-        """Book how likely a token just looked at was to be accepted, drafted or not."""
+        """Record the expected acceptance rate of a token just evaluated, drafted or not."""
         self.estimates.observe_expectation(rate)
 
     def observe_draft_pass(self, seconds: float, tokens: int = 1, building: float = 0.0) -> None:
-        """Book a pass of the draft model over so many tokens, and the seconds it took to make nodes of its logits."""
+        """Record a draft pass over so many tokens. building: seconds to turn its logits into nodes."""
         self.passes.count += 1
         self.passes.seconds += seconds
         if tokens <= FEW_TOKENS:
@@ -212,18 +219,18 @@ class Pacer:
             self.estimates.draft.reading = seconds / tokens
 
     def observe_read_out(self, seconds: float) -> None:
-        """Book what it took to read one more token out of a pass that drafted several."""
+        """Record the seconds to read one more token out of a pass that drafts several."""
         self.estimates.draft.observe_read_out(seconds)
 
     def launched_draft_pass(self, tokens: int = 1) -> None:
-        """A pass of the draft model was asked of a device: the round will tell what it took."""
+        """Record a draft pass enqueued on a device. Its duration follows with `observe_drafting`."""
         self.passes.count += 1
         self.passes.launched += 1
         if tokens > FEW_TOKENS:
             self.passes.long = tokens
 
     def observe_drafting(self, seconds: float) -> None:
-        """Book how long this round's draft took: that is what its launched passes share."""
+        """Record the seconds of this round's draft, which its launched passes share."""
         passes, self.drafting = self.passes, seconds
         if passes.launched:
             self._share(seconds, passes.launched, passes.long)
@@ -240,18 +247,20 @@ class Pacer:
             self.estimates.draft.reading = (seconds - stepping) / long
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Book how long the target took to read the prompts, padding included."""
+        """Record the target's prefill. tokens: of all rows, including padding."""
         self.verify.reading = seconds / tokens
         if self.verify.known:
             self._took = seconds / self.verify.plain
 
     def observe_round(self, size: int, rows: int, drafting: float, seconds: float, new_tokens: int) -> None:
-        """Book a round.
+        """Record a round.
 
         Args:
-            size: nodes per row in the target pass, the root included. rows: that were not finished.
-            drafting: seconds of the draft. seconds: of the round, the draft included, up to the verdict.
-            gained: tokens emitted over all rows.
+            size: nodes per row in the target pass, including the root.
+            rows: the number of unfinished rows.
+            drafting: seconds of the draft.
+            seconds: seconds of the round up to the verdict, including the draft.
+            new_tokens: new tokens over all rows.
         """
         self._rows = rows
         self.verify.observe(size, seconds - drafting)
@@ -262,11 +271,11 @@ class Pacer:
         if self.verify.known:
             plain = self.verify.plain
             took = (passing + drafting) / plain
-            behind = took - new_tokens / rows if size > 1 or ran else 0.0  # looking for a draft is no trial
+            behind = took - new_tokens / rows if size > 1 or ran else 0.0  # a lookup without a draft loses nothing
             self._took, self._behind = self._took + took, max(0.0, self._behind + behind)
             self.estimates.budget.observe(took, -behind)
 
     def observe_confidence(self, confidence_bins: Sequence[Hashable], accepted: int) -> None:
-        """Book a row's drafted keys in order, of which the first `accepted` were accepted."""
+        """Record the confidence bins of a row's drafted tokens in order; the first `accepted` ones were accepted."""
         for i, key in enumerate(confidence_bins[: accepted + 1]):
             self.acceptance.observe(key, i < accepted)

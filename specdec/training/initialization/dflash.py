@@ -1,4 +1,4 @@
-"""`initialize_block`: a fresh drafter of blocks for a target, which starts out from what the target knows."""
+"""Initialization of a fresh block drafter from the target's weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from specdec.training.initialization.eagle3 import shape_for, start_out
 from specdec.utils.choices import HeadKind
 
 LAYERS = 2
-RANK = 16  # of the Markov head, so many times smaller than the drafter's width: 256 of 4096, as DeepSpec's
+RANK = 16  # ratio of the drafter's width to the Markov head's rank: 4096 to 256 in DeepSpec
 
 
 def initialize_block(
     target: PreTrainedModel, draft_vocab: Tensor, mask_token_id: int, kind: HeadKind, drafted: int, **changes: Any
 ) -> DFlashHead:
-    """A fresh drafter.
+    """Create a fresh block drafter.
 
     Args:
-        draft_vocab: (K,) int64 ascending, the target's ids that it can draft. The others: see `block_config_for`.
+        target: model to draft for.
+        draft_vocab: (K,) int64 ascending, the target's token ids that can be drafted.
+        mask_token_id: see `block_config_for`.
+        kind: see `block_config_for`.
+        drafted: see `block_config_for`.
+        changes: see `block_config_for`.
     """
     head = DFlashHead(block_config_for(target, len(draft_vocab), mask_token_id, kind, drafted, **changes))
     start_out(head, target, draft_vocab)
@@ -39,13 +44,16 @@ def initialize_block(
 def block_config_for(
     target: PreTrainedModel, draft_vocab_size: int, mask_token_id: int, kind: HeadKind, drafted: int, **changes: Any
 ) -> DFlashConfig:
-    """Of a fresh drafter, of Qwen3's kind of layers, as other engines know it.
+    """Create the config of a fresh block drafter, with Qwen3's layers, which other engines support.
 
     Args:
-        mask_token_id: an id of the target's that texts do without. drafted: tokens of a pass.
-        kind: "dflash", whose blocks are an anchor and a mask for each drafted token; "dspark", whose anchor drafts,
-            too, with a Markov and a confidence head.
-        changes: of `DFlashConfig`'s fields; by default a layer is like one of the target's.
+        target: model to draft for.
+        draft_vocab_size: number of tokens that can be drafted.
+        mask_token_id: a token of the target that texts do not contain.
+        kind: "dflash": a block is an anchor and a mask for each drafted token. "dspark": the anchor also drafts, with
+            a Markov and a confidence head.
+        drafted: tokens drafted per pass.
+        changes: fields of `DFlashConfig`. By default a layer has the shape of one of the target's.
     """
     shape = {"qk_norm": True, "own_head": True, "num_layers": LAYERS} | shape_for(target, draft_vocab_size) | changes
     if kind == "dspark":

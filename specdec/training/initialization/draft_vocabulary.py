@@ -1,4 +1,4 @@
-"""The draft vocabulary: the tokens that a head can draft, those that the target writes most."""
+"""Draft vocabulary: the tokens that a head can draft, which are those that the target writes most often."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from specdec.data.texts import Text, Texts
 
-AT_ONCE = 2**20  # tokens that are counted together
+AT_ONCE = 2**20  # tokens counted at a time
 
 
 def token_counts(texts: Sequence[Text], vocab_size: int, *, all_tokens: bool = False) -> Tensor:
-    """(V,) int64, how often the target wrote each token, or how often texts hold it, prompts and all."""
+    """Count how often the target wrote each token, (V,) int64. all_tokens: count prompts as well."""
     texts = Texts.of(texts)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for ids, learn in zip(texts.ids.split(AT_ONCE), texts.learn.split(AT_ONCE), strict=True):
@@ -22,11 +22,20 @@ def token_counts(texts: Sequence[Text], vocab_size: int, *, all_tokens: bool = F
 
 
 def frequent_tokens(counts: Tensor, size: int, read: Tensor | None = None) -> Tensor:
-    """The draft vocabulary, (K,) int64 ascending: the `size` tokens, or all, with the highest counts (V,).
+    """Choose the draft vocabulary: the most frequent tokens.
 
     Args:
-        read: (V,) int64, how often prompts and all hold each token: what the target did not write yet, it may write
-            of what it reads. It decides where counts are even, as they are of the many that were written once or never.
+        counts: (V,) int64, how often the target wrote each token.
+        size: number of tokens to choose, at most V.
+        read: (V,) int64, counts over prompts and answers. They break ties among the many tokens that the target wrote
+            once or never, since it may later write what it reads.
+
+    Returns:
+        (K,) int64, token ids, ascending.
+
+    Examples:
+        >>> frequent_tokens(torch.tensor([3, 0, 5, 1]), 2)
+        tensor([0, 2])
     """
     if read is not None:
         counts = counts * (read.max() + 1) + read

@@ -1,7 +1,6 @@
-"""`initialize`: a fresh head for a target, which starts out from what the target knows; `with_vocabulary`: one that
-drafts other tokens.
+"""Initialization of a fresh EAGLE-3 head from the target's weights, and change of a head's draft vocabulary.
 
-The LM head is made of the target's own rows, the layer of its last one's weights: they need not be learnt anew.
+The LM head starts with the target's rows, and the layer with the weights of the target's last layer.
 """
 
 from __future__ import annotations
@@ -25,12 +24,22 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: Any) -> Eagle3Head:
-    """A fresh head for a target.
+    """Create a fresh EAGLE-3 head for a target.
 
     Args:
-        draft_vocab: (K,) int64 ascending, the target's ids that the head can draft; or how many: the lowest ids, which
-            in BPE vocabularies are the earliest merges and so the most frequent tokens.
-        changes: of `Eagle3Config`'s fields; by default the layer is like one of the target's.
+        target: model to draft for.
+        draft_vocab: (K,) int64 ascending, the target's token ids that the head can draft. Or their number, for the
+            lowest ids: in BPE vocabularies these are the earliest merges, and so frequent tokens.
+        changes: fields of `Eagle3Config`. By default the layer has the shape of one of the target's.
+
+    Returns:
+        An `Eagle3Head` in float32, ready for `HeadTrainer`.
+
+    Example:
+        ```python
+        head = initialize(target, 8192, num_layers=2)
+        specdec.heads.eagle3.export.save(head, "head")
+        ```
     """
     if isinstance(draft_vocab, int):
         draft_vocab = torch.arange(draft_vocab)
@@ -40,14 +49,14 @@ def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: An
 
 
 def config_for(target: PreTrainedModel, draft_vocab_size: int, **changes: Any) -> Eagle3Config:
-    """Of a fresh head: its layer is like one of the target's. `changes` as for `initialize`."""
+    """Create the config of a fresh head, whose layer has the shape of one of the target's. See `initialize`."""
     attention = getattr(decoder_layers(target)[-1], "self_attn", None)
     biased = getattr(getattr(attention, "q_proj", None), "bias", None) is not None
     return Eagle3Config(**shape_for(target, draft_vocab_size) | {"attention_bias": biased} | changes)
 
 
 def shape_for(target: PreTrainedModel, draft_vocab_size: int) -> dict[str, Any]:
-    """Of a layer like one of the target's, and of what a head reads and drafts."""
+    """Return the config fields for a layer with the shape of one of the target's, and for a head's input and output."""
     text = target.config.get_text_config(decoder=True)
     H, heads = text.hidden_size, text.num_attention_heads
     return {
@@ -67,7 +76,7 @@ def shape_for(target: PreTrainedModel, draft_vocab_size: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_vocab: Tensor) -> None:
-    """Random weights, and what the target knows in place of those that are shaped like its own."""
+    """Initialize a head at random, then copy the target's weights wherever the shapes match."""
     H, layers = head.config.target_hidden_size, decoder_layers(target)
     for module in head.modules():
         if isinstance(module, nn.Linear):
@@ -87,17 +96,22 @@ def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_voca
     _copy_norm(head.norm, _part(target.get_decoder(), "norm"))
     if head.fc.weight.shape[0] == H:
         if isinstance(head, Eagle3Head):
-            head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as what it is added to
-        head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts out as the highest state
+            head.fc.weight.zero_()  # noise of 0.02 would be 63% as large as the identity added below
+        head.fc.weight[:, -H:] += torch.eye(H)  # the feature starts as the highest state
 
 
 @torch.no_grad()
 def with_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tensor) -> Eagle3Head:
-    """The head, drafting the tokens of `draft_vocab`, (K,) int64 ascending.
+    """Return a head with another draft vocabulary.
 
-    Its other weights and its LM head's rows of these tokens are kept. They are no longer the target's (a drift that
-    they share changes no probability, and training does not hold it back), so rows of tokens that it did not draft are
-    the target's, translated by the linear map that takes its own tokens' nearest to what they have become.
+    LM head rows of tokens already drafted are kept, like all other weights. Training has moved them away from the
+    target's rows, partly by a common shift that changes no probability. New tokens therefore get the target's rows,
+    mapped by the linear map that fits the target's rows of the old tokens to the head's.
+
+    Args:
+        head: head to change.
+        target: model that it drafts for.
+        draft_vocab: (K,) int64 ascending, the new draft vocabulary.
     """
     draft_vocab, known = draft_vocab.to(head.device), head.draft_to_target
     changed = Eagle3Head(replace(head.config, draft_vocab_size=len(draft_vocab))).to(head.device, head.dtype)
@@ -116,8 +130,8 @@ def with_vocabulary(head: Eagle3Head, target: PreTrainedModel, draft_vocab: Tens
 
 
 def _copy_layer(ours: Any, theirs: nn.Module) -> None:
-    """The weights of a target's layer, as far as they have the usual names and fit; the rest stays random."""
-    wide = 2 if isinstance(ours, FusingLayer) else 1  # for the embedding, and for the feature
+    """Copy the weights of a target's layer that have the usual names and shapes. The rest stays random."""
+    wide = 2 if isinstance(ours, FusingLayer) else 1  # a fusing layer reads the embedding and the feature
     attention, mlp = getattr(theirs, "self_attn", None), getattr(theirs, "mlp", None)
     for name in ("q_proj", "k_proj", "v_proj"):
         mine, its = getattr(ours.self_attn, name), _part(attention, name)
@@ -132,7 +146,7 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
     width, H = ours.mlp.gate_proj.weight.shape
     if all(isinstance(part, nn.Linear) for part in its) and _fits(its[0], (max(width, its[0].out_features), H)):
         gate, up, down = (part.weight.float() for part in its)
-        strongest = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices  # a narrower MLP's
+        strongest = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(width).indices  # for a narrower MLP
         ours.mlp.gate_proj.weight.copy_(gate[strongest])
         ours.mlp.up_proj.weight.copy_(up[strongest])
         ours.mlp.down_proj.weight.copy_(down[:, strongest])
@@ -145,7 +159,7 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
 
 
 def _part(module: nn.Module | None, name: str) -> Any:
-    """Of a target's module the one of this name, if it has one, with weights that can be copied."""
+    """Return a submodule of a target's module by name, with weights that can be copied; None if there is none."""
     found = getattr(module, name, None)
     return plain(found) if isinstance(found, nn.Module) else found
 
@@ -155,10 +169,10 @@ def _fits(module: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _copy_norm(ours: nn.Module | None, theirs: nn.Module | None) -> None:
-    """By what it does, not by its weight: Gemma's norms multiply by 1 + weight."""
+    """Copy the effect of a norm rather than its weight: Gemma's norms multiply by 1 + weight."""
     weight = getattr(theirs, "weight", None)
     if ours is None or theirs is None or weight is None or weight.shape != ours.weight.shape:
         return
-    effect = theirs(torch.ones_like(weight))  # of a state whose mean square is 1
-    if bool(effect.any()):  # a layer norm takes the mean away, too
+    effect = theirs(torch.ones_like(weight))  # for a state whose mean square is 1
+    if bool(effect.any()):  # 0 for a layer norm, which subtracts the mean
         ours.weight.copy_(effect)

@@ -1,7 +1,7 @@
-"""`transfer_head`: a head for one target out of a head for another, usually smaller one with the same tokens.
+"""Transfer of a head to another target, usually from a smaller model with the same tokens (the donor).
 
-What the head has learnt about drafting is kept, what it reads is translated: a linear map takes the target's states to
-what the head made of its donor's, another one the embeddings. The head stays as wide as it was.
+The head's own layers are kept and its inputs are mapped: one linear map takes the target's states to the features that
+the head computed from its donor's, another one maps the embeddings. The head's width does not change.
 """
 
 from __future__ import annotations
@@ -22,28 +22,36 @@ from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.training.teacher.base import embedding_of
 from specdec.training.teacher.state_cache import states_of
 
-RIDGE = 1e-2  # of the inputs' variance
-PROJECTIONS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # of [embedding, feature]
+RIDGE = 1e-2  # ridge penalty, relative to the inputs' variance
+PROJECTIONS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")  # they read [embedding, feature]
 
 
 @torch.no_grad()
 def transfer_head(
     head: Eagle3Head, donor: PreTrainedModel, target: PreTrainedModel, texts: Sequence[Text]
 ) -> Eagle3Head:
-    """A head for `target`, float32, out of one for `donor`.
+    """Transfer a head from `donor` to `target`.
 
     Args:
-        head: EAGLE-3. donor: what it drafts for; its token ids mean the same as the target's.
-        texts: both are run on them; a few times as many tokens as the target's taps are wide.
+        head: EAGLE-3 head that drafts for `donor`.
+        donor: model whose token ids mean the same as the target's.
+        target: model to draft for.
+        texts: texts that both models are run on, with a few times as many tokens as the target's taps are wide.
+
+    Returns:
+        A head for `target`, in float32 on the CPU.
+
+    Raises:
+        ValueError: The head is a P-EAGLE head, or does not fit its donor.
     """
     if head.mask_hidden is not None:
         raise ValueError(
-            "a P-EAGLE head's states of tokens that nobody knows yet are of its own target: it cannot be carried over"
+            "a P-EAGLE head's mask state belongs to its own target, so the head cannot be transferred: leave out --from"
         )
     Eagle3Proposer(head).check(donor)
     head = deepcopy(head).float().cpu()
     taps = default_taps(len(decoder_layers(target)))
-    # Not the first token's states: in many models they are hundreds of times as large as all others.
+    # The first token's states are skipped: in many models they are hundreds of times larger than all others.
     own = torch.cat([rows[1:] for rows in states_of(donor, head.config.taps(len(decoder_layers(donor))), texts)])
     read = torch.cat([rows[1:] for rows in states_of(target, taps, texts)])
     old = embedding_of(donor) if head.embed_tokens is None else head.embed_tokens.weight
@@ -62,12 +70,16 @@ def translate(
     seen: Tensor,
     taps: tuple[int, ...],
 ) -> Eagle3Head:
-    """`transfer_head`, given what the models say of the texts, N tokens.
+    """Transfer a head, given the models' states over N tokens.
 
     Args:
-        features: (N, H) what the head makes of its donor's states. read: (N, taps * target H) the target's states.
-        old: (V, E) the embeddings it knows. new: (V, target E) the target's. seen: (V,) int64 counts of tokens.
-        taps: whose states `read` holds, as `Taps` counts.
+        head: EAGLE-3 head to transfer.
+        features: (N, H), the head's features of its donor's states.
+        read: (N, taps * target H), the target's states.
+        old: (V, E), embeddings that the head was trained with.
+        new: (V, target E), the target's embeddings.
+        seen: (V,) int64, counts of tokens in the texts.
+        taps: layers whose states are in `read`, as `Taps` counts.
     """
     config = replace(
         head.config,
@@ -84,7 +96,7 @@ def translate(
     known = torch.cat([seen.nonzero()[:, 0], head.draft_to_target]).unique()
     known = known[known < min(len(old), len(new))]
     embeds = carried.layers[0].input_layernorm(new[known].float())  # a fresh norm, whose weights are ones
-    its_embeds = head.layers[0].input_layernorm(old[known].float())  # the donor's weights are in the map
+    its_embeds = head.layers[0].input_layernorm(old[known].float())  # the old norm's weights become part of the map
     translate = _linear_map(embeds, its_embeds, 1.0 + seen[known].float())  # (E, target E)
     weights = {name: tensor for name, tensor in head.state_dict().items() if name in carried.state_dict()}
     weights["layers.0.input_layernorm.weight"] = carried.layers[0].input_layernorm.weight
@@ -97,17 +109,19 @@ def translate(
 
 
 def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(out, in), what takes x (N, in) nearest to y (N, out): ridge regression, the inputs scaled to like spread.
+    """Fit the linear map (out, in) from x (N, in) to y (N, out), by ridge regression on inputs of unit deviation.
 
     Args:
-        weight: (N,) of the rows; None: all alike.
+        x: (N, in) float32.
+        y: (N, out) float32.
+        weight: (N,) float32, weights of the rows. None: all equal.
     """
-    is_sharded = _spread(x)
-    x = x / is_sharded
+    deviation = _spread(x)
+    x = x / deviation
     weighted = x if weight is None else x * (weight / weight.mean())[:, None]
     square = weighted.T @ x
     ridge = RIDGE * len(x) * torch.eye(len(square), device=x.device)
-    return torch.linalg.solve(square + ridge, weighted.T @ y).T / is_sharded
+    return torch.linalg.solve(square + ridge, weighted.T @ y).T / deviation
 
 
 def _spread(x: Tensor) -> Tensor:

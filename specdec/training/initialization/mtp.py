@@ -1,4 +1,4 @@
-"""`initialize_mtp`: fresh MTP layers for a target, which start out as its own last layer."""
+"""Initialization of fresh MTP layers from the target's last attention layer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from specdec.models.introspection import FULL, RECURRENT, decoder_layers, layer_
 
 @torch.no_grad()
 def initialize_mtp(target: PreTrainedModel, draft_vocab: Tensor, count: int = 1) -> MtpTrainee:
-    """Fresh layers.
+    """Create fresh MTP layers.
 
     Args:
-        draft_vocab: (K,) int64, the tokens whose drafts are to be learnt from. count: of layers, one behind the other.
+        target: model to draft for.
+        draft_vocab: (K,) int64, tokens whose drafts are trained on.
+        count: number of layers, applied one after the other.
 
     Raises:
-        ValueError: the target's own layers are no start: recurrent all of them, or quantised.
+        ValueError: The target's layers are quantised, or all of them are recurrent.
     """
     block = _last_attending(target).state_dict()
     if not all(tensor.is_floating_point() for tensor in block.values()):
@@ -34,24 +36,26 @@ def initialize_mtp(target: PreTrainedModel, draft_vocab: Tensor, count: int = 1)
     _, norm = last_norm(target)
     H = len(norm.weight)  # type: ignore[arg-type]
     neutral = _neutral(norm)
-    fuse = torch.eye(H, dtype=target.dtype).repeat(1, 2) / 2  # the mean of embedding and state
+    fuse = torch.eye(H, dtype=target.dtype).repeat(1, 2) / 2  # mean of embedding and state
     own: dict[str, Any] = {EMBED_NORM: neutral, STATE_NORM: neutral, FUSE: fuse, NORM: norm.weight}
     tensors = MtpTensors(own, [block])
     return MtpTrainee([made(target, copy.deepcopy(tensors), index) for index in range(count)], draft_vocab)
 
 
 def _last_attending(target: PreTrainedModel) -> nn.Module:
-    """The last layer with full attention, else the last with any."""
+    """Return the last layer with full attention, or else the last with any attention."""
     layers = decoder_layers(target)
     kinds = layer_kinds(target.config.get_text_config(decoder=True)) or [FULL] * len(layers)
     attending = [i for i, kind in enumerate(kinds) if kind not in RECURRENT]
     if not attending:
-        raise ValueError(f"{type(target).__name__} has no attention, of which MTP layers are made")
+        raise ValueError(
+            f"{type(target).__name__} has no attention layer to make MTP layers from: choose another --kind"
+        )
     return layers[max([i for i in attending if kinds[i] == FULL] or attending)]
 
 
 def _neutral(norm: nn.Module) -> Tensor:
-    """(H,) weight with which a norm like this one only norms: some multiply by 1 + weight."""
+    """Return the weight (H,) with which a norm of this class only normalizes: some multiply by 1 + weight."""
     candidate = copy.deepcopy(norm)
     weight: Tensor = candidate.weight  # type: ignore[assignment]
     unit = torch.ones_like(weight)
@@ -59,4 +63,6 @@ def _neutral(norm: nn.Module) -> Tensor:
         weight.fill_(value)
         if torch.allclose(candidate(unit), unit, atol=0.05):
             return weight.detach()
-    raise ValueError(f"it is not known how to make a neutral {type(norm).__name__}")
+    raise ValueError(
+        f"{type(norm).__name__} normalizes with weights of neither 1 nor 0, which is not supported: give --from"
+    )

@@ -1,7 +1,7 @@
-"""`unroll_blocks`: a block-parallel drafter's drafts behind many anchors of a text at once. DFlash, 2602.06036, 3.3.
+"""Teacher-forced drafts of a block drafter after many anchors of a text at once (DFlash, 2602.06036, section 3.3).
 
-Each anchor's block sees the target's states of the text before it, and itself. What is drafted at a place of a block
-is scored behind the text's own tokens, as `unroll` does it for EAGLE heads.
+Each anchor's block attends to the target's states of the text before the anchor, and to itself. The draft at each
+position of a block is scored given the text's own tokens, as `unroll` does it for EAGLE heads.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from specdec.training.objectives.unroll import positions_in, split
 
 @dataclass(frozen=True)
 class Place:
-    """One place of all blocks: row i is of the block behind token i + 1; rows that are not wanted are 0.
+    """One position of all blocks. Row i belongs to the block after token i + 1; rows that are not wanted are 0.
 
     Attributes:
-        read: (B, n, H + r), what `reading_weight` makes logits of. sure: (B, n), the confidence head's; None: it has
-            none.
+        read: (B, n, H + r), features that `reading_weight` maps to logits.
+        sure: (B, n) float32, probability of acceptance by the confidence head; None without one.
     """
 
     read: Tensor
@@ -32,7 +32,7 @@ class Place:
 
 
 def reading_weight(head: DFlashHead) -> Tensor:
-    """(K, H + r): the LM head's columns, and those that the Markov head adds its bias with."""
+    """Return the matrix of all draft logits, (K, H + r): the LM head's columns, then the Markov head's."""
     assert head.lm_head is not None
     if head.markov_head is None:
         return head.lm_head.weight
@@ -49,15 +49,19 @@ def unroll_blocks(
     *,
     wanted: Tensor | None = None,
 ) -> Iterator[Place]:
-    """What the head puts out at each place of its blocks, given the true tokens.
+    """Compute the head's output at each position of its blocks, given the true tokens.
 
     Args:
-        ids: (B, T) int64. embed: of tokens (B, n) their embeddings (B, n, H). states: (B, T, taps * target H).
-        steps: places. documents: (B, T) int64, texts packed in one row do not see each other.
-        wanted: (B, T) bool, row i: a block is drafted behind token i + 1. None: behind all but the first.
+        head: block drafter.
+        ids: (B, T) int64.
+        embed: maps tokens (B, n) to embeddings (B, n, H).
+        states: (B, T, taps * target H), the target's states.
+        steps: positions per block.
+        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
+        wanted: (B, T) bool; at row i: a block is drafted after token i + 1. None: after all but the first.
 
     Yields:
-        For place j T - 1 - j rows: row i drafts token i + 2 + j.
+        For position j, T - 1 - j rows. Row i drafts token i + 2 + j.
     """
     documents = torch.zeros_like(ids) if documents is None else documents
     rows, _ = split(None if wanted is None else wanted[:, :-1], documents[:, :-1])
@@ -73,7 +77,7 @@ def unroll_rows(
     documents: Tensor,
     rows: Tensor,
 ) -> Iterator[Place]:
-    """As `unroll_blocks`, of these rows (B, A) int64. No number in a tensor is looked at."""
+    """Like `unroll_blocks`, for given rows (B, A) int64, without host syncs (it also runs on fake tensors)."""
     (B, T), c = ids.shape, head.config
     assert c.mask_token_id is not None
     L, n = T - 1, c.block_size
@@ -90,7 +94,7 @@ def unroll_rows(
     if head.markov_head is not None and not c.from_anchor:
         before = head.markov_head.embedded(tokens[..., 0]).to(h.dtype)
         state = head.markov_head.read(before, h[:, :, 0], None)[1]
-    after = torch.nn.functional.pad(ids, (0, n))  # behind the text: never scored
+    after = torch.nn.functional.pad(ids, (0, n))  # the padding after the text is never scored
     for step in range(min(steps, c.drafted)):
         read = inputs = h[:, :, n - c.drafted + step]
         if head.markov_head is not None:
@@ -106,10 +110,14 @@ def unroll_rows(
 
 
 def _visible(c: DFlashConfig, documents: Tensor, position: Tensor, anchors: Tensor, at: Tensor) -> list[Tensor]:
-    """For each layer, (B, A * n, T - 1 + A * n) bool: of the text what stands before the anchor, and the own block.
+    """Attention mask of each layer, (B, A * n, T - 1 + A * n) bool: the text before the anchor, and the own block.
 
     Args:
-        documents, position: (B, T). anchors: (B, A) their columns. at: (B, A, n) positions of the blocks' tokens.
+        c: config of the head.
+        documents: (B, T) int64, text number of each token.
+        position: (B, T) int64, position of each token in its text.
+        anchors: (B, A) int64, columns of the anchors.
+        at: (B, A, n) int64, positions of the blocks' tokens.
     """
     (B, A, n), L = at.shape, documents.shape[1] - 1
     column, block = torch.arange(L, device=at.device), torch.arange(A * n, device=at.device)

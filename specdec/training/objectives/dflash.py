@@ -1,7 +1,8 @@
-"""`BlockObjective`: what a drafter of blocks is trained to do: DFlash's (2602.06036) and DSpark's objectives.
+"""Training objective of block drafters: DFlash's (2602.06036) and DSpark's.
 
-In each row of texts some tokens are anchors, others in every update. Behind each a block is drafted, and a place's loss
-counts the less the further it is from the anchor. DSpark's confidence head learns the chance that the target accepts.
+In every update some tokens of each row are chosen at random as anchors. A block is drafted after each anchor, and the
+loss of a position decays with its distance from the anchor. DSpark's confidence head is trained on the probability that
+the target accepts the draft.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from specdec.heads.dflash.head import DFlashHead
 from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
 from specdec.training.objectives.eagle3 import Drafted, Objective
 
-DECAY = math.exp(-1 / 4)  # DeepSpec's, for blocks of 7; DFlash's for blocks of 8
+DECAY = math.exp(-1 / 4)  # from DeepSpec for blocks of 7, from DFlash for blocks of 8
 MIX = 1_000_003
 
 
 class BlockObjective(Objective):
-    """Arguments as `Objective`'s.
+    """Objective of a block drafter. Takes the arguments of `Objective`, and:
 
     Args:
-        anchors: in a row of texts, at most.
+        anchors: maximum number of anchors per row of texts.
     """
 
     head: DFlashHead
@@ -45,7 +46,7 @@ class BlockObjective(Objective):
         return found
 
     def _chosen(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        """(B, T) bool, the anchors of this update."""
+        """Choose the anchors of this update, (B, T) bool."""
         drafts = pad(learn[:, 1:-1] & learn[:, 2:] & (documents[:, 2:] == documents[:, :-2]), (0, 2))  # (B, T)
         return _some(drafts, self.anchors, ids.sum(-1) * MIX + self.update)
 
@@ -60,8 +61,14 @@ class BlockObjective(Objective):
 
 
 def _some(allowed: Tensor, most: int, seeds: Tensor) -> Tensor:
-    """(B, T) bool, at most so many of a row's allowed ones (B, T), drawn with the row's own seed (B,): whoever has that
-    row, and however often training was stopped before.
+    """Choose at most `most` of each row's allowed tokens at random, (B, T) bool.
+
+    The choice depends on the row's own seed only, not on which process has the row or how often training was resumed.
+
+    Args:
+        allowed: (B, T) bool.
+        most: maximum number of tokens per row.
+        seeds: (B,) int64.
     """
     chosen = torch.zeros_like(allowed)
     for row, seed in enumerate(seeds.tolist()):

@@ -1,9 +1,9 @@
-"""`Objective`: what a head is trained to do, as a module that gives the loss of a batch.
+"""Base class of the training objectives, and EAGLE-3's objective, its training-time test (2503.01840).
 
-At every step of its drafts the head's distribution q over the draft vocabulary is drawn towards the target's, p. What p
-gives to tokens that cannot be drafted is missing from its sum: where it is most of p, little is learnt, and as little
-would be accepted. Which drafts these are follows from the head's kind: EAGLE-3's training-time test (2503.01840) stands
-here, that of drafters of blocks in `block_objective`.
+An objective is a module that returns the loss of a batch. At every draft step it moves the head's distribution q over
+the draft vocabulary towards the target's p. The sum of p excludes tokens that cannot be drafted: a position whose
+probability is mostly outside the draft vocabulary weighs little, just as few of its drafts would be accepted.
+Each kind of head decides which tokens are drafted; the other kinds are in `dflash.py` and `mtp.py`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from specdec.training.objectives.unroll import unroll
 from specdec.training.teacher.target_logits import TargetLogits
 from specdec.utils.choices import LossName, check_choice
 
-LONG = 256  # tokens of a row that is worth a pass of its own on a CPU
+LONG = 256  # tokens from which a row gets a pass of its own on a CPU
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """One step's drafts, before all logits are made of them.
+    """Drafts of one step, before their logits are computed.
 
     Attributes:
-        read: (B, n, W), row i drafts token i + 2 + step.
-        sure: (B, n), how likely the head takes its draft to be accepted; None: it does not say.
+        read: (B, n, W), input of the LM head. Row i drafts token i + 2 + step.
+        sure: (B, n), probability of acceptance by the confidence head; None without one.
     """
 
     read: Tensor
@@ -39,17 +39,20 @@ class Drafted:
 
 
 class Objective(nn.Module):
-    """The head, and what of the target its loss needs.
+    """Loss of a head, with the parts of the target that it needs.
 
     Args:
-        embedding: (V, H) of the target, frozen. target_logits: its logits of the draft vocabulary.
-        steps: drafted tokens to train. decay: weight of a step's loss relative to the one before.
-        loss: of `LOSSES`.
+        head: head to train.
+        embedding: (V, H), the target's embedding, frozen.
+        target_logits: the target's logits over the draft vocabulary.
+        steps: drafted tokens to train.
+        decay: weight of a step's loss relative to the step before.
+        loss: name of a loss in `LOSSES`.
 
     Attributes:
-        update: which one of the training it is. state_weight: of a second loss, EAGLE-1's (2401.15077): the distance of
-            what the LM head reads from the target's own final state. It is meant for a young head; `HeadTrainer` fades
-            it out.
+        update: number of the current update.
+        state_weight: weight of an additional loss from EAGLE-1 (2401.15077): the distance of the LM head's input from
+            the target's final state. It helps a fresh head; `HeadTrainer` reduces it to 0.
     """
 
     head: Any
@@ -71,26 +74,22 @@ class Objective(nn.Module):
         self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
         self._target_logits = target_logits
 
-    # What differs by the head's kind
+    # Implemented by each kind of head
 
     @abstractmethod
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        """(steps, B, T) bool: which tokens each step drafts and learns from. Arguments as `forward`'s."""
+        """Select the tokens that each step drafts and is trained on, (steps, B, T) bool. Arguments: see `forward`."""
 
     @abstractmethod
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
-        """The drafts of each step.
-
-        Args:
-            ids, documents: (B, T) int64. learn: (B, T) bool. taps: (B, T, taps * target H).
-        """
+        """Yield the drafts of each step. taps: (B, T, taps * target H). Other arguments: see `forward`."""
 
     @abstractmethod
     def _weight(self) -> Tensor:
-        """(K, W), with which what is read becomes logits."""
+        """Return the matrix (K, W) that maps `Drafted.read` to logits."""
 
     def _embed(self, tokens: Tensor) -> Tensor:
-        """(B, n, H) of tokens (B, n)."""
+        """Embed tokens (B, n) as (B, n, H)."""
         if self.head.embed_tokens is not None:
             return self.head.embed_tokens(tokens)
         return nn.functional.embedding(tokens, self._embedding[0].to(tokens.device)).to(self.head.dtype)
@@ -106,23 +105,28 @@ class Objective(nn.Module):
         over_all: Tensor,
         counts: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Loss of a batch, as `StateDataset` and `collate` make it.
+        """Compute the loss of a batch, as `StateDataset` and `collate` make it.
 
         Args:
-            ids, documents: (B, T) int64. learn: (B, T) bool. states: (B, T, C) the taps' and the final state.
-            over_all: (B, T, 2) float32 of the target's logits, see `TargetLogits.over_all`.
-            counts: (steps,) of drafts in all batches of which this is a part; None: it is all of them.
+            ids: (B, T) int64, token ids.
+            learn: (B, T) bool, True for tokens to train on.
+            documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
+            states: (B, T, C), the taps' states, then the final state.
+            over_all: (B, T, 2) float32, summary of the target's logits, see `TargetLogits.over_all`.
+            counts: (steps,), number of drafts in all batches that this one is a part of. None: this batch is all.
 
         Returns:
-            loss: weighted mean over steps of the loss per learnt token; of a part its share of the whole's, so that
-                they add up.
-            accuracy: (steps,) share of learnt tokens where the head's first choice is the target's, of all tokens.
+            A dictionary of
+                loss: weighted mean over steps of the loss per token. For a part of a larger batch it is the part's
+                    share, so that the parts add up.
+                accuracy: (steps,), fraction of tokens where the head's first choice is the target's first choice among
+                    all tokens.
         """
         head, T = self.head, ids.shape[1]
         target_logits = self._target_logits.to(ids.device)
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
-        is_learned = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # the first that can be drafted
+        is_learned = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # token 2 is the first that is drafted
         read, sure = [], []
         for first, step in enumerate(
             self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2)), start=2
@@ -130,11 +134,11 @@ class Objective(nn.Module):
             read.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[is_learned])
             if step.sure is not None:
                 sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[is_learned])
-        rows = self.drafts(ids, learn, documents)[:, is_learned]  # (steps, N) bool, of N learnt tokens
+        rows = self.drafts(ids, learn, documents)[:, is_learned]  # (steps, N) bool, for N tokens to train on
         counts = rows.sum(-1) if counts is None else counts
         weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
         scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(read)]
-        # The target chose a token from its state at the one before.
+        # The target predicts a token from its state at the previous one.
         before, over_all = final.roll(1, 1)[is_learned], over_all.roll(1, 1)[is_learned]
         choice = places(over_all[:, 1].long(), head.draft_to_target)
         truth = Truth(before, over_all[:, 0], choice, target_logits)
@@ -143,14 +147,16 @@ class Objective(nn.Module):
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
         if sure:
-            # A chance that is summed over many tokens may come out a rounding error above 1.
+            # A probability summed over many tokens may exceed 1 by a rounding error.
             missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted.clamp(max=1), reduction="none")
             loss = loss + (scale * missed).sum()
         return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(read)].sum(-1).clamp(min=1)}
 
 
 class Eagle3Objective(Objective):
-    """EAGLE-3's: each step is fed what the head put out at the one before.
+    """EAGLE-3's objective: the input of each step is the head's output at the step before.
+
+    Takes the arguments of `Objective`, and:
 
     Args:
         flex: use flex attention, see `unroll`.
@@ -169,7 +175,7 @@ class Eagle3Objective(Objective):
         T = ids.shape[1]
         # Row i drafts token i + 2 + step.
         wanted = torch.stack([nn.functional.pad(learn[:, 2 + step :], (0, 2 + step)) for step in range(steps)]).any(0)
-        # Rows want unlike numbers of drafts, and those of a pass are filled up to the most: on CPUs long ones go alone.
+        # Rows with fewer drafts are filled up to the longest in a pass, so on CPUs long rows get their own passes.
         at_once = max(1, LONG // T) if ids.device.type == "cpu" else len(ids)
         batch = (given.split(at_once) for given in (self._embed(ids), taps, documents, wanted))
         each = [
@@ -185,7 +191,7 @@ class Eagle3Objective(Objective):
 
 
 def behind_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-    """`Objective.drafts` of heads that draft behind every token."""
+    """Implement `Objective.drafts` for heads that draft after every token."""
     found = learn.new_zeros(steps, *learn.shape, dtype=torch.bool)
     for step, first in enumerate(range(2, min(steps + 2, ids.shape[1]))):
         found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
@@ -193,6 +199,6 @@ def behind_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor
 
 
 def _distance(out: Tensor, wanted: Tensor) -> Tensor:
-    """(..., N) squared, relative to the wanted states' own squared lengths."""
+    """Squared distance (..., N), relative to the squared lengths of the wanted states."""
     wanted = wanted.float()
     return (out.float() - wanted).square().sum(-1) / wanted.square().sum(-1).clamp(min=1e-6)

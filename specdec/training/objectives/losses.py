@@ -1,7 +1,7 @@
-"""Losses of a head's distribution q beside the target's p, with their gradients, over many rows without their logits.
+"""Losses between a head's distribution q and the target's p, with their gradients, in chunks of rows.
 
-Owns the losses by name. Their gradients are made on the way: logits of a whole vocabulary are the most that training
-could keep, and none are.
+Gradients are computed together with the loss, so that no logits are kept: the logits of all rows would be the largest
+tensor of a training.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from torch import Tensor
 from specdec.training.teacher.target_logits import TargetLogits
 from specdec.utils.choices import LossName
 
-ROWS_AT_ONCE = 1024  # whose logits are in memory together
+ROWS_AT_ONCE = 1024  # rows whose logits are in memory at the same time
 
 
 def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-sum(p log q) of each row (n,), its gradient by the logits (n, K), which it overwrites, and sum(min(p, q)) (n,),
-    the chance that a drawn token is accepted.
+    """Cross-entropy -sum(p log q) of each row.
+
+    Args:
+        p: (n, K) float32, the target's probabilities.
+        logits: (n, K) float32, the head's logits. They are overwritten.
+
+    Returns:
+        The loss (n,), its gradient with respect to the logits (n, K), and sum(min(p, q)) (n,), the probability that a
+        sampled token is accepted.
     """
     norm, mass = logits.logsumexp(-1, keepdim=True), p.sum(-1, keepdim=True)
     loss = (mass * norm)[:, 0] - (p * logits).sum(-1)
@@ -30,7 +37,7 @@ def cross_entropy(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """-log of sum(min(p, q)) (LK, 2602.23881); as `cross_entropy`."""
+    """Likelihood loss -log(sum(min(p, q))) (LK, 2602.23881). Arguments and returns: see `cross_entropy`."""
     q = logits.softmax(-1)
     below = q.where(q < p, 0)
     accepted = torch.minimum(p, q).sum(-1)
@@ -39,15 +46,16 @@ def likelihood_of_acceptance(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor,
 
 
 def half_of_each(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean of both losses above; as `cross_entropy`."""
+    """Mean of `cross_entropy` and `likelihood_of_acceptance`. Arguments and returns: see `cross_entropy`."""
     likelihood, by_likelihood, accepted = likelihood_of_acceptance(p, logits)
     entropy, by_entropy, _ = cross_entropy(p, logits)
     return (likelihood + entropy) / 2, by_likelihood.add_(by_entropy).mul_(0.5), accepted
 
 
 def total_variation(p: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """0.9 sum|p - q| over all tokens, and 0.1 of the cross-entropy, which moves q where they hardly meet: DSpark's; as
-    `cross_entropy`.
+    """DSpark's loss: 0.9 sum|p - q| over all tokens plus 0.1 times the cross-entropy.
+
+    The cross-entropy moves q where p and q hardly overlap. Arguments and returns: see `cross_entropy`.
     """
     q = logits.softmax(-1)
     below = q.where(q < p, 0)
@@ -66,12 +74,13 @@ LOSSES: dict[LossName, Any] = {
 
 @dataclass(frozen=True)
 class Truth:
-    """What the target thinks of N tokens.
+    """The target's distributions of N tokens.
 
     Attributes:
-        final: (N, H), the states it chose them from. norm: (N,), the log-sum-exp of its logits there.
-        choice: (N,) int64, its first choice's index in the draft vocabulary; -1: not there.
-        logits: its logits of the draft vocabulary.
+        final: (N, H), the target's final states that predict the tokens.
+        norm: (N,), the log-sum-exp of its logits over all tokens.
+        choice: (N,) int64, index of its first choice in the draft vocabulary; -1 if it is outside.
+        logits: maps states to logits over the draft vocabulary.
     """
 
     final: Tensor
@@ -80,13 +89,15 @@ class Truth:
     logits: TargetLogits
 
     def p(self, part: slice) -> Tensor:
-        """(n, K) of the rows of a part. Its sum is 1 less what other tokens are given."""
+        """Return the probabilities (n, K) of some rows. They sum to 1 minus that of tokens that cannot be drafted."""
         return (self.logits(self.final[part]) - self.norm[part, None]).exp_()
 
 
 class LossOfRows(torch.autograd.Function):
-    """Sum of scale * loss. The gradients are computed on the way, so that no logits are kept or computed twice, and the
-    target's only once for all steps that draft the same token.
+    """Sum of scale * loss over all rows and steps.
+
+    Gradients are computed in the forward pass. No logits are kept or computed twice, and the target's are computed once
+    for all steps that draft the same token.
     """
 
     @staticmethod
@@ -98,10 +109,19 @@ class LossOfRows(torch.autograd.Function):
         scale: Tensor,
         loss_of: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """drafted (steps, N, W), weight (K, W), truth of N rows, scale (steps, N), loss_of: of `LOSSES`. Rows whose
-        scale is 0 are left out.
+        """Compute the loss of N rows.
 
-        Returns the loss, and (steps, N) each: whether both have the same first choice, the chance to be accepted.
+        Args:
+            ctx: autograd context.
+            drafted: (steps, N, W), input of the LM head.
+            weight: (K, W), matrix of the logits.
+            truth: the target's distributions of the N tokens.
+            scale: (steps, N), weight of each loss. Rows with scale 0 are skipped.
+            loss_of: a loss in `LOSSES`.
+
+        Returns:
+            The loss (); (steps, N) bool, True where both first choices are the same; and (steps, N), the probability
+            of acceptance.
         """
         kind = drafted.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafted.dtype
@@ -137,7 +157,7 @@ class LossOfRows(torch.autograd.Function):
 
 
 def places(tokens: Tensor, among: Tensor) -> Tensor:
-    """(N,) int64 index of each token (N,) among K others (K,); -1 where it is none of them."""
+    """Return the index of each token (N,) in `among` (K,), as (N,) int64; -1 where it is not in there."""
     ordered, order = among.sort()
     place = torch.searchsorted(ordered, tokens).clamp(max=len(among) - 1)
     return order[place].where(ordered[place] == tokens, -1)

@@ -1,7 +1,7 @@
-"""`MtpObjective`: what MTP layers are trained to do (2412.19437, section 2.2), the last one also on its own output.
+"""Training objective of MTP layers (2412.19437, section 2.2).
 
-A step's drafts are the next layer's; behind the last layer it is fed its own output, as when it drafts: EAGLE-3's
-training-time test (2503.01840, section 3.2).
+Each step drafts with the next layer. The steps after the last layer reuse it on its own output, as in decoding:
+EAGLE-3's training-time test (2503.01840, section 3.2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ from specdec.training.objectives.unroll import positions_in
 
 
 class MtpObjective(Objective):
-    """Arguments as `Objective`'s."""
+    """Objective of MTP layers. Takes the arguments of `Objective`.
+
+    Raises:
+        ValueError: The target's logits have a bias or a cap.
+    """
 
     head: MtpTrainee
 
@@ -31,7 +35,9 @@ class MtpObjective(Objective):
         super().__init__(*args, **kwargs)
         readout = self._target_logits
         if readout.bias is not None or readout.cap is not None:
-            raise ValueError("MTP layers cannot be trained for a target whose logits have a bias or a cap")
+            raise ValueError(
+                "MTP layers cannot be trained for a target whose logits have a bias or a cap: choose another --kind"
+            )
         self._read_by = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
 
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
@@ -48,14 +54,17 @@ class MtpObjective(Objective):
 def unroll_mtp(
     head: MtpTrainee, embeds: Tensor, states: Tensor, steps: int, documents: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """What the layers put out at each step, given the true tokens; as `unroll`.
+    """Compute the layers' output at each step, given the true tokens. The counterpart of `unroll`.
 
     Args:
-        embeds: (B, T, H) of the text's tokens. states: (B, T, H) the target's final ones.
-        steps: drafted tokens. documents: (B, T) int64, texts packed in one row do not see each other.
+        head: MTP layers.
+        embeds: (B, T, H), embeddings of the text's tokens.
+        states: (B, T, H), the target's final states.
+        steps: drafted tokens.
+        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
 
     Yields:
-        For step j (B, T - 1 - j, H): row i drafts token i + 2 + j.
+        For step j, (B, T - 1 - j, H). Row i drafts token i + 2 + j.
     """
     B, T, _ = embeds.shape
     L = T - 1  # rows: the last token has no successor to pair with
@@ -68,7 +77,7 @@ def unroll_mtp(
     out = states[:, :L]
     for step in range(steps):
         k = min(step, len(head.layers) - 1)
-        again = step - k  # passes of this layer over what it put out itself
+        again = step - k  # passes of this layer over its own output
         visible = torch.cat([before] + [same] * again, -1)
         keys = torch.cat([position + passed for passed in range(again + 1)], -1)
         here, layer = position + again, head.layers[k]
@@ -76,7 +85,7 @@ def unroll_mtp(
         def seen(span: Span, visible: Tensor = visible, keys: Tensor = keys, here: Tensor = here) -> Tensor:
             return visible if span.window is None else visible & _near(span, here[..., None], keys[:, None])
 
-        shifted = pad(embeds[:, 1 + step :], (0, 0, 0, step))  # behind the text: never scored
+        shifted = pad(embeds[:, 1 + step :], (0, 0, 0, step))  # the padding after the text is never scored
         out = layer.block.get_decoder()(
             inputs_embeds=layer.fused(shifted, out),
             attention_mask=masks_as_taken(layer.block, default_masks(layer.block), seen),

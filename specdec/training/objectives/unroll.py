@@ -1,8 +1,8 @@
-"""`unroll`: the head's drafts after every position of a text at once, as training and simulation need them.
+"""Teacher-forced drafts of an EAGLE head after every position of a text at once, for training and simulation.
 
-The training-time test of EAGLE-3 (2503.01840, section 3.2). Step 0 sees the target's states; step j, in their place,
-what the head itself put out at step j-1, and attends to the keys of step 0 up to its position and to its own of each
-step before.
+This is the training-time test of EAGLE-3 (2503.01840, section 3.2). Step 0 reads the target's states; step j reads the
+head's own output of step j - 1 instead. A row of step j attends to the keys of step 0 up to its position, and to its
+own keys of each step before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from specdec.heads.eagle3.head import Eagle3Head
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, attention head, query, key) -> whether it sees it
+Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, attention head, query, key) -> True if visible
 
 
 def unroll(
@@ -29,18 +29,21 @@ def unroll(
     wanted: Tensor | None = None,
     flex: bool = False,
 ) -> Iterator[Tensor]:
-    """What the head puts out at each step, given the true tokens.
+    """Compute the head's output at each step, given the true tokens.
 
     Args:
-        embeds: (B, T, E) of the text's tokens 0 to T-1. states: (B, T, taps * target H) of the same tokens.
-        steps: drafted tokens. documents: (B, T) int64, texts packed in one row do not see each other.
-        wanted: (B, T) bool, the rows whose output is used; of a head of one layer the others' is not computed, only
-            their keys and values. None: all.
-        flex: use flex attention, which skips what is masked and keeps no scores (CUDA; elsewhere only its slow
-            reference runs); else a dense mask, (B, rows, T + (steps - 1) * rows) at the last step.
+        head: EAGLE-3 head.
+        embeds: (B, T, E), embeddings of the text's tokens 0 to T - 1.
+        states: (B, T, taps * target H), the target's states of the same tokens.
+        steps: drafted tokens.
+        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
+        wanted: (B, T) bool, rows whose output is used. A head with one layer computes only keys and values for the
+            others. None: all.
+        flex: use flex attention, which skips masked blocks and keeps no scores. It is fast on CUDA only. False: use a
+            dense mask, (B, rows, T + (steps - 1) * rows) at the last step.
 
     Yields:
-        For step j (B, T - 1 - j, H): row i drafts token i + 2 + j, after true states up to token i and true tokens up
+        For step j, (B, T - 1 - j, H). Row i drafts token i + 2 + j, given true states up to token i and true tokens up
         to i + 1 + j. Rows that are not wanted may be 0.
     """
     B, T = embeds.shape[:2]
@@ -54,10 +57,10 @@ def unroll(
     if others.shape[1]:
         head.remember(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
     features = _at(features, rows)
-    keys, n = torch.cat([others, rows], 1), rows.shape[1]  # the row and, below, the step of each key
+    keys, n = torch.cat([others, rows], 1), rows.shape[1]  # keys: the row of each key; steps_of: its step
     steps_of = torch.zeros_like(keys[0])
     for step in range(steps):
-        shifted = torch.nn.functional.pad(embeds[:, 1 + step :], (0, 0, 0, step))  # behind the text: never scored
+        shifted = torch.nn.functional.pad(embeds[:, 1 + step :], (0, 0, 0, step))  # padding after the text: not scored
         sees = _mask(documents, position, rows, keys, steps_of, step, head.config.sliding_window)
         visible: Tensor | BlockMask
         if flex:
@@ -73,35 +76,41 @@ def unroll(
 
 
 def positions_in(documents: Tensor) -> Tensor:
-    """(B, T) int64: each text of a row has its own positions."""
+    """Return the position of each token in its text, (B, T) int64."""
     row = torch.arange(documents.shape[1], device=documents.device)
     begins = torch.nn.functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return row - (row * begins).cummax(-1).values
 
 
 def split(wanted: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices (B, n) of the rows to compute and (B, L - n) of the others, ascending."""
+    """Return the indices of the rows to compute (B, n) and of the others (B, L - n), ascending."""
     L = like.shape[1]
     if wanted is None:
         rows = torch.arange(L, device=like.device).expand_as(like)
         return rows, rows[:, :0]
-    n = max(1, int(wanted.sum(-1).max()))  # where fewer are wanted, some others fill up
+    n = max(1, int(wanted.sum(-1).max()))  # batch entries that want fewer are filled up with other rows
     order = (~wanted).byte().argsort(dim=-1, stable=True)
     return order[:, :n].sort(-1).values, order[:, n:].sort(-1).values
 
 
 def _at(x: Tensor, rows: Tensor) -> Tensor:
-    """(B, n, H) of x (B, L, H)."""
+    """Gather rows (B, n) of x (B, L, H) as (B, n, H)."""
     return x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def _mask(
     documents: Tensor, position: Tensor, rows: Tensor, keys: Tensor, steps_of: Tensor, step: int, window: int | None
 ) -> Mask:
-    """Keys of step 0 up to the query's row, and of each later step the query's own one.
+    """Attention mask: keys of step 0 up to the query's row, and of each later step the query's own key.
 
     Args:
-        rows: (B, n) that the queries are of. keys: (B, K) rows and steps_of: (K,) steps that the keys are of.
+        documents: (B, L) int64, text number of each row.
+        position: (B, L) int64, position of each row in its text.
+        rows: (B, n) int64, row of each query.
+        keys: (B, K) int64, row of each key.
+        steps_of: (K,) int64, step of each key.
+        step: step of the queries.
+        window: length of the sliding window, if any.
     """
 
     def sees(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:

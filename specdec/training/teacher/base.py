@@ -1,7 +1,6 @@
-"""`Teacher`: what heads learn from: the one place where training touches the target.
+"""Teachers: sources of the target's states, embedding and logits during training.
 
-Owns what is asked of the target in training: its states, its embedding, how it makes logits, which one it is. How a
-fresh head starts out from a target's weights stands in `initialisation`, how the two decode in `evaluation`.
+Only two other parts of training use the target: `initialization` copies its weights, and `evaluate` decodes with it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,15 @@ from specdec.training.teacher.unsharded import plain
 
 
 class Teacher(ABC):
-    """A target, as a head in training sees it.
+    """Target as seen by a head in training.
 
     Attributes:
-        name: path or hub id. fingerprint: tells apart models of one shape.
-        taps: whose states the head reads, as `Taps` counts; the final state comes behind them.
-        embedding: (V, H), of the target's tokens as the head reads them. logits: how the target makes them.
-        together: it lies in several processes, and all of them ask at once, for whatever one needs.
+        name: path or hub id of the target.
+        fingerprint: checksum of the weights, which distinguishes models of the same shape.
+        taps: layers whose states the head reads, as `Taps` counts. The final state is concatenated last.
+        embedding: (V, H), the target's token embeddings as the head reads them.
+        logits: maps the target's final states to its logits.
+        together: True if the target is sharded over several processes, so that all of them must call it together.
     """
 
     name: str
@@ -47,27 +48,40 @@ class Teacher(ABC):
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Around what processes `read`, each its own, of a target whose passes they make together."""
+        """Context in which processes `read` different texts with a target whose passes they run together."""
         yield
 
     @abstractmethod
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Which text, and its states (T, C), the final one last; in any order. texts: (T,) int64."""
+        """Run the target over texts.
+
+        Args:
+            texts: token ids, (T,) int64 each.
+
+        Yields:
+            Index of a text and its states (T, C), the final state last, in any order.
+        """
 
     @abstractmethod
     def model(self) -> PreTrainedModel:
-        """The target itself, to decode with."""
+        """Return the target itself, to decode with."""
 
     @torch.no_grad()
     def states(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A batch as `collate` makes it, with its `states` (B, T, C) and `over_all` (B, T, 2), see `TargetLogits`.
+        """Add the target's states to a batch, unless they were read from the disk with it.
 
-        As they come from the disk, or else computed: each document alone, those of like length in one pass.
+        Each document is computed separately; documents of similar length share a pass.
+
+        Args:
+            batch: as `collate` makes it.
+
+        Returns:
+            The batch with `states` (B, T, C) and `over_all` (B, T, 2), see `TargetLogits.over_all`.
         """
         return batch if "states" in batch else self._computed(batch)
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`states` of a batch that came without them."""
+        """Implement `states` for a batch that came without them."""
         ids, documents = batch["ids"], batch["documents"]
         places = [
             (row, (documents[row] == number).nonzero()[:, 0])
@@ -83,10 +97,19 @@ class Teacher(ABC):
 
 
 class LocalTeacher(Teacher):
-    """A target that is loaded here, also on several devices.
+    """Target that is loaded in this process, on one or several devices.
 
     Args:
-        normed: see `embed_tokens`. batch_tokens: see `Reader`.
+        target: model to read states from.
+        taps: layers whose states the head reads, as `Taps` counts.
+        normed: see `embed_tokens`.
+        batch_tokens: see `Reader`.
+
+    Example:
+        ```python
+        teacher = LocalTeacher.of(target, head)
+        trainer = HeadTrainer(head, teacher, args, train_dataset=rows)
+        ```
     """
 
     def __init__(
@@ -104,7 +127,13 @@ class LocalTeacher(Teacher):
 
     @classmethod
     def of(cls, target: PreTrainedModel, head: Head, **more: Any) -> LocalTeacher:
-        """That gives what `head` reads of its target. more: of the class."""
+        """Create a teacher with the taps that `head` reads of its target.
+
+        Args:
+            target: model that `head` drafts for.
+            head: head to train.
+            more: further arguments of the class.
+        """
         return cls(target, taps_of(head, target), normed=not isinstance(head, DFlashHead), **more)
 
     @property
@@ -123,15 +152,16 @@ class LocalTeacher(Teacher):
 
 
 def taps_of(head: Head, target: PreTrainedModel) -> tuple[int, ...]:
-    """Whose states a head reads of its target, as `Taps` counts."""
+    """Return the layers of its target whose states a head reads, as `Taps` counts."""
     return tuple(head.config.taps(len(decoder_layers(target))))
 
 
 @torch.no_grad()
 def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
-    """(V, H) as the target's embedding module gives it: Gemma's scales its rows.
+    """Return the output of the target's embedding module for all tokens, (V, H). Gemma's scales its rows.
 
     Args:
+        target: model with the embedding.
         normed: see `embed_tokens`.
     """
     module = plain(target.get_input_embeddings())
@@ -140,8 +170,9 @@ def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
 
 
 def fingerprint(target: PreTrainedModel) -> str:
-    """Tells apart models of one shape, by a few entries of each tensor. Where these lie in several processes, all of
-    them must ask.
+    """Compute a checksum of a few entries of each weight, which distinguishes models of the same shape.
+
+    If the weights are sharded over processes, all of them must call this.
     """
     content = hashlib.sha256()
     for name, tensor in target.state_dict().items():
@@ -151,7 +182,7 @@ def fingerprint(target: PreTrainedModel) -> str:
 
 
 def _here(target: PreTrainedModel, name: str, tensor: Any) -> Tensor:
-    """All of a target's tensor, of which a part is elsewhere: with other processes, or where accelerate keeps it."""
+    """Return a complete tensor of the target, of which parts may be in other processes or offloaded by accelerate."""
     if hasattr(tensor, "full_tensor"):
         return tensor.full_tensor()
     if not tensor.is_meta:

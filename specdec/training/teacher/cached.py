@@ -1,6 +1,7 @@
-"""`CachedTeacher`: a target whose states over all texts lie on the disk: it is not loaded to train a head.
+"""Teacher for a target whose states over all texts are on the disk.
 
-Owns the file with what training needs of it beside them. The target is loaded where a head is to decode, for so long.
+The rest of the target that training needs is in a file next to the states. The target is loaded only while a head is
+evaluated with the decoder.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from specdec.utils.parsing import read_by_library
 
 
 class CachedTeacher(Teacher):
-    """Of a file that `keep_teacher` wrote.
+    """Teacher read from a file that `keep_teacher` wrote.
 
     Args:
-        load: loads the target. together: see `Teacher`.
+        file: file to read.
+        load: loads the target.
+        together: see `Teacher`.
     """
 
     def __init__(self, file: Path, load: Callable[[], PreTrainedModel], together: bool = False):
@@ -52,24 +55,30 @@ class CachedTeacher(Teacher):
             return stored.get_tensor(name) if name in stored.keys() else None  # noqa: SIM118 (no dict)
 
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        raise ValueError(f"states are missing beside {self._file}: remove that folder, and they are computed anew")
+        raise ValueError(f"states are missing next to {self._file}: remove that folder, and they are computed again")
 
     def model(self) -> PreTrainedModel:
-        """Loaded for the caller, who lets go of it."""
+        """Load the target. The caller releases it.
+
+        Raises:
+            ValueError: Its weights are not those that the states were computed with.
+        """
         target = self._load()
         if fingerprint(target) != self.fingerprint:
             raise ValueError(
-                f"the weights of {self.name} are others than those whose states lie beside {self._file}: bring them "
-                "back, or choose another folder"
+                f"the weights of {self.name} are not those whose states are next to {self._file}: restore them, or "
+                "choose another folder"
             )
         return target
 
 
 def keep_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
-    """Write what training needs of a target beside its states; an embedding that is the LM head's matrix once.
+    """Write what training needs of a target besides its states. A tied embedding and LM head are stored once.
 
     Args:
-        writes: of several processes one does; of a target that lies in all of them, all must ask.
+        teacher: teacher to write. If it is sharded over processes, all of them must call this.
+        file: file to write.
+        writes: True in the process that writes.
     """
     logits, embedding = teacher.logits, teacher.embedding
     tensors = {"lm_head.weight": logits.weight, "lm_head.bias": logits.bias, "embedding": embedding}

@@ -1,8 +1,7 @@
-"""`in_eight_bits`: a view of a target that reads texts in 8 bits, where a CPU multiplies bytes faster than floats.
+"""View of a target that multiplies in int8, for CPUs on which int8 products are faster than float products.
 
-Owns how rows are rounded, and which need it twice. With AVX-512's byte products (VNNI) and without AMX torch multiplies
-bytes three times as fast as float32, five times as fast as bfloat16. The states come out a little different, as with
-noise: good enough to learn from, not to decode with.
+With AVX-512's byte products (VNNI) and without AMX, torch multiplies bytes three times as fast as float32 and five
+times as fast as bfloat16. The states have some noise, which is acceptable for training but not for decoding.
 """
 
 from __future__ import annotations
@@ -15,16 +14,17 @@ from transformers import PreTrainedModel
 
 from specdec.models.views import shallow_copy_as, view
 
-CLOSE = 0.02  # of a product's size, by which it may be off in the row in the middle
+CLOSE = 0.02  # largest relative error of a layer's product in the median row
 
 
 class ByteLinear(nn.Linear):
-    """A linear layer for inference, made of one, whose weights and rows are rounded to bytes.
+    """Linear layer for inference whose weights and input rows are rounded to int8.
 
     Attributes:
-        quantized: (out, in) int8. scale: (out,) float32.
-        twice: what the rounding leaves of a row is rounded as well: for rows with a few entries far larger than all
-            others, as an MLP's last matrix gets them.
+        quantized: (out, in) int8, rounded weights.
+        scale: (out,) float32, scale of each weight row.
+        twice: also multiply the rounding error of each input row. This helps rows with a few entries far larger than
+            all others, such as the input of an MLP's last matrix.
     """
 
     quantized: Tensor
@@ -48,27 +48,33 @@ class ByteLinear(nn.Linear):
         return out.view(*x.shape[:-1], -1).to(x.dtype)
 
     def _product(self, rows: Tensor, scale: Tensor) -> Tensor:
-        """(n, out) float32 of rows (n, in) int8 and their scale (n,)."""
+        """Multiply rows (n, in) int8 with scales (n,) by the weights, (n, out) float32."""
         if hasattr(torch, "_int_mm"):  # an internal operator (2.9 to 2.15)
             return torch._int_mm(rows, self.quantized.T).float().mul_(scale[:, None])
         return (rows.float() @ self.quantized.T.float()).mul_(scale[:, None])
 
 
 def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (n, in) as int8, and the scale (n,) of each."""
+    """Round rows (n, in) to int8, and return them with the scale (n,) of each."""
     scale = rows.abs().amax(1).clamp(min=1e-12) / 127
     return (rows / scale[:, None]).round_().to(torch.int8), scale
 
 
 @torch.no_grad()
 def in_eight_bits(target: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
-    """A view of `target` whose decoder multiplies in bytes.
+    """Return a view of `target` whose decoder multiplies in int8.
 
     Args:
-        ids: (T,) a text. Layers whose products are off in it by more than `CLOSE` round their rows twice.
+        target: model on a CPU.
+        ids: (T,) int64, a text. Layers whose relative error on it exceeds `CLOSE` round their rows twice.
+
+    Raises:
+        ValueError: The target is not on a CPU.
     """
     if target.device.type != "cpu":
-        raise ValueError("states are computed in 8 bits on CPUs alone, others are faster as it is: leave it out")
+        raise ValueError(
+            "states are computed in 8 bits on CPUs only, other devices are faster without: leave out --rounded-states"
+        )
     decoder = target.get_decoder()
     rounded: dict[nn.Module, ByteLinear] = {
         layer: ByteLinear.of(layer) for layer in decoder.modules() if type(layer) is nn.Linear

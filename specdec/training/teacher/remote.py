@@ -1,6 +1,6 @@
-"""`ServedTeacher`: a target that another machine runs: its states come by HTTP, as docs/training.md says.
+"""Teacher for a target that runs on another machine. Its states come over HTTP; the protocol is in docs/training.md.
 
-Owns asking for them. All else of the target comes from its weights, which lie here, too, and are not loaded.
+Embedding and LM head are read from the target's weights, which must also be on this machine but are not loaded.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from transformers import PreTrainedModel
 from specdec.data.packed_dataset import packed
 from specdec.training.teacher.base import LocalTeacher
 
-TOKENS = 16_384  # that are asked for at once; a longer text is alone
-TRIES, AGAIN_IN = 9, 1.0  # seconds, twice as long each time: a server may be started anew
-SILENCE = 600.0  # seconds without a byte: a pass may take minutes
+TOKENS = 16_384  # tokens per request; a longer text is sent by itself
+TRIES, AGAIN_IN = 9, 1.0  # attempts, and seconds before the second one, which double: the server may be restarting
+SILENCE = 600.0  # timeout in seconds without a byte: a pass may take minutes
 
 
 class ServedTeacher(LocalTeacher):
-    """Of a server at some address.
+    """Teacher that reads states from a server.
 
     Args:
-        target: on the disk. taps, normed: see `LocalTeacher`. address: as in "http://host:8100". fingerprint: the
-            target's, see `teacher.fingerprint`, which is not asked for again: all weights are read for it.
+        target: model whose weights are on the disk.
+        taps: see `LocalTeacher`.
+        address: address of the server, such as "http://host:8100".
+        fingerprint: the target's `fingerprint`. It is passed in because computing it reads all weights.
+        normed: see `LocalTeacher`.
 
     Raises:
-        ValueError: the server is not there, or has another target.
+        ValueError: The server cannot be reached, or serves another target.
     """
 
     fingerprint = ""
@@ -50,10 +53,10 @@ class ServedTeacher(LocalTeacher):
         found = described(self._address)["fingerprint"]
         if found not in (None, fingerprint):
             raise ValueError(
-                f"{address} serves another target than {self.name}: its weights' fingerprint is {found}, here it is "
-                f"{fingerprint}. Start `specdec serve-states {self.name}` there"
+                f"{address} serves another target than {self.name}: the fingerprint of its weights is {found}, here it "
+                f"is {fingerprint}. Start `specdec serve-states {self.name}` there"
             )
-        self.logits = self.logits.to(PartialState().device)  # weights come from the disk to the CPU
+        self.logits = self.logits.to(PartialState().device)  # weights from the disk are on the CPU
 
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         bounds = packed(torch.tensor([len(text) for text in texts]), TOKENS).tolist()
@@ -61,7 +64,7 @@ class ServedTeacher(LocalTeacher):
             yield from enumerate(self._states(texts[start:end]), start)
 
     def _states(self, texts: Sequence[Tensor]) -> Sequence[Tensor]:
-        """(T, C) of each text (T,)."""
+        """Request the states (T, C) of each text (T,)."""
         lengths = [len(text) for text in texts]
         asked = {"fingerprint": self.fingerprint, "taps": self.taps, "texts": [text.tolist() for text in texts]}
         body = json.dumps(asked).encode()
@@ -69,17 +72,24 @@ class ServedTeacher(LocalTeacher):
         wide = (len(self.taps) + 1) * self.logits.weight.shape[-1]
         if tuple(states.shape) != (sum(lengths), wide):
             raise ValueError(
-                f"{self._address} gave states {tuple(states.shape)}, asked for were {(sum(lengths), wide)}: those that "
-                f"enter layers {self.taps}, and the final ones, side by side"
+                f"{self._address} gave states {tuple(states.shape)}, expected {(sum(lengths), wide)}: the inputs of "
+                f"layers {self.taps} and the final states, concatenated. Check the server's version and target"
             )
         return states.split(lengths)
 
 
 def described(address: str) -> dict[str, Any]:
-    """What a server says of its target: its name and fingerprint."""
+    """Return the server's description of its target: its name and fingerprint.
+
+    Raises:
+        ValueError: There is no server of states at this address.
+    """
     found = _with_retries(address, lambda: json.loads(_answer(f"{address}/target")), tries=1)
     if not isinstance(found, dict) or "fingerprint" not in found:
-        raise ValueError(f"{address} is no server of states: it answers {str(found)[:80]!r} to /target")
+        raise ValueError(
+            f"{address} is not a server of states: it answers {str(found)[:80]!r} to /target. Give the address of "
+            "`specdec serve-states`"
+        )
     return found
 
 
@@ -89,7 +99,7 @@ def _answer(address: str, body: bytes | None = None) -> bytes:
 
 
 def _with_retries(address: str, ask: Callable[[], Any], tries: int = TRIES) -> Any:
-    """What is asked for, again if the line drops or the server is restarted."""
+    """Return the result of `ask`, retrying if the connection drops or the server restarts."""
     for left in reversed(range(tries)):
         try:
             return ask()
@@ -101,8 +111,8 @@ def _with_retries(address: str, ask: Callable[[], Any], tries: int = TRIES) -> A
                     raise ValueError(f"{address} refuses to give states: {reason}") from error
             if left == 0:
                 raise ValueError(
-                    f"{address} gives no states ({reason}): is `specdec serve-states TARGET` at work there? The same "
-                    "command goes on from what was finished"
+                    f"{address} gives no states ({reason}): check that `specdec serve-states TARGET` is running there. "
+                    "Run the same command again to resume"
                 ) from error
         time.sleep(AGAIN_IN * 2 ** (tries - 1 - left))
     raise AssertionError("the last try returns or raises")

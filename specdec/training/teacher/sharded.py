@@ -1,6 +1,6 @@
-"""Targets that lie in several processes: in parts of every layer (tensor parallelism), or of every weight (FSDP).
+"""Teachers for targets sharded over several processes: by parts of layers (tensor parallelism) or by weights (FSDP).
 
-Owns who reads what, and that all make their passes together.
+All processes must run the target's passes together.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from specdec.training.teacher.state_extractor import nothing
 
 
 class TensorParallelTeacher(LocalTeacher):
-    """Each process has a part of every layer, so all of them read everybody's texts."""
+    """Teacher for tensor parallelism: each process has a part of every layer, so each reads the texts of all."""
 
     together = True
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of this process' batch; all ask at once, each for as many rows."""
+        """Compute the states of this process's batch. All processes call this together, with equally many rows."""
         rows, T = batch["ids"].shape
         mine = PartialState().process_index * rows
         learn = batch["learn"].to(torch.uint8)
@@ -40,12 +40,12 @@ class TensorParallelTeacher(LocalTeacher):
 
 
 def _everybodys(rows: Tensor, filled_with: int) -> Tensor:
-    """(processes * B, longest T) of each process' rows (B, T)."""
+    """Gather the rows (B, T) of all processes as (processes * B, longest T)."""
     return gather(pad_across_processes(rows, dim=1, pad_index=filled_with))
 
 
 class FullyShardedTeacher(LocalTeacher):
-    """Weights are gathered for each pass, so all processes make as many, each over texts of its own."""
+    """Teacher for FSDP: weights are gathered for each pass, so all processes run equally many, over different texts."""
 
     together = True
 
@@ -58,7 +58,7 @@ class FullyShardedTeacher(LocalTeacher):
         step.wait(self._idle)
 
     def _idle(self) -> None:
-        """A pass for the others' sake."""
+        """Run a dummy pass, because other processes still run theirs."""
         list(self.reader.read([torch.zeros(1, dtype=torch.long)]))
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

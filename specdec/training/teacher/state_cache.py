@@ -1,6 +1,6 @@
-"""The target's states over training texts, computed once and kept in shards: several epochs then cost no target pass.
+"""Cache of the target's states over training texts, on disk in shards, so that further epochs need no target pass.
 
-Owns the files. A shard holds some texts end to end; a half-written one never carries its final name.
+A shard holds some texts, concatenated. It gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from specdec.training.teacher.base import Teacher
 from specdec.training.teacher.state_extractor import Reader
 
 SHARD_TOKENS = 50_000
-DONE = "states.json"  # in a folder of states: all are there
+DONE = "states.json"  # marks a folder whose states are complete
 Read = Callable[[Sequence[Tensor]], Iterator[tuple[int, Tensor]]]  # see `Teacher.read`
 
 
 def bytes_per_token(hidden_size: int, taps: Sequence[int]) -> int:
-    """Disk that the states of one token take."""
+    """Return the disk space that the states of one token take."""
     return (len(taps) + 1) * hidden_size * 2 + 17  # bfloat16; its id, learn flag, and two numbers of its logits
 
 
@@ -42,15 +42,20 @@ def extract(
     progress: Callable[[int], Any] = lambda tokens: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Write the states of all texts, going on where an earlier run stopped. Returns whether all are there.
+    """Write the states of all texts, resuming an earlier run.
 
-    Processes that share the folder, and the work, each call it: the last to be done finds all states there.
+    Processes that share the folder and the work all call this. The last one to finish finds the states complete.
 
     Args:
-        teacher: its states are kept, and of the distributions that drafts of tokens to learn are compared with what
-            `TargetLogits.over_all` says.
-        share: which of so many processes this is, whose shards are each their own.
-        progress: called with the number of tokens done, as they are. go_on: asked before each shard.
+        teacher: source of the states, and of the results of `TargetLogits.over_all` for tokens to train on.
+        texts: texts to run the target over.
+        folder: folder for the shards.
+        share: index of this process and number of processes. Each writes different shards.
+        progress: called after each shard with its number of tokens.
+        go_on: called before each missing shard; False stops.
+
+    Returns:
+        True if the states are complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
     texts = Texts.of(texts)
@@ -84,11 +89,11 @@ def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor], over_all
 
 
 def states_of(target: PreTrainedModel, taps: Sequence[int], texts: Sequence[Text]) -> list[Tensor]:
-    """(T, C) bfloat16 of each text."""
+    """Compute the target's states (T, C) of each text, in bfloat16 on the CPU."""
     return _kept(Reader(target, taps).read, texts)
 
 
 def _kept(read: Read, texts: Sequence[Text]) -> list[Tensor]:
-    """(T, C) bfloat16 of each text, on the CPU."""
+    """Collect the states (T, C) of each text in order, in bfloat16 on the CPU."""
     out = {i: states.to("cpu", torch.bfloat16) for i, states in read([text.ids for text in texts])}
     return [out[i] for i in range(len(texts))]

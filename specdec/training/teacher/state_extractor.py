@@ -1,7 +1,4 @@
-"""`Reader`: a target reads texts, and gives its states at some of its layers.
-
-Owns the passes, and which texts share one.
-"""
+"""Extraction of a target's hidden states over texts. Texts of similar length share a pass."""
 
 from __future__ import annotations
 
@@ -17,19 +14,21 @@ from specdec.models.introspection import device_of
 
 
 def batch_tokens_of(device: torch.device) -> int:
-    """Padded tokens of a target pass; CPUs' caches like fewer."""
+    """Return the number of padded tokens per target pass. Small passes fit CPU caches."""
     return 1024 if device.type == "cpu" else 16384
 
 
 def nothing() -> None:
-    """In place of what is to be done."""
+    """Do nothing: the default callback."""
 
 
 class Reader:
-    """Of one target.
+    """Run one target over texts and yield its states.
 
     Args:
-        at: see `Taps`. batch_tokens: padded, per pass; None: see `batch_tokens_of`.
+        target: model to run.
+        at: taps, see `Taps`.
+        batch_tokens: padded tokens per pass. None: see `batch_tokens_of`.
 
     Attributes:
         before_pass: called before each pass.
@@ -43,13 +42,13 @@ class Reader:
 
     @torch.no_grad()
     def read(self, texts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Which text, and its states (T, C) as the target made them; texts (T,) of like length share a pass."""
+        """Yield the index of each text (T,) and its states (T, C), longest first."""
         batch_tokens = self._batch_tokens
         ordered = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         while ordered:
             longest = len(texts[ordered[-1]])
             count = max(1, batch_tokens // longest)
-            batch = [i for i in ordered[-count:] if 2 * len(texts[i]) >= longest]  # or most of it were padding
+            batch = [i for i in ordered[-count:] if 2 * len(texts[i]) >= longest]  # limit the padding
             try:
                 found = self._pass([texts[i] for i in batch])
             except torch.OutOfMemoryError:
@@ -61,7 +60,7 @@ class Reader:
             ordered = ordered[: -len(batch)]
 
     def _pass(self, texts: Sequence[Tensor]) -> list[Tensor]:
-        """States (T, C) of texts (T,) in one pass, padded on the right, which causal attention ignores."""
+        """Compute the states (T, C) of texts (T,) in one pass, padded on the right, which causal attention ignores."""
         self.before_pass()
         ids = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
         with self._taps.listening() as taken:

@@ -1,7 +1,6 @@
-"""`StatesServer`: a target that gives its states by HTTP to trainings on other machines, see docs/training.md.
+"""HTTP server of a target's states, for training on other machines. The protocol is in docs/training.md.
 
-Owns what is asked and answered. Whoever reaches its port can use the target, and so it listens at this machine alone
-unless it is told otherwise.
+Anyone who can reach its port can use the target, so by default the command line lets it listen on this machine only.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from specdec.models.hidden_states import FINAL
 from specdec.training.teacher.base import fingerprint
 from specdec.training.teacher.state_extractor import Reader
 
-MOST_BYTES = 2**26  # of a request
+MOST_BYTES = 2**26  # maximum size of a request
 
 
 class StatesServer(ThreadingHTTPServer):
-    """Of one target. `serve_forever` serves; several clients wait for one another.
+    """HTTP server of one target's states. `serve_forever` starts it; requests are computed one at a time.
 
     Args:
+        target: model to serve.
         address: host and port.
     """
 
@@ -45,16 +45,23 @@ class StatesServer(ThreadingHTTPServer):
         return {"name": self.target.name_or_path, "fingerprint": fingerprint(self.target)}
 
     def states(self, taps: Sequence[int], texts: Sequence[Tensor]) -> Tensor:
-        """(N, C) of all texts (T,), end to end; what enters these layers, and the final states.
+        """Compute the states of texts: the inputs of some layers, then the final states.
+
+        Args:
+            taps: layers, as `Taps` counts.
+            texts: token ids, (T,) int64 each.
+
+        Returns:
+            (N, C), the states of all texts, concatenated.
 
         Raises:
-            ValueError: there is no such layer, or a text is none of the target's.
+            ValueError: There is no such layer, or a text is too long or has tokens outside the vocabulary.
         """
         text = self.target.config.get_text_config(decoder=True)
         context = context_of(self.target.config)
         for ids in texts:
             if not 0 < len(ids) <= context or int(ids.min()) < 0 or int(ids.max()) >= text.vocab_size:
-                raise ValueError(f"a text has 1 to {context} tokens, each from 0 to {text.vocab_size - 1}")
+                raise ValueError(f"a text must have 1 to {context} tokens, each from 0 to {text.vocab_size - 1}")
         with self._lock:
             reader = self._readers.get(tuple(taps)) or Reader(self.target, [*taps, FINAL])
             self._readers[tuple(taps)] = reader
@@ -63,7 +70,7 @@ class StatesServer(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Of one request."""
+    """Handler of one request."""
 
     server: StatesServer
 
@@ -71,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/target":
             self._answer(200, json.dumps(self.server.description).encode(), "application/json")
         else:
-            self._answer(404, b"ask for /target, or post to /states")
+            self._answer(404, b"unknown path: GET /target, or POST to /states")
 
     def do_POST(self) -> None:
         try:
@@ -84,10 +91,10 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, save({"states": states}), "application/octet-stream")
 
     def _asked(self) -> tuple[list[int], list[Tensor]]:
-        """Taps and texts."""
+        """Parse the request's taps and texts."""
         size = int(self.headers.get("Content-Length") or 0)
         if self.path != "/states" or size > MOST_BYTES:
-            raise ValueError(f"post to /states, {MOST_BYTES} bytes at most")
+            raise ValueError(f"POST to /states, {MOST_BYTES} bytes at most")
         asked = json.loads(self.rfile.read(size))
         mine = self.server.description
         try:
@@ -96,9 +103,11 @@ class Handler(BaseHTTPRequestHandler):
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError('expected {"taps": [1, 2], "texts": [[5, 6, 7]]}') from error
         if asked.get("fingerprint") not in (None, mine["fingerprint"]):
-            raise ValueError(f"states of another target are wanted than of {mine['name']}, {mine['fingerprint']}")
+            raise ValueError(
+                f"the request is for another target than {mine['name']}, whose fingerprint is {mine['fingerprint']}"
+            )
         if not texts:
-            raise ValueError("no texts")
+            raise ValueError("no texts: give at least one")
         return taps, texts
 
     def _answer(self, status: int, content: bytes, kind: str = "text/plain; charset=utf-8") -> None:
@@ -109,6 +118,6 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Errors alone are said."""
+        """Log failed requests only."""
         if int(code) >= 400:
             super().log_request(code, size)

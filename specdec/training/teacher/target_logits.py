@@ -1,7 +1,4 @@
-"""`TargetLogits`: how a target makes logits of its final state, for all tokens or for some.
-
-Owns their arithmetic. Knows nothing of texts or heads.
-"""
+"""Logits of a target from its final states, over all tokens or some of them."""
 
 from __future__ import annotations
 
@@ -16,15 +13,18 @@ from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.introspection import device_of
 from specdec.training.teacher.unsharded import plain
 
-NUMBERS_AT_ONCE = 2**25  # logits of the whole vocabulary in memory together
+NUMBERS_AT_ONCE = 2**25  # logits over the whole vocabulary in memory at the same time
 
 
 @dataclass(frozen=True)
 class TargetLogits:
-    """`cap * tanh(scale * (weight @ state + bias) / cap)`, what is None left out.
+    """Function `cap * tanh(scale * (weight @ state + bias) / cap)`, without the parts that are None.
 
     Attributes:
-        weight: (K, H). bias: (K,). scale: Cohere's and Granite's. cap: Gemma-2's.
+        weight: (K, H), rows of the LM head.
+        bias: (K,), bias of the LM head.
+        scale: factor of the logits (Cohere, Granite).
+        cap: soft cap of the logits (Gemma 2).
     """
 
     weight: Tensor
@@ -33,7 +33,7 @@ class TargetLogits:
     cap: float | None = None
 
     def __call__(self, state: Tensor) -> Tensor:
-        """(n, K) float32 of states (n, H)."""
+        """Compute the logits (n, K) float32 of states (n, H)."""
         logits = (state.to(self.weight.dtype) @ self.weight.T).float()
         if self.bias is not None:
             logits = logits + self.bias.float()
@@ -42,14 +42,15 @@ class TargetLogits:
         return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
 
     def over_all(self, states: Tensor, learn: Tensor) -> Tensor:
-        """What the logits of some tokens leave out of a distribution over the whole vocabulary.
+        """Summarise the logits over the whole vocabulary, from which only some tokens' logits are computed later.
 
         Args:
-            states: (..., T, C), the final state last. learn: (..., T) bool.
+            states: (..., T, C), the final state last.
+            learn: (..., T) bool, tokens to train on.
 
         Returns:
-            (..., T, 2) float32, on the states' device: the logits' log-sum-exp and the index of the highest, of each
-            state that a token to learn was chosen from; 0 elsewhere.
+            (..., T, 2) float32, on the states' device: the log-sum-exp of the logits and the index of the highest, for
+            each state that predicts a token to train on; 0 elsewhere.
         """
         whole, H = states.new_zeros(*states.shape[:-1], 2, dtype=torch.float32), self.weight.shape[-1]
         chosen_from = nn.functional.pad(learn.bool()[..., 1:], (0, 1)).to(states.device)
@@ -62,7 +63,7 @@ class TargetLogits:
         return whole
 
     def restricted(self, rows: Tensor) -> TargetLogits:
-        """To the tokens `rows` (K,)."""
+        """Return the logits restricted to the tokens `rows` (K,) int64."""
         rows = rows.to(self.weight.device)
         return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
 
@@ -75,7 +76,15 @@ class TargetLogits:
     @classmethod
     @torch.no_grad()
     def of(cls, target: PreTrainedModel, rows: Tensor | None = None) -> TargetLogits:
-        """Of a target, of all tokens or of `rows` (K,); found out, and checked, by running it on eight tokens."""
+        """Find the logits function of a target, and verify it by running the target on eight tokens.
+
+        Args:
+            target: model with an LM head.
+            rows: (K,) int64, tokens to keep. None: all.
+
+        Raises:
+            ValueError: The target computes its logits differently.
+        """
         whole = cls._as_named(target)
         cap, listener = whole.cap, Taps(target, [FINAL], whole.weight.device)
         ids = torch.arange(1, 9, device=device_of(target))[None] % whole.weight.shape[0]
@@ -88,16 +97,16 @@ class TargetLogits:
         whole = replace(whole, scale=1.0 if abs(scale - 1) < 0.02 else scale)
         if (whole(state) - theirs).abs().mean() > 0.05 * theirs.std():
             raise ValueError(
-                f"{type(target).__name__} computes its logits in a way that is not known (more than a matrix, a bias, "
-                "a scale and a cap): heads cannot be trained for it"
+                f"{type(target).__name__} computes its logits in an unsupported form (more than a matrix, a bias, a "
+                "scale and a cap): heads cannot be trained for it"
             )
         return whole if rows is None else whole.restricted(rows)
 
     @classmethod
     def _as_named(cls, target: PreTrainedModel) -> TargetLogits:
-        """Of its LM head's weights and its config's cap; a copy of weights that lie elsewhere."""
+        """Read the LM head's weights and the config's cap. Offloaded or sharded weights are copied."""
         lm_head = plain(target.get_output_embeddings())
-        with align_module_device(lm_head):  # what accelerate keeps elsewhere is here for so long
+        with align_module_device(lm_head):  # brings offloaded weights back for the duration of this block
             weight, bias = lm_head.weight.detach(), getattr(lm_head, "bias", None)
             bias = None if bias is None else bias.detach()
         cap = getattr(target.config.get_text_config(decoder=True), "final_logit_softcapping", None)

@@ -1,4 +1,4 @@
-"""`plain`: a layer of a target's with weights that can be copied: all of them here, and not quantised."""
+"""Conversion of a target's layers to layers whose weights can be copied: unsharded, not offloaded, not quantised."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @torch.no_grad()
 def plain(module: M) -> M | nn.Linear:
-    """The module itself, if it is so; else a copy: of one in several processes, all of which must ask, of one that
-    accelerate keeps elsewhere, or of a linear layer that is quantised, in the format in which it multiplies.
+    """Return a module whose weights can be copied: the module itself if possible, otherwise a copy.
+
+    Sharded modules, modules offloaded by accelerate and quantised linear layers are copied. The copy of a quantised
+    layer has the format in which it multiplies. For a sharded module all processes must call this.
     """
     if is_sharded(module):
         return whole(module)
@@ -26,7 +28,7 @@ def plain(module: M) -> M | nn.Linear:
             return whole(module)
     if not isinstance(module, nn.Linear) or type(module.weight) in (Tensor, nn.Parameter):
         return module
-    # Every kind of quantised layer stores its numbers in a way of its own, but all multiply.
+    # Each kind of quantised layer stores its weights differently, but all can be multiplied with.
     unit = torch.eye(module.in_features, device=module.weight.device)
     unit = unit.to(module.weight.dtype if module.weight.is_floating_point() else torch.get_default_dtype())
     rows = module(unit)  # (in, out)

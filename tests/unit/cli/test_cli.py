@@ -337,5 +337,5 @@ def test_what_takes_long_is_said_a_line_each(files):
     result = CliRunner().invoke(app, asked)
     lines = result.stderr.splitlines()
     assert lines.count(f"loading {files / 'model'}") == 2  # the target, and the draft model
-    assert any(line.startswith("trying out how LlamaForCausalLM can draft") for line in lines)
+    assert any(line.startswith("probing whether LlamaForCausalLM can run draft trees") for line in lines)
     assert "loading" not in result.stdout

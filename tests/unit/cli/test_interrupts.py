@@ -212,10 +212,10 @@ def test_while_the_commands_are_imported(monkeypatch):
 
     class Interrupted:
         def find_spec(self, name, *rest):
-            if name == "specdec.cli":
+            if name == "specdec.cli.app":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "specdec.cli", raising=False)
+    monkeypatch.delitem(sys.modules, "specdec.cli.app", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     with pytest.raises(SystemExit) as ended:
         main()

@@ -262,18 +262,18 @@ def test_p_eagle_of_speculators(tmp_path):
     ("change", "message"),
     [
         (lambda w, c: w.pop("norm.weight"), "lacks norm.weight"),
-        (lambda w, c: w.update({"conv.weight": torch.zeros(2)}), "holds conv.weight, which this kind of head has no"),
+        (lambda w, c: w.update({"conv.weight": torch.zeros(2)}), "holds conv.weight, which this kind of head does not"),
         (lambda w, c: w.pop("fc.weight"), "no fc.weight"),
-        (lambda w, c: w.update({"fc.weight": torch.zeros(32, 65)}), "65 values, which are not 2 equal states"),
+        (lambda w, c: w.update({"fc.weight": torch.zeros(32, 65)}), "65 values, which are not 2 states of equal width"),
         (lambda w, c: w["hidden_norm.weight"].fill_(float("nan")), "hidden_norm.weight holds NaN"),
         (lambda w, c: c.pop("block_size"), "has no block_size"),
         (lambda w, c: c["dflash_config"].pop("mask_token_id"), "has no mask_token_id"),
         (
             lambda w, c: (c["dflash_config"].pop("target_layer_ids"), c.pop("num_target_layers")),
-            "which of the target's",
+            "which of the target's states are read",
         ),
         (lambda w, c: c.update(draft_vocab_size=40), "drafts 40 of 64 tokens and lacks lm_head.weight"),
-        (lambda w, c: w.update({"lm_head.weight": torch.zeros(40, 32)}), "has no d2t to say which"),
+        (lambda w, c: w.update({"lm_head.weight": torch.zeros(40, 32)}), "has no d2t that maps them"),
         (lambda w, c: c.update(SLIDING | {"sliding_window": 4}), "smaller than a block of 5"),
         (lambda w, c: c.update(layer_types=["full_attention"]), "1 layer_types for 2 layers"),
     ],
@@ -390,7 +390,7 @@ def test_heads_without_lm_heads_are_refused(tmp_path):
 
 def test_a_tensor_that_no_medusa_head_has(tmp_path):
     written(tmp_path, medusa_weights() | {"other": torch.zeros(2)}, MEDUSA)
-    with pytest.raises(ValueError, match="holds other, which this kind of head has no place for"):
+    with pytest.raises(ValueError, match="holds other, which this kind of head does not have"):
         load(tmp_path)
 
 

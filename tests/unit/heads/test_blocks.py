@@ -306,7 +306,7 @@ def test_a_trained_drafter_accepts_what_the_naive_one_drafts(name):
         ({"vocab_size": 5000, "draft_vocab_size": 5000}, "vocabulary of 5000 tokens, the target's has 64"),
         ({"hidden_size": 48}, "embeddings 48 wide and has none of its own"),
         ({"tap_ids": (0, 7)}, "2 layers: there is no tap 7"),
-        ({"mask_token_id": 64}, "mask token 64 is none of the 64"),
+        ({"mask_token_id": 64}, "mask token 64 is outside the 64"),
     ],
 )
 def test_a_drafter_of_another_target(changes, message):
@@ -317,13 +317,13 @@ def test_a_drafter_of_another_target(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mask_token_id": None}, "needs a mask_token_id"),
+        ({"mask_token_id": None}, "a block drafter needs one"),
         ({"block_size": 1}, "leaves no token to draft"),
         ({"windows": (None,)}, "1 windows for 2 layers"),
         ({"windows": (3, None)}, "smaller than a block of 5"),
         ({"markov": "hidden"}, "one of vanilla, gated, rnn"),
-        ({"confidence_with_markov": True}, "there is none"),
-        ({"draft_vocab_size": 65}, "above vocab_size"),
+        ({"confidence_with_markov": True}, "needs a Markov head, but markov is None"),
+        ({"draft_vocab_size": 65}, "larger than vocab_size"),
     ],
 )
 def test_a_config_that_cannot_be(changes, message):

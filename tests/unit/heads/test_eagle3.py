@@ -398,7 +398,7 @@ def test_a_head_of_another_target(changes, message):
     ("changes", "message"),
     [
         ({"tap_convention": "leaving"}, '"entering" or "output"'),
-        ({"draft_vocab_size": 65}, "above vocab_size"),
+        ({"draft_vocab_size": 65}, "larger than vocab_size"),
         ({"num_key_value_heads": 3}, "cannot share 3"),
         ({"version": 2}, "must be 1"),
     ],

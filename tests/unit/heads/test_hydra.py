@@ -286,7 +286,7 @@ def test_a_state_before_the_last(tmp_path):
 
 def test_without_frequencies_the_config_says_how_wide_attention_heads_are(tmp_path):
     tensors = {name: tensor for name, tensor in published(blocks.hydra()).items() if "inv_freq" not in name}
-    with pytest.raises(ValueError, match="write the target's num_attention_heads there"):
+    with pytest.raises(ValueError, match="Add the target's num_attention_heads to config.json"):
         load(written(tmp_path, tensors))
     assert load(written(tmp_path, tensors, {"num_attention_heads": 4})).config == blocks.hydra().config
 
@@ -300,12 +300,12 @@ def without(*ends):
     [
         (without("hydra_mlp.1.0.res_connection.bias"), {}, "lacks heads.1.blocks.0.res_connection.bias"),
         (without("q_proj.weight"), {}, "lacks prefix_embeding_layer.layers.0.self_attn.q_proj.weight"),
-        (lambda tensors: tensors | {"other": torch.zeros(2)}, {}, "holds other, which this kind of head has no place"),
-        (lambda tensors: {"other": torch.zeros(2)}, {}, "these are no Hydra heads"),
+        (lambda tensors: tensors | {"other": torch.zeros(2)}, {}, "holds other, which this kind of head does not have"),
+        (lambda tensors: {"other": torch.zeros(2)}, {}, "it is not a checkpoint of Hydra heads"),
         (
             lambda tensors: tensors | {"hydra_lm_head.0.1.weight": torch.zeros(2)},
             {},
-            "two tensors are heads.0.lm_head.weight",
+            "two tensors map to heads.0.lm_head.weight",
         ),
         (
             lambda tensors: tensors | {"hydra_lm_head.0.bias": torch.tensor([float("nan")])},
@@ -315,15 +315,15 @@ def without(*ends):
         (
             lambda tensors: {name: t.repeat(2) if "inv_freq" in name else t for name, t in tensors.items()},
             {},
-            "inv_freq is not of base 10000",
+            "inv_freq does not have the base 10000",
         ),
         (
             lambda tensors: {name: t[:0] if "inv_freq" in name else t for name, t in tensors.items()},
             {},
-            r"inv_freq has shape \(0,\), a vector was expected",
+            r"inv_freq has shape \(0,\), expected a vector",
         ),
-        (lambda tensors: tensors, {"grounded_heads": False}, "do not read what was drafted before"),
-        (lambda tensors: tensors, {"hydra_head_arch": "eagle-attn"}, "of the kind 'eagle-attn'; known are mlp and"),
+        (lambda tensors: tensors, {"grounded_heads": False}, "do not read the drafted tokens before theirs"),
+        (lambda tensors: tensors, {"hydra_head_arch": "eagle-attn"}, "of kind 'eagle-attn', supported are mlp and"),
     ],
 )
 def test_files_that_are_not_theirs(change, config, message, tmp_path):
@@ -333,7 +333,7 @@ def test_files_that_are_not_theirs(change, config, message, tmp_path):
 
 def test_bytes_that_are_no_weights(tmp_path):
     (written(tmp_path, {}) / "hydra_lm_head.pt").write_bytes(b"junk" * 100)
-    with pytest.raises(ValueError, match="does not hold weights alone, or is damaged"):
+    with pytest.raises(ValueError, match="is damaged or contains more than weights"):
         load(tmp_path)
 
 
@@ -357,7 +357,7 @@ def test_they_are_inspected(tmp_path):
     ("make", "message"),
     [
         (lambda: HydraProposer(blocks.hydra(hidden=16)), "hidden states of 16, this one's have 32"),
-        (lambda: HydraProposer(blocks.medusa()), "a MedusaHeads: Hydra's heads are of another kind"),
+        (lambda: HydraProposer(blocks.medusa()), "needs Hydra's heads, got MedusaHeads: use BlockProposer"),
         (lambda: BlockProposer(blocks.hydra()), 'pass "hydra:PATH"'),
         (lambda: "hydra", '"hydra" needs to know which, "hydra:PATH_OR_ID"'),
     ],

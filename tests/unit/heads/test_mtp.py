@@ -233,7 +233,7 @@ def test_what_a_checkpoint_lacks_is_said(target, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(NoMtpLayers, match="holds no MTP layers"):
         SpeculativeGenerator(again, "mtp")
-    with pytest.raises(NoMtpLayers, match="comes from no folder or hub id"):
+    with pytest.raises(NoMtpLayers, match="was not loaded from a folder or hub id"):
         SpeculativeGenerator(tiny.model("llama"), "mtp")
     assert isinstance(SpeculativeGenerator(again, "auto").proposer, NgramProposer)
     assert isinstance(SpeculativeGenerator(again, f"mtp:{model.name_or_path}").proposer, MtpProposer)

@@ -119,7 +119,7 @@ def test_without_a_known_head(target, monkeypatch):
 def test_a_head_that_is_not_there(target, ours, monkeypatch):
     shutil.rmtree(ours.parent)
     monkeypatch.setenv("SPECDEC_HEADS", "off")
-    where = f"into {ours.parent}, or set SPECDEC_HEADS to a folder or an address that has tiny-head/model.safetensors"
+    where = f"into {ours.parent}, or set SPECDEC_HEADS to a folder or URL that has tiny-head/model.safetensors"
     with pytest.raises(
         NoHead, match=f"is not on this machine: .*Copy config.json and model.safetensors from .*{where}"
     ):

@@ -104,4 +104,4 @@ def test_models_in_fsdp1s_wrapper_decode_plainly(found):
     for process in found:
         text, plain, reasons = process["wrapper"]
         assert text == plain
-        assert [reason.partition(": ")[2][:38] for reason in reasons] == ["its modules cannot be copied to be tri"]
+        assert [reason.partition(": ")[2][:38] for reason in reasons] == ["its modules cannot be copied for the p"]

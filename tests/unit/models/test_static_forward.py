@@ -220,7 +220,7 @@ def test_models_that_are_moved_or_make_their_own_masks_are_not_captured(tmp_path
     ).eval()
     for target, reason in (
         (moved, "accelerate's hooks"),
-        (families.tiny_model("bloom"), "masks of its own"),
+        (families.tiny_model("bloom"), "builds its own attention masks"),
         (families.tiny_model("gpt_neo"), "mask of fixed length"),
     ):
         assert reason in why_not(target, tiny.prompts(9), calls=2)

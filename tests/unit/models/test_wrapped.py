@@ -146,5 +146,5 @@ def test_learnt_prompts_run_as_plain_decoding(llama, single, name):
 
 
 def test_what_wraps_no_model_is_refused():
-    with pytest.raises(TypeError, match="PEFT's adapters or torch.compile, got OptimizedModule"):
+    with pytest.raises(TypeError, match="one wrapped by PEFT or torch.compile, got OptimizedModule"):
         SpeculativeGenerator(compiled(nn.Linear(2, 2)), "ngram")

@@ -203,7 +203,9 @@ def test_large_drafts_on_cpus_are_read_as_int8(dtype):
     ("arguments", "message"),
     [
         pytest.param({"vocab": 0}, "positive number of tokens", id="no tokens"),
-        pytest.param({"vocab": torch.tensor([1, 10_000])}, "the draft knows 0 to", id="ids beyond the vocabulary"),
+        pytest.param(
+            {"vocab": torch.tensor([1, 10_000])}, "ids of the draft model, 0 to", id="ids beyond the vocabulary"
+        ),
         pytest.param({"branching": ()}, "at least one child", id="empty tree"),
         pytest.param({"branching": (2, 0)}, "at least one child", id="childless depth"),
         pytest.param({"branching": "32"}, "at least one child", id="no numbers"),

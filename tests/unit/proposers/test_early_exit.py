@@ -82,7 +82,7 @@ def test_a_call_may_ask_for_it():
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"), [(0, "at least one layer"), (2, "has 2 layers: fewer must draft, got 2")]
+    ("layers", "message"), [(0, "layers must be at least 1"), (2, "less than the target's 2 layers, got 2")]
 )
 def test_how_many_layers(layers, message):
     with pytest.raises(ValueError, match=message):

@@ -143,7 +143,7 @@ def test_other_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match=r"TextMemory\.save"):
             TextMemory.load(tmp_path / name)
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(ValueError, match="would be lost: choose another name"):
+        with pytest.raises(ValueError, match="would be overwritten: choose another name"):
             remembering([1, 2, 3]).save(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
     with pytest.raises(ValueError, match="capacity"):

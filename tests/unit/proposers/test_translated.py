@@ -142,7 +142,7 @@ def test_tokenizers_that_a_later_call_brings():
 
 
 def test_without_tokenizers():
-    with pytest.raises(ValueError, match="no tokenizer lies beside the weights"):
+    with pytest.raises(ValueError, match="no tokenizer next to the weights"):
         SpeculativeGenerator(tiny.model("llama"), TranslatedDraftProposer(tiny.on_host("llama", seed=1)))
 
 

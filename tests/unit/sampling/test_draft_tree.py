@@ -103,7 +103,7 @@ def test_from_chain_as_in_plain_python(drafted, drawn):
     draft = DraftTree.from_chain(root, padded, torch.tensor([len(row) for row in drafts]), q, keys)
     assert draft.chain
     assert draft.tokens.tolist() == torch.cat([root[:, None], padded], 1).tolist()
-    assert draft.keys.tolist() == [[0, *row] for row in keys.tolist()]
+    assert draft.confidence_bins.tolist() == [[0, *row] for row in keys.tolist()]
     for b, row in enumerate(drafts):
         n = len(row)
         assert draft.parents[b].tolist() == list(range(-1, n)) + [-1] * (K - n)

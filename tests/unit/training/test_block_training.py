@@ -238,9 +238,9 @@ def test_the_layout_says_all_of_a_drafter(tmp_path):
         assert read.config == head.config
         weights = read.head().state_dict()
         assert all(torch.equal(weights[key], tensor) for key, tensor in head.state_dict().items())
-    with pytest.raises(ValueError, match="an LM head of its own"):
+    with pytest.raises(ValueError, match="needs a drafter with its own LM head"):
         save(blocks.head(), tmp_path / "none")
-    with pytest.raises(ValueError, match="windows count from the anchor"):
+    with pytest.raises(ValueError, match="this layout's count from the anchor"):
         save(blocks.head("window", **OWN), tmp_path / "none")
 
 

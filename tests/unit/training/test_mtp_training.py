@@ -202,7 +202,7 @@ def test_a_run_and_one_that_goes_on_from_it(files, tmp_path):
     for options, said in (
         (("--flex",), "leave out --flex"),
         (("--intermediate-size", "8"), "leave out --intermediate-size"),
-        (("--dry-run",), "is not planned for"),
+        (("--dry-run",), "--dry-run does not support --kind mtp"),
         (("--from", str(files / "model")), "holds no MTP layers"),
     ):
         result = run(files, tmp_path / "refused", "--kind", "mtp", *options)

@@ -38,7 +38,7 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
     more = ["--cache-states"] if cached else []
     result = run(files, tmp_path, *more)
     assert result.exit_code == 0, result.output
-    assert "% of what it writes" in result.output
+    assert "% of what the target writes" in result.output
     assert "mean acceptance length on held-out prompts" in result.output
     assert (tmp_path / "states").exists() == cached
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
@@ -132,7 +132,7 @@ def test_failures_for_want_of_room_are_clear(files, tmp_path, monkeypatch, error
     result = run(files, tmp_path)
     assert result.exit_code == 2
     assert message in result.output
-    assert "run the same command again to resume" in result.output.replace("\n", " ")
+    assert "Run the same command again to resume" in result.output.replace("\n", " ")
 
 
 @pytest.mark.slow
@@ -154,7 +154,7 @@ def test_a_chat_template_may_show_the_time(files, tokenizer, tmp_path):
     written(tmp_path / "data.jsonl", *entries[1:])
     other = CliRunner().invoke(app, command)
     assert other.exit_code == 2
-    assert "another recipe (on other texts)" in other.output.replace("\n", " ")
+    assert "another recipe (its texts differ)" in other.output.replace("\n", " ")
     assert (tmp_path / "out" / "texts.safetensors").read_bytes() == texts
 
 
@@ -177,7 +177,7 @@ def test_a_target_that_has_changed_since_is_said(files, tokenizer, tmp_path):
     model.save_pretrained(tmp_path / "model")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert "another recipe (the target's weights were others): choose another folder" in result.output
+    assert "another recipe (its target's weights differ): choose another folder" in result.output
 
 
 def content(folder):
@@ -226,12 +226,12 @@ def test_two_runs_do_not_share_a_folder(files, tmp_path):
     with RunFolder(tmp_path).alone():
         result = run(files, tmp_path)
     assert result.exit_code == 2
-    assert f"another run is at work in {tmp_path}" in result.output
+    assert f"another run is using {tmp_path}" in result.output
 
 
 def test_a_trainings_folder_is_no_head_but_holds_one(files, tmp_path):
     save(initialize(tiny.model("llama", num_hidden_layers=4), torch.arange(20)), tmp_path / "head")
-    with pytest.raises(ValueError, match=f"has no config.json: it is a training's, whose head is {tmp_path}/head"):
+    with pytest.raises(ValueError, match=f"has no config.json: it is a training run, use its head in {tmp_path}/head"):
         load(tmp_path)
 
 

@@ -158,7 +158,7 @@ def test_an_error_that_stays_is_said(target, no_pause):
     with served(target, Faulty) as address:
         teacher = teacher_of(address, target)
         with pytest.raises(
-            ValueError, match="gives no states .no memory is left.: is `specdec serve-states TARGET` at"
+            ValueError, match="gives no states .no memory is left.: check that `specdec serve-states TARGET` is running"
         ):
             list(teacher.read(texts(5)))
 
@@ -167,7 +167,9 @@ def test_a_server_that_is_not_there_is_said_before_anything_is_read(files, tmp_p
     monkeypatch.setattr(preparation, "load_model", lambda name, **more: 1 / 0)
     result = run(files, tmp_path / "out", *NOT_DECODED, "--teacher", "http://127.0.0.1:9")
     assert result.exit_code == 2
-    assert re.search(r"http://127.0.0.1:9 gives no states \(.*refused.*\): is `specdec serve-states", result.output)
+    assert re.search(
+        r"http://127.0.0.1:9 gives no states \(.*refused.*\): check that `specdec serve-states", result.output
+    )
 
 
 def test_another_server_is_said(files, target, tmp_path):
@@ -178,7 +180,7 @@ def test_another_server_is_said(files, target, tmp_path):
     with served(target, Other) as address:
         result = run(files, tmp_path / "out", *NOT_DECODED, "--teacher", address)
     assert result.exit_code == 2
-    assert "is no server of states: it answers \"['models']\" to /target" in result.output.replace("\n", " ")
+    assert "is not a server of states: it answers \"['models']\" to /target" in result.output.replace("\n", " ")
 
 
 def test_another_target_is_said(files, target, tmp_path):
@@ -189,8 +191,8 @@ def test_another_target_is_said(files, target, tmp_path):
     assert result.exit_code == 2
     said = " ".join(result.output.split())
     assert f"serves another target than {files / 'model'}" in said
-    assert f"fingerprint is {fingerprint(other)}, here it is {fingerprint(target)}. Start `specdec serve-states" in said
-    with served(target) as teacher._address, pytest.raises(ValueError, match="refuses .* of another target are wanted"):
+    assert f"weights is {fingerprint(other)}, here it is {fingerprint(target)}. Start `specdec serve-states" in said
+    with served(target) as teacher._address, pytest.raises(ValueError, match="refuses .* is for another target"):
         list(teacher.read(texts(5)))  # it was started anew, with another one
 
 
@@ -216,11 +218,14 @@ def test_other_layers_are_said(target):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give --evaluate-every 0, too"),
-        ([*NOT_DECODED, "--kind", "mtp"], "--kind mtp wants the target here"),
-        ([*NOT_DECODED, "--rounded-states", "--cache-states"], "--rounded-states wants the target here"),
-        ([*NOT_DECODED, "--shard", "devices"], "--shard devices wants the target here"),
-        ([*NOT_DECODED, "--teacher", "host:8100"], "--teacher is an address, as in http://host:8100; got 'host:8100'"),
+        ([], "give --evaluate-every 0 too"),
+        ([*NOT_DECODED, "--kind", "mtp"], "--kind mtp needs the target here"),
+        ([*NOT_DECODED, "--rounded-states", "--cache-states"], "--rounded-states needs the target here"),
+        ([*NOT_DECODED, "--shard", "devices"], "--shard devices needs the target here"),
+        (
+            [*NOT_DECODED, "--teacher", "host:8100"],
+            "--teacher must be an address such as http://host:8100; got 'host:8100'",
+        ),
     ],
 )
 def test_what_wants_the_target_here_is_said(files, tmp_path, options, message):
@@ -236,7 +241,7 @@ def test_what_wants_the_target_here_is_said(files, tmp_path, options, message):
         (b"{", "line 1 column"),
         (b"[]", 'expected {"taps": [1, 2], "texts": [[5, 6, 7]]}'),
         (b'{"taps": [1], "texts": []}', "no texts"),
-        (b'{"taps": [1], "texts": [[]]}', "a text has 1 to 1024 tokens"),
+        (b'{"taps": [1], "texts": [[]]}', "a text must have 1 to 1024 tokens"),
         (b'{"taps": [1], "texts": [[64]]}', "each from 0 to 63"),
         (b'{"taps": [1], "texts": [[-1]]}', "each from 0 to 63"),
         (b'{"taps": [9], "texts": [[1]]}', "there is no tap 9"),

@@ -144,7 +144,7 @@ def test_the_linear_map_is_weighted_least_squares(monkeypatch):
 
 def test_a_head_that_cannot_be_carried_over():
     model = tiny.model("llama")
-    with pytest.raises(ValueError, match="P-EAGLE head's .* cannot be carried over"):
+    with pytest.raises(ValueError, match="P-EAGLE head's .* cannot be transferred"):
         transfer_head(eagle3.head(mask_token_id=3), model, model, some_texts(model))
 
 
@@ -189,7 +189,7 @@ def test_training_goes_on_from_another_targets_head(files, tokenizer, tmp_path):
     command += ["--from-target", str(files / "model")]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "carrying" in result.output
+    assert "transferring" in result.output
     config = load(out / "head").config
     assert (config.hidden_size, config.target_hidden_size) == (32, 48)
     kept = (out / "transferred" / "model.safetensors").stat().st_mtime_ns

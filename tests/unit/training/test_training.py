@@ -331,7 +331,7 @@ def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkey
 def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatch):
     monkeypatch.setattr("specdec.training.run.EvaluationCallback", lambda *rest, **more: 1 / 0)
     options = ["--held-out-data", str(files / "data.jsonl")]
-    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are learnt from, too"):
+    with pytest.warns(UserWarning, match="12 of the 12 texts to evaluate on are also trained on"):
         run(files, tmp_path / "out", *options)
     again = run(files, tmp_path / "out", "--held-out", "1")
     assert "(held_out was a file of its own, is 1)" in again.output.replace("\n", " ")
@@ -400,4 +400,4 @@ def test_the_probe_says_when_hardly_anything_is_accepted(files, tmp_path):
     command = ["inspect", str(tmp_path / "head"), "--target", str(files / "model"), "--probe"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    assert "Hardly a draft is accepted: this head is of another model, or was not trained." in result.output
+    assert "Hardly any draft is accepted: this head belongs to another model, or was not trained." in result.output

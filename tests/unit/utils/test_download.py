@@ -229,7 +229,7 @@ def test_auto_does_not_wait_for_another_process(shop, target, monkeypatch, tmp_p
 def test_a_cache_that_cannot_be_written_to(shop, target, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "file"))
-    with pytest.raises(NoHead, match="it cannot be kept in"):
+    with pytest.raises(NoHead, match="it cannot be stored in"):
         registry.find(target, "eagle3")
 
 

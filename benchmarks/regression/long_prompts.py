@@ -1,7 +1,7 @@
 """Measure memory with long prompts: the peak while generating, and the cache by kind of layer, against plain decoding.
 
-    python benchmarks/long_prompts.py --target full --target windows --lengths 1024,8192,32768
-    python benchmarks/long_prompts.py --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
+    python -m benchmarks.regression.long_prompts --target full --target windows --lengths 1024,8192,32768
+    python -m benchmarks.regression.long_prompts --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
 
 `full` and `windows` are small random models, with full attention in all layers, or with windows of 512 tokens in five
 of six (as in Gemma 3). Each figure is measured in its own process, as the increase during generation. Each row of a
@@ -18,14 +18,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from memory import status
-from table import table
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.memory import status
+from benchmarks.harness.table import table
 from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
 from specdec.models.capability import capability
 from specdec.models.compat import CACHE
@@ -154,7 +154,8 @@ def _apart(name: str, dtype: str, method: str, length: int, batch: int, new: int
     what = json.dumps([method, length, batch])
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        __spec__.name,
         "--target",
         name,
         "--dtype",

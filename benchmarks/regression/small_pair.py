@@ -1,6 +1,6 @@
 """Compare the overhead of specdec and transformers' assisted generation, on models that cost next to nothing.
 
-    python benchmarks/small_pair.py
+    python -m benchmarks.regression.small_pair
 
 The target is a random Llama of 5M parameters in float32, and the draft consists of its first layers. The target's other
 layers add little to the residual stream, so that the draft mostly agrees.
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from identity import compare_texts
-from methods import PLAIN, Method, assisted, speculative
-from prompts import Job
-from summary import summarise
-from table import detail_table, table, times
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
-from turns import take_turns
 
+from benchmarks.harness import machine
+from benchmarks.harness.identity import compare_texts
+from benchmarks.harness.methods import PLAIN, Method, assisted, speculative
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.summary import summarise
+from benchmarks.harness.table import detail_table, table, times
+from benchmarks.harness.turns import take_turns
 from specdec import DraftModelProposer
 
 LAYERS, DRAFT_LAYERS, VOCAB, PROMPT_TOKENS = 6, 1, 4096, 32

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean, median
 
-from measure import Measurement
-from methods import PLAIN, TRANSFORMERS
-from store import Record
-
+from benchmarks.harness.measure import Measurement
+from benchmarks.harness.methods import PLAIN, TRANSFORMERS
+from benchmarks.harness.store import Record
 from specdec import Report
 
 Figure = Callable[[Measurement], float]

@@ -1,6 +1,6 @@
 """Measure the host time per round for which a GPU would wait: from the verdict to the next launch. Needs no GPU.
 
-    python benchmarks/host_time.py
+    python -m benchmarks.regression.host_time
 
 Runs tiny models on the CPU. Captured functions return their earlier results at once, so what remains of a round is the
 host's work, including the small tensors that it prepares. A head's draft is launched before the verdict has arrived, so
@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import warnings
 from collections.abc import Callable, Hashable, Mapping
 from itertools import pairwise
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import pytest
 import torch
 import typer
-from table import table
+
+from benchmarks.harness.table import table
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
 from specdec.engine import cuda_graph_round, generator, rules, verifier

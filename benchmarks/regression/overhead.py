@@ -1,6 +1,6 @@
 """Measure the overhead of specdec: draft length 0 against plain decoding, and the parts of a round's time.
 
-    python benchmarks/overhead.py --target PATH
+    python -m benchmarks.regression.overhead --target PATH
 
 Draft length 0 is specdec's plain decoding: the ratio to `generate()` should be 1.
 """
@@ -10,17 +10,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from methods import PLAIN, Method, speculative
-from prompts import Job
-from summary import summarise
-from table import number, percent, table, times
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
-from turns import take_turns
 
+from benchmarks.harness import machine
+from benchmarks.harness.methods import PLAIN, Method, speculative
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.summary import summarise
+from benchmarks.harness.table import number, percent, table, times
+from benchmarks.harness.turns import take_turns
 from specdec import NgramProposer, Report
 from specdec.data.prompts import PROMPTS
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from measure import measure
-from methods import Method
-from prompts import Job
-from store import Record
 from transformers import PreTrainedModel
+
+from benchmarks.harness.measure import measure
+from benchmarks.harness.methods import Method
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.store import Record
 
 
 def take_turns(

@@ -1,6 +1,6 @@
 """Measure the second turn of a conversation, with and without the first turn's cache.
 
-    python benchmarks/second_turn.py --target PATH --proposer ngram --proposer eagle3
+    python -m benchmarks.regression.second_turn --target PATH --proposer ngram --proposer eagle3
 
 Reports the time to the first token and of the whole call. With the cache only the new turn is read. All methods
 continue the same first turn of plain decoding, and must write the same second one.
@@ -13,13 +13,13 @@ from statistics import median
 from time import perf_counter
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.table import table
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.evaluation.timing import Clock

@@ -1,6 +1,6 @@
 """Count the draft tokens that lookups find in repetitive calls. The result does not depend on the machine.
 
-    python benchmarks/lookups.py --target PATH
+    python -m benchmarks.regression.lookups --target PATH
 
 The calls of repeated.py are answered once, or --texts gives answers. N-grams and the memory of earlier calls then draft
 for these texts, with the real pacing but without a model: --costs gives the time of a pass, and drafts take no time.
@@ -18,11 +18,11 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from repeated import JOBS
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness.table import table
+from benchmarks.regression.repeated import JOBS
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
 from specdec.proposers.base import Context

@@ -1,6 +1,6 @@
 """Measure the draft length accepted from heads with teacher forcing on the target's answers, by group of questions.
 
-    python benchmarks/teacher_forcing.py --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
+    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
 
 A chain is drafted after every position of the target's greedy answers, in a few passes over the text. This takes
 minutes instead of an hour of decoding, uses the same positions for all heads, and gives the same counts on any machine.
@@ -17,13 +17,13 @@ from typing import Annotated
 
 import torch
 import typer
-from options import Bench, Options
-from prompts import Job
-from table import number, table
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.table import number, table
 from specdec import SpeculativeGenerator
 from specdec.heads.kinds import Head
 from specdec.models.hidden_states import Taps

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from identity import Identity
-from summary import Best, MethodSummary
+from benchmarks.harness.identity import Identity
+from benchmarks.harness.summary import Best, MethodSummary
 
 
 def speed_table(rows: Sequence[MethodSummary], best: Best | None) -> str:

@@ -1,6 +1,6 @@
 """Compare draft shapes of an EAGLE-3 head: mean acceptance length per task group, and the parts of a round's time.
 
-    python benchmarks/shapes.py --target PATH --head PATH --prompts questions.jsonl --out results
+    python -m benchmarks.regression.shapes --target PATH --head PATH --prompts questions.jsonl --out results
 
 Shapes have a fixed size, so that acceptance can be compared; `default` adapts its size to costs. At T > 0 fixed trees
 and chains are measured both with tokens sampled from the head and with its top tokens. Measurements are kept in --out:
@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import machine
 import torch
 import typer
-from failure import bad_input_ends
-from measure import take
-from methods import speculative
-from options import Bench, Options
 from rich.console import Console
-from store import Record, Store
-from table import number, table
 
+from benchmarks.harness import machine
+from benchmarks.harness.failure import bad_input_ends
+from benchmarks.harness.measure import take
+from benchmarks.harness.methods import speculative
+from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.store import Record, Store
+from benchmarks.harness.table import number, table
 from specdec import DynamicTree, Eagle3Proposer, Report
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.head import Eagle3Head

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from methods import PLAIN
-from prompts import Job
-from store import Record
 from transformers import PreTrainedModel
 
+from benchmarks.harness.methods import PLAIN
+from benchmarks.harness.prompts import Job
+from benchmarks.harness.store import Record
 from examples.demo.divergence import Divergence, diverge, first_difference
 
 

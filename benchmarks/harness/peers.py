@@ -1,7 +1,7 @@
 """Speculative decoding of other libraries as methods of the catalogue, if installed: economize and flashspec.
 
     python -m venv peers && peers/bin/pip install -c constraints.txt -e '.[demo]' economize==0.3.2 flashspec==0.3.1
-    peers/bin/python benchmarks/spec_bench.py ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
+    peers/bin/python -m benchmarks.spec_bench ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
 
 Both draft a fixed number of tokens per round, so several settings are measured and the best one counts. The names of
 economize's methods end with the tokens per round, including the one after the draft. Those of flashspec's end with the
@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from options import Bench
+
+from benchmarks.harness.options import Bench
 
 Generate = Callable[..., Any]
 NAMES = ("economize-", "flashspec-")  # that their methods' names begin with

@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
-from options import Bench
-from peers import NAMES, peers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.harness.options import Bench
+from benchmarks.harness.peers import NAMES, peers
 from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
 from specdec.models.compat import ASSISTED_STATIC
 from specdec.proposers.factory import as_proposer

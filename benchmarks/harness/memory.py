@@ -15,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from measure import measure
-from methods import catalogue
-from options import Bench, Options
+
+from benchmarks.harness.measure import measure
+from benchmarks.harness.methods import catalogue
+from benchmarks.harness.options import Bench, Options
 
 
 def peak_memory(options: Options, method: str) -> dict[str, float]:
@@ -26,7 +27,7 @@ def peak_memory(options: Options, method: str) -> dict[str, float]:
     Uses the first job, after a warm-up. The difference is called `generating`. Without /proc, `peak` includes loading.
     """
     argument = b64encode(pickle.dumps((options, method))).decode()
-    done = subprocess.run([sys.executable, __file__, argument], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", __spec__.name, argument], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"measuring the memory of {method} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -1,8 +1,8 @@
 """Count the host syncs, kernel launches and copies to the device in a round. Needs no GPU.
 
-    python benchmarks/launches.py
-    python benchmarks/launches.py --proposer "eagle3 tree" --where      # with source lines
-    python benchmarks/launches.py --recorded --max-new-tokens 60        # replayed rounds
+    python -m benchmarks.regression.launches
+    python -m benchmarks.regression.launches --proposer "eagle3 tree" --where      # with source lines
+    python -m benchmarks.regression.launches --recorded --max-new-tokens 60        # replayed rounds
 
 Runs tiny models on a pretended device (`tests/support/pretend.py`). Counts outside of the models hold for any model,
 except for work per layer (writing and moving keys and values). Counts inside are for 4 layers.
@@ -11,7 +11,6 @@ except for work per layer (writing and moving keys and values). Counts inside ar
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Annotated
 import pytest
 import torch
 import typer
-from table import number, table
+
+from benchmarks.harness.table import number, table
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support import launches, pretend, static
 

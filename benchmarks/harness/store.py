@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measure import Measurement
-
+from benchmarks.harness.measure import Measurement
 from specdec import Report
 
 

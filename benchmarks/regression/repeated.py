@@ -1,6 +1,6 @@
 """Compare plain decoding, n-grams and a memory of earlier calls on repetitive calls, as agents make them.
 
-    python benchmarks/repeated.py --target PATH --dtype float32
+    python -m benchmarks.regression.repeated --target PATH --dtype float32
 
 Three jobs use text that comes with Python: repeated edits of one file, repeated queries of one table, and questions
 about the same passages. All methods get the same calls in the same order, and take turns.
@@ -16,13 +16,13 @@ from itertools import islice
 from time import perf_counter
 from typing import Annotated, Any
 
-import machine
 import torch
 import typer
-from table import table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from benchmarks.harness import machine
+from benchmarks.harness.table import table
 from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
 from specdec.evaluation.timing import Clock

@@ -14,13 +14,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from methods import Method
-from options import Bench
-from prompts import Job, left_padded
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from benchmarks.harness.methods import Method
+from benchmarks.harness.options import Bench
+from benchmarks.harness.prompts import Job, left_padded
 from specdec import Report
 
 

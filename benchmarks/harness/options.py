@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prompts import Job, Messages, Question, choose, cut_into_jobs, encode, read, turn_name, warm_up
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from benchmarks.harness.prompts import Job, Messages, Question, choose, cut_into_jobs, encode, read, turn_name, warm_up
 from specdec.models.introspection import end_tokens
 
 
