@@ -1,6 +1,7 @@
 """Measure the draft length accepted from heads with teacher forcing on the target's answers, by group of questions.
 
-    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
+    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl \\
+        --answers out.jsonl
 
 A chain is drafted after every position of the target's greedy answers, in a few passes over the text. This takes
 minutes instead of an hour of decoding, uses the same positions for all heads, and gives the same counts on any machine.
