@@ -1,9 +1,8 @@
-"""A picture of the speed-ups that stand in tables of `benchmarks/results`.
+"""Draw the speed-ups in the tables of `benchmarks/results`.
 
     python -m benchmarks.chart docs/images/speed-up.svg
 
-Reads the first table of each file, as `compare.py` printed it, and the line above it that names the machine: new
-tables, new picture.
+Reads the first table of each file that `compare.py` printed, and the line above it that describes the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Speedups:
-    """A table: speed-ups by method and group of prompts, its title and the line about the machine."""
+    """A table of speed-ups by method and group of prompts, with its title and the description of the machine."""
 
     title: str
     machine: str
@@ -44,10 +43,10 @@ class Speedups:
 
 
 def read(path: Path) -> Speedups:
-    """Of a file that `compare.py` printed.
+    """Read the speed-ups from a file that `compare.py` printed.
 
     Raises:
-        ValueError: it has no table of speed-ups.
+        ValueError: the file has no table of speed-ups.
     """
     lines = path.read_text(encoding="utf-8").splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("| method") and ALL in line), None)
@@ -65,7 +64,7 @@ def read(path: Path) -> Speedups:
 
 
 def draw(tables: list[Speedups]) -> Any:
-    """A panel per table, its groups side by side, plain decoding as a line at 1."""
+    """Draw a panel per table, with the groups side by side and a line at 1 for plain decoding."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.3 * len(tables)), layout="constrained")
@@ -90,8 +89,8 @@ def draw(tables: list[Speedups]) -> Any:
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Argument(help="Picture to write: .svg or .png.")],
-    table: Annotated[list[Path] | None, typer.Option(help="Files with tables; default: those of the README.")] = None,
+    out: Annotated[Path, typer.Argument(help="Chart to write: .svg or .png.")],
+    table: Annotated[list[Path] | None, typer.Option(help="Files with tables. Default: those of the README.")] = None,
 ) -> None:
     """Draw speed-ups from tables."""
     import matplotlib

@@ -1,10 +1,10 @@
-"""Speculative decoding against plain decoding and transformers' own assisted generation, on Spec-Bench's questions.
+"""Compare speculative decoding with plain decoding and transformers' assisted generation on Spec-Bench's questions.
 
     python -m benchmarks.compare --target PATH --draft PATH --prompts questions.jsonl --out results
 
-All methods take turns on every prompt in one process, so that the machine's drift hits them alike. Finished
-measurements are kept in --out: the same command goes on where it was stopped, and more methods, prompts or repeats
-can be added. Names may hold `*`: --methods 'hf-*,specdec-draft'.
+All methods take turns on every prompt in one process, so that drift of the machine affects them equally. Finished
+measurements are kept in --out: run the same command again to resume, or add methods, prompts or repeats. Names may
+contain `*`: --methods 'hf-*,specdec-draft'.
 """
 
 from __future__ import annotations
@@ -47,45 +47,53 @@ log = Console(stderr=True, highlight=False)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's question file (JSONL).", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder for results; an earlier run's are taken up.")],
+    out: Annotated[Path, typer.Option(help="Folder for results. An earlier run in it is resumed.")],
     draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = Options.draft,
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = Options.per_category,
     coding_apart: Annotated[
-        bool, typer.Option(help="MT-bench's coding questions as a seventh group.")
+        bool, typer.Option(help="Count MT-bench's coding questions as a seventh group.")
     ] = Options.coding_apart,
     all_turns: Annotated[
-        bool, typer.Option("--all-turns", help="A question's further turns, too, behind plain decoding's answers.")
+        bool,
+        typer.Option("--all-turns", help="Include further turns of questions, after the answers of plain decoding."),
     ] = Options.all_turns,
-    thinking: Annotated[bool | None, typer.Option(help="What a chat template is told of it.")] = Options.thinking,
+    thinking: Annotated[
+        bool | None, typer.Option(help="Value of `enable_thinking` for the chat template.")
+    ] = Options.thinking,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Shorten longer prompts.")
+        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
     ] = Options.max_prompt_tokens,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = Options.max_new_tokens,
     full_length: Annotated[
-        bool, typer.Option("--full-length", help="No text ends early: sampled ones then have one length.")
+        bool, typer.Option("--full-length", help="Ignore end tokens, so that all texts have the same length.")
     ] = Options.full_length,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = Options.temperature,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = Options.temperature,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per call.")] = Options.batch_size,
     repeats: Annotated[int, typer.Option(min=1)] = 2,
-    methods: Annotated[str, typer.Option(help="Names, separated by commas; all by default.")] = "",
-    proposer: Annotated[list[str] | None, typer.Option(help="Another proposer string; may be repeated.")] = None,
+    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas. Default: all.")] = "",
+    proposer: Annotated[list[str] | None, typer.Option(help="Further proposer; may be repeated.")] = None,
     rule: Annotated[
-        list[str] | None, typer.Option(help="specdec's methods also by this rule, as NAME:RULE; may be repeated.")
+        list[str] | None,
+        typer.Option(help="Further verification rule for specdec's methods, listed as NAME:RULE; may be repeated."),
     ] = None,
     lookup_tokens: Annotated[int, typer.Option(min=1, help="Fixed length of n-gram drafts.")] = Options.lookup_tokens,
-    ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram of those.")] = Options.ngram_size,
-    draft_lengths: Annotated[str, typer.Option(help="Fixed lengths of model drafts.")] = "2,4",
+    ngram_size: Annotated[int, typer.Option(min=1, help="Longest n-gram to match.")] = Options.ngram_size,
+    draft_lengths: Annotated[str, typer.Option(help="Fixed lengths of model drafts, separated by commas.")] = "2,4",
     draft_vocab: Annotated[
         int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")
     ] = Options.draft_vocab,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="torch's threads; its own choice by default.")
+        int | None, typer.Option(min=1, help="Number of torch threads. Default: chosen by torch.")
     ] = Options.threads,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = Options.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")
+    ] = Options.dtype,
     device: Annotated[str, typer.Option()] = Options.device,
     seed: Annotated[int, typer.Option()] = Options.seed,
-    pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only time passes over 1 to 32 tokens.")] = False,
-    memory: Annotated[bool, typer.Option("--memory", help="Only measure peak memory, a process per method.")] = False,
+    pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only measure passes over 1 to 32 tokens.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Only measure peak memory, in one process per method.")
+    ] = False,
 ) -> None:
     lengths = tuple(int(length) for length in draft_lengths.split(",") if length)
     options = Options(
@@ -132,14 +140,14 @@ def main(
 
 @dataclass(frozen=True)
 class Compared:
-    """What was measured, and whether the texts are plain decoding's, by method (at T = 0)."""
+    """Measurements, and the comparison of the texts with plain decoding's by method (at T = 0)."""
 
     records: list[Record]
     identities: dict[str, Identity]
 
 
 def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Compared:
-    """Measure what is missing in `out`, and write there what it comes to."""
+    """Take the measurements that are missing in `out`, and write a summary to it."""
     if bench.options.all_turns and bench.options.batch_size > 1:
         raise ValueError("--all-turns measures conversations one by one: leave out --batch-size")
     store = Store(out, bench.options.fingerprinted)
@@ -150,7 +158,7 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
         _run(bench, chosen, repeats, store, session, jobs)
     except KeyboardInterrupt:
         stopped = True
-        log.print("\nstopped; what is finished is kept, and the same command goes on from there")
+        log.print("\nstopped; finished measurements are kept, run the same command again to resume")
     ids = {job.id for job in jobs}
     records = [record for record in store.records if record.job in ids]
     if not records:
@@ -163,7 +171,7 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
 
 
 def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
-    """Measure what is missing: for each prompt and repeat every method in turn. Puts the prompts into `jobs`."""
+    """Take the missing measurements, with all methods in turn for each prompt and repeat. Appends prompts to `jobs`."""
     ready: dict[str, Method] = {}  # for all turns
     turn, due = 0, bench.jobs
     while due:
@@ -321,7 +329,7 @@ def _note_session(folder: Path, session: str, bench: Bench) -> None:
 
 
 def _write(out: Path, name: str, content: dict[str, Any], text: str) -> None:
-    """`content` as JSON and `text` as Markdown in the folder, and the text on the screen."""
+    """Write `content` as JSON and `text` as Markdown to the folder, and print the text."""
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(_finite(content), indent=1) + "\n")
     (out / f"{name}.md").write_text(text + "\n")
@@ -329,7 +337,7 @@ def _write(out: Path, name: str, content: dict[str, Any], text: str) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN."""
+    """Replace NaN by None, since JSON has no NaN."""
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
-"""What a GPU makes of specdec, unattended: speed over both of transformers' ways, rounds, launches, memory, parity.
+"""Measure specdec on a GPU: speed-up over eager and static generation, rounds, kernel launches, memory and parity.
 
-    python -m benchmarks.gpu --out results             # on a GPU, under 8 minutes, nothing is downloaded
-    python -m benchmarks.gpu --out results --small     # anywhere: tiny models, to see that it runs
+    python -m benchmarks.gpu --out results             # on a GPU: under 8 minutes, without downloads
+    python -m benchmarks.gpu --out results --small     # on any machine: tiny models, to test the script
 
-Models have real shapes and random weights (`counting`), acceptance is set (`Replay`), and verification real. Each part
-is a process of its own, within a time of its own, and writes a line of JSON per measurement as it comes: what fails or
-runs late takes nothing else with it.
+Models have real shapes and random weights (`counting`). Acceptance is simulated (`Replay`), verification is real. Each
+part runs in its own process with its own time limit, and writes a line of JSON per measurement, so that a failing or
+slow part does not affect the others.
 """
 
 from __future__ import annotations
@@ -56,10 +56,12 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how large.
+    """Device and size of the measurements.
 
     Attributes:
-        new_tokens: per call that is measured.
+        device: device of the models.
+        small: use tiny models and short texts.
+        new_tokens: new tokens per measured call.
     """
 
     device: torch.device
@@ -80,7 +82,7 @@ class Setting:
 
 
 def bandwidth(setting: Setting) -> Iterator[Row]:
-    """What the floors are made of: how fast memory is read, and what a kernel costs that does nothing."""
+    """Measure memory bandwidth and the cost of an empty kernel, which bound the time per token from below."""
     data = torch.ones(2**20 if setting.small else 2**31, dtype=torch.bfloat16, device=setting.device)
     one = torch.ones(1, device=setting.device)
     seconds = least(setting, data.sum)
@@ -89,7 +91,7 @@ def bandwidth(setting: Setting) -> Iterator[Row]:
 
 
 def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
-    """All ways to generate, one row, a prompt of 128 tokens; rounds as kernels one by one, and recorded."""
+    """Measure all methods on one row with a prompt of 128 tokens, with eager and with captured rounds."""
 
     def part(setting: Setting) -> Iterator[Row]:
         target = setting.model(shape)
@@ -113,7 +115,7 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
 
 
 def each_round(setting: Setting) -> Iterator[Row]:
-    """Of one call, recorded: how long its rounds take, and how long the device is busy in them."""
+    """Measure the duration of captured rounds in one call, and the kernels that the device runs in them."""
     target = setting.model("llama-8b")
     ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
     head = counting.head_for(target)
@@ -138,7 +140,7 @@ def each_round(setting: Setting) -> Iterator[Row]:
 
 
 def rounds_of(spec: SpeculativeGenerator, ids: Tensor, new: int) -> list[float]:
-    """Seconds of each round of a call."""
+    """Return the seconds of each round of a call."""
     taken: list[float] = []
     record = Report.record_round
 
@@ -152,7 +154,7 @@ def rounds_of(spec: SpeculativeGenerator, ids: Tensor, new: int) -> list[float]:
 
 
 def busiest(spec: SpeculativeGenerator, ids: Tensor, new: int) -> Iterator[Row]:
-    """Kernels by the device's time, per round of a call, its prompt's pass among them."""
+    """Yield the kernels with the most device time, per round of a call, including its prefill."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         write(spec, ids, new)
     rounds, events = spec.last_report.num_rounds, profile.key_averages()
@@ -165,7 +167,7 @@ def busiest(spec: SpeculativeGenerator, ids: Tensor, new: int) -> Iterator[Row]:
 
 
 def compiled(setting: Setting) -> Iterator[Row]:
-    """Rounds whose passes have code of their own, recorded, too."""
+    """Measure captured rounds whose passes are compiled with torch.compile."""
     if setting.small:
         captured.BACKEND = "eager"  # no code is generated
     target = setting.model("llama-8b")
@@ -191,7 +193,7 @@ def long_prompts(setting: Setting) -> Iterator[Row]:
 
 
 def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static: bool) -> Iterator[Row]:
-    """static: beside a static cache, too, which is compiled for half a minute."""
+    """Compare with plain decoding; static: also with a static cache, which takes half a minute to compile."""
     yield in_way(setting, target, "specdec replay, 0.8", ", recorded", replayed(setting, target, ids, 0.8), ids)
     for name, generate in plain_ways(target).items():
         if static or "static" not in name:
@@ -199,7 +201,7 @@ def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static
 
 
 def launches(setting: Setting) -> Iterator[Row]:
-    """Per token or round, as torch's profiler saw them."""
+    """Count kernel launches and host syncs per token or round, using torch's profiler."""
     target = setting.model("llama-8b")
     ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
     head = counting.head_for(target)
@@ -229,7 +231,7 @@ def launches(setting: Setting) -> Iterator[Row]:
 
 
 def parity(setting: Setting) -> Iterator[Row]:
-    """The tests whose texts must be plain decoding's, on the device."""
+    """Run the tests that compare texts with plain decoding on the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", setting.device.type, "-p", "no:cacheprovider"]
     chosen = (
         ["tests/unit/engine/test_trace.py"]
@@ -258,7 +260,7 @@ PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # second
 
 
 def plain_ways(target: PreTrainedModel) -> dict[str, Any]:
-    """Eager, and with a static cache, whose passes transformers compiles on a GPU: the baseline to be measured by."""
+    """Plain decoding, eager and with a static cache, whose passes transformers compiles on a GPU: the baselines."""
 
     def static(ids: Tensor, **kwargs: Any) -> Tensor:
         return target.generate(ids, cache_implementation="static", **kwargs)
@@ -283,7 +285,7 @@ def assisted_ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, 
 def replayed(
     setting: Setting, target: PreTrainedModel, ids: Tensor, right: float, head: Eagle3Head | None = None
 ) -> SpeculativeGenerator:
-    """specdec on a replay, at the cost of the head's drafts where there is one."""
+    """Make a generator that replays texts with `Replay`, at the cost of the head's drafts if there is one."""
     vocab_size = target.config.vocab_size
     texts = counting.counted(ids, setting.new_tokens + 64, vocab_size)
     behind: Proposer | None = None if head is None else Eagle3Proposer(head).shaped()
@@ -296,7 +298,7 @@ def replayed(
 def in_way(
     setting: Setting, target: PreTrainedModel, name: str, said: str, spec: SpeculativeGenerator, ids: Tensor
 ) -> Row:
-    """`measured`, launched as `LAUNCHED` says, with what was warned of."""
+    """Run `measured` with the launch mode `LAUNCHED[said]`, and add specdec's warnings."""
     spec.compile = LAUNCHED[said]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -306,7 +308,7 @@ def in_way(
 
 
 def measured(setting: Setting, target: PreTrainedModel, name: str, way: Any, ids: Tensor) -> Row:
-    """Seconds per token behind the first. `way`: called like `generate()`, or has it."""
+    """Measure the seconds per token after the first. way: a `generate` function, or an object that has one."""
     B, new = len(ids), setting.new_tokens
     write(way, ids, new)  # compiles, and finds out what passes cost
     first = least(setting, lambda: write(way, ids, 1))
@@ -339,14 +341,14 @@ def write(way: Any, ids: Tensor, new: int) -> Tensor:
 
 
 def passes(way: Any, new: int) -> int | None:
-    """Of the target in the last call of so many new tokens; a hook that counted them would compile them anew."""
+    """Passes of the target in the last call, derived from its tokens, since a hook would trigger a recompilation."""
     if isinstance(way, SpeculativeGenerator):
         return way.last_report.num_rounds + 1
     return None if way.__name__ == "assisted" else new
 
 
 def least(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
-    """Seconds of the fastest, the device's end included."""
+    """Seconds of the fastest run, including the device's work."""
     taken = []
     for _ in range(repeats):
         start = perf_counter()
@@ -363,10 +365,10 @@ def least(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
 @app.command(help=__doc__)
 def main(
     out: Annotated[Path, typer.Option(help="Folder for results.jsonl and results.md.")],
-    part: Annotated[str | None, typer.Option(help="This one alone, in this process.")] = None,
-    small: Annotated[bool, typer.Option(help="Tiny models and short texts, on the CPU too.")] = False,
-    minutes: Annotated[float, typer.Option(min=0.1, help="Parts that do not fit are left out.")] = 8,
-    new_tokens: Annotated[int | None, typer.Option(min=8, help="Per call that is measured.")] = None,
+    part: Annotated[str | None, typer.Option(help="Run only this part, in this process.")] = None,
+    small: Annotated[bool, typer.Option(help="Use tiny models and short texts, also on a CPU.")] = False,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time limit in minutes; parts beyond it are left out.")] = 8,
+    new_tokens: Annotated[int | None, typer.Option(min=8, help="New tokens per measured call.")] = None,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not small:
@@ -406,7 +408,7 @@ def command(out: Path, part: str, setting: Setting) -> list[str]:
 
 
 def run_part(command: list[str], seconds: float) -> str | None:
-    """Why it failed, None where it did not."""
+    """Run a part in a process, and return the reason if it failed, otherwise None."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -422,7 +424,7 @@ def note(out: Path, row: Row) -> None:
 
 
 def tables(out: Path) -> str:
-    """Everything measured, a table a part."""
+    """Format all measurements, with a table for each part."""
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     bandwidth = next((row["GB/s"] for row in rows if "GB/s" in row), None)
     made = []
@@ -437,7 +439,7 @@ def tables(out: Path) -> str:
 
 
 def draw(out: Path) -> None:
-    """Tokens per second of every way, a panel a part."""
+    """Draw the tokens per second of every method, with a panel for each part."""
     from matplotlib.figure import Figure
 
     rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
@@ -458,7 +460,7 @@ def draw(out: Path) -> None:
 
 
 def with_floor(row: Row, bandwidth: float | None) -> Row:
-    """Beside a token's time, what reading the weights once a pass would take."""
+    """Add the minimum time per token: reading the weights once per pass."""
     if bandwidth is None or not row.get("tokens a pass") or "weights GB" not in row:
         return row
     return row | {"floor ms": 1e3 * row["weights GB"] / bandwidth / row["tokens a pass"]}

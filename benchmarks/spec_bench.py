@@ -1,12 +1,12 @@
-"""Spec-Bench's board for your models: all questions and turns, specdec's proposers beside transformers' own methods.
+"""Run Spec-Bench on your models: all questions and turns, with specdec's proposers and transformers' own methods.
 
     python -m benchmarks.spec_bench --target PATH --draft PATH --data question.jsonl --out board
 
 --data may be repeated: Spec-Bench's question file, and GSM8K, HumanEval, MBPP, MT-bench or Alpaca as published (JSONL).
-So may --temperature, --batch-size and, for models with a switch for it, --thinking: each combination is a table of
-the page OUT/board.md. Finished measurements are kept: the same command goes on where it was stopped. peers.py says how
-other libraries' methods come beside these. As the board's protocol has it: tokens/s of each question, prefill included,
-over plain `generate()`'s.
+So may --temperature, --batch-size and, for models that support it, --thinking: each combination is a table of the page
+OUT/board.md. Finished measurements are kept: run the same command again to resume. peers.py describes how to add
+methods of other libraries. As in Spec-Bench's protocol, speed-ups are tokens/s of each question, including prefill,
+over those of plain `generate()`.
 """
 
 from __future__ import annotations
@@ -45,19 +45,29 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
-    data: Annotated[list[Path], typer.Option(help="Questions (JSONL).", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder for results and the page; an earlier run's are taken up.")],
+    data: Annotated[
+        list[Path], typer.Option(help="File of questions (JSONL); may be repeated.", exists=True, dir_okay=False)
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for results and the page. An earlier run in it is resumed.")],
     draft: Annotated[str | None, typer.Option(help="Path or hub id of a draft model.")] = None,
-    proposer: Annotated[list[str] | None, typer.Option(help="Another proposer string; may be repeated.")] = None,
-    methods: Annotated[str, typer.Option(help="Names, separated by commas; * for any text.")] = METHODS,
-    per_category: Annotated[int, typer.Option(min=1, help="Questions of each group; all by default.")] = ALL,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="0 by default; may be repeated.")] = None,
-    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="1 by default; may be repeated.")] = None,
-    thinking: Annotated[list[str] | None, typer.Option(help="on or off; may be repeated.")] = None,
+    proposer: Annotated[list[str] | None, typer.Option(help="Further proposer; may be repeated.")] = None,
+    methods: Annotated[str, typer.Option(help="Names of methods, separated by commas; * for any text.")] = METHODS,
+    per_category: Annotated[int, typer.Option(min=1, help="Questions per group. Default: all.")] = ALL,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="Sampling temperature, 0 by default; may be repeated.")
+    ] = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Prompts per call, 1 by default; may be repeated.")
+    ] = None,
+    thinking: Annotated[list[str] | None, typer.Option(help="Thinking, on or off; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 1024,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Shorten longer prompts.")] = None,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 1,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = Options.dtype,
+    dtype: Annotated[
+        str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")
+    ] = Options.dtype,
     device: Annotated[str, typer.Option()] = Options.device,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
@@ -96,8 +106,10 @@ def main(
 
 
 def board(compared: Compared, rows: list[MethodSummary]) -> str:
-    """The board's table: a line per method, its speed-ups, #MAT (tokens per row and pass of the target), and between
-    which figures nine of ten draws of as many questions lie."""
+    """Format the table with a line per method: speed-ups, #MAT and 90% intervals, bootstrapped over questions.
+
+    #MAT is the mean of the tokens per row and pass of the target.
+    """
     groups = list(dict.fromkeys(group for row in rows for group in row.by_group))
     head = ["Models", *(COLUMNS.get(group, group) for group in groups), "#MAT", "Avg.", "90% of draws", "as plain"]
     return table(head, [_line(row, groups, compared) for row in rows])

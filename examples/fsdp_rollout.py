@@ -1,7 +1,7 @@
-"""Rollouts of a model that FSDP has split over processes: torchrun --nproc-per-node 2 fsdp_rollout.py MODEL
+"""Rollouts with a model that FSDP shards over processes: torchrun --nproc-per-node 2 fsdp_rollout.py MODEL
 
-Each process has prompts of its own. Weights are gathered for each pass, so all make their passes together, and who is
-done keeps step: `synced_gpus`, which transformers turns on by itself for a model that it has split.
+Each process has its own prompts. Weights are gathered for each pass, so all processes run their passes together, and
+finished ones continue with dummy passes: `synced_gpus`, which transformers sets itself for a sharded model.
 """
 
 import os

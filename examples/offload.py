@@ -1,7 +1,7 @@
-"""A model that does not fit: half of its layers stay on the disk, and come for each pass. python offload.py MODEL
+"""A model that does not fit in memory: half of its layers are read from disk in each pass. python offload.py MODEL
 
-A pass then takes as long as reading does, over one token or over eight: drafts pay more than anywhere else. (Where the
-processor is fast in bfloat16, leave dtype out: half as much to read.)
+Reading dominates a pass, so eight tokens take as long as one, and drafts help more than anywhere else. If the processor
+is fast in bfloat16, leave out dtype to read half as much.
 """
 
 import sys
@@ -23,11 +23,11 @@ with TemporaryDirectory() as folder:
     tokenizer = AutoTokenizer.from_pretrained(path)
     spec = SpeculativeGenerator(model, "ngram", on_unsupported="error")
     inputs = tokenizer("a b c d e f g h a b c d", return_tensors="pt", return_token_type_ids=False)
-    spec.generate(**inputs, do_sample=False, max_new_tokens=8)  # the first call measures what passes cost here
+    spec.generate(**inputs, do_sample=False, max_new_tokens=8)  # the first call measures the cost of passes
     texts = {}
     for name, generate in (("plain", model.generate), ("specdec", spec.generate)):
         start = perf_counter()
         texts[name] = generate(**inputs, do_sample=False, max_new_tokens=48)
         print(f"{name}: {texts[name].shape[1] - inputs['input_ids'].shape[1]} tokens in {perf_counter() - start:.1f} s")
     print("the same text:", torch.equal(texts["plain"], texts["specdec"]))
-    print(f"{spec.last_report.num_rounds} passes, of {layers} layers {layers // 2} from the disk in each")
+    print(f"{spec.last_report.num_rounds} passes over {layers} layers, {layers // 2} of them from disk")

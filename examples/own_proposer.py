@@ -1,4 +1,4 @@
-"""A proposer of your own: remember which token last followed each token, and draft along that trail.
+"""A custom proposer: remembers the last successor of each token, and drafts by following these successors.
 
 python examples/own_proposer.py PATH_OR_HUB_ID
 """
@@ -12,7 +12,7 @@ from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
 
 
 class TrailProposer(Proposer):
-    """Follows the text's own bigrams: after x comes whatever last came after x."""
+    """Drafts from the bigrams of the text: after x, the token that last followed x."""
 
     def propose(self, context: Context) -> DraftTree:
         drafts = []

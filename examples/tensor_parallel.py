@@ -1,6 +1,6 @@
-"""One model over two processes, each with a part of every layer: torchrun --nproc-per-node 2 tensor_parallel.py MODEL
+"""Tensor parallelism: each process holds a part of every layer. torchrun --nproc-per-node 2 tensor_parallel.py MODEL
 
-All processes write the same text: the first one drafts, and its random numbers are everybody's.
+All processes write the same text: the first one drafts and broadcasts its random numbers.
 """
 
 import os

@@ -4,5 +4,5 @@
 step() {
     local said
     said=$(specdec "$@" ${MINUTES:+--max-minutes "$MINUTES"} | tee >(cat >&2))
-    case $said in *"the same command goes on"*) exit 75 ;; esac
+    case $said in *"run the same command again to resume"*) exit 75 ;; esac
 }

@@ -1,8 +1,8 @@
-"""Models of real shapes and random weights that count: behind token t comes t + 1, with no near tie.
+"""Models with real shapes and random weights that count: token t + 1 follows token t, with no near tie.
 
-In half precision a random model's text hangs on rounding, and with it on how many tokens a pass is over. These models'
-embeddings outweigh what the layers add, and the LM head has the rows of the tokens that come next: the text is known
-before it is written, at a pass's full cost. Draft models count too, but for a set share of tokens.
+In half precision the text of a random model depends on rounding, and so on the number of tokens in a pass. Here the
+embeddings outweigh the output of the layers, and the LM head maps each token to the next one. The text is therefore
+known in advance, at the full cost of a pass. Draft models count, too, except after a given share of tokens.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ SMALL = {
 
 @torch.no_grad()
 def counting(shape: str, device: torch.device, small: bool = False, wrong: float = 0.0, **changes: Any):
-    """A model made where it will run, in bfloat16 on a GPU, else in float32.
+    """Make a model that counts on `device`, in bfloat16 on a GPU and in float32 otherwise.
 
     Args:
-        shape: of `SHAPES`. small: its kind alone, in the size of a test's. wrong: share of tokens behind which it does
-            not count. changes: of its config.
+        shape: key of `SHAPES`.
+        device: device of the weights.
+        small: use the same architecture with the size of a test model.
+        wrong: share of tokens after which the model does not count.
+        changes: changes to the config.
     """
     given = COMMON | SHAPES[shape] | ({key: SMALL[key] for key in SMALL if key in SHAPES[shape]} if small else {})
     kind = given.pop("model_type")
@@ -92,7 +95,7 @@ def counting(shape: str, device: torch.device, small: bool = False, wrong: float
 
 
 def _next_tokens(vocab_size: int, wrong: float) -> Tensor:
-    """(V,) int64, what comes behind each token."""
+    """Successor of each token, (V,) int64."""
     behind = torch.arange(1, vocab_size + 1) % vocab_size
     astray = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) < wrong
     behind[astray] = behind[astray].roll(1)
@@ -100,7 +103,7 @@ def _next_tokens(vocab_size: int, wrong: float) -> Tensor:
 
 
 def head_for(target: PreTrainedModel) -> Eagle3Head:
-    """A head of random weights, of the shape that published ones have."""
+    """Make an EAGLE-3 head with random weights and the shape of published heads."""
     config = target.config
     with target.device:
         head = Eagle3Head(
@@ -120,18 +123,18 @@ def head_for(target: PreTrainedModel) -> Eagle3Head:
 
 
 def prompts(rows: int, length: int, vocab_size: int, device: torch.device) -> Tensor:
-    """(rows, length) int64, random."""
+    """Make random prompts, (rows, length) int64."""
     generator = torch.Generator().manual_seed(2)
     return torch.randint(1, vocab_size, (rows, length), generator=generator).to(device)
 
 
 def counted(ids: Tensor, count: int, vocab_size: int) -> list[list[int]]:
-    """What a target that counts makes of prompts (B, T): the rows with `count` tokens behind each."""
+    """Expected texts for prompts (B, T): each row followed by `count` tokens."""
     return [row + [(row[-1] + i) % vocab_size for i in range(1, count + 1)] for row in ids.tolist()]
 
 
 def share_counted(output: Tensor, ids: Tensor, vocab_size: int) -> float:
-    """Of the new tokens of `output` (B, T + new), how many are the expected ones."""
+    """Share of the new tokens in `output` (B, T + new) that are as expected."""
     new: Sequence[list[int]] = output[:, ids.shape[1] :].tolist()
     wanted = [row[ids.shape[1] :] for row in counted(ids, output.shape[1] - ids.shape[1], vocab_size)]
     hits = [a == b for row, other in zip(new, wanted, strict=True) for a, b in zip(row, other, strict=True)]

@@ -1,4 +1,4 @@
-"""`bad_input_ends`: what was given and does not fit ends a benchmark with its reason, not with a traceback."""
+"""`bad_input_ends`: ends a benchmark on bad input with an error message instead of a traceback."""
 
 from __future__ import annotations
 

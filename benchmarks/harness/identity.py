@@ -1,4 +1,4 @@
-"""Whether every method wrote what plain decoding wrote at T = 0, and how close the call was where one did not."""
+"""Comparison of texts with plain decoding's at T = 0, with the gap between the logits where they diverge."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.demo.divergence import Divergence, diverge, first_difference
 
 @dataclass(frozen=True)
 class Difference:
-    """A text that parts from plain decoding's; at a `near_tie`, rounding alone can have decided."""
+    """A text that differs from plain decoding's. At a `near_tie`, rounding alone can explain the difference."""
 
     method: str
     job: str
@@ -27,7 +27,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Identity:
-    """Texts of one method compared with plain decoding's."""
+    """Comparison of one method's texts with plain decoding's."""
 
     compared: int
     differences: tuple[Difference, ...] = ()
@@ -44,7 +44,7 @@ class Identity:
 
 
 def compare_texts(records: Sequence[Record], jobs: Sequence[Job], target: PreTrainedModel) -> dict[str, Identity]:
-    """By method. Texts are compared with plain decoding's first repeat; each parting costs a pass of the target."""
+    """Compare texts by method with plain decoding's first repeat. Each difference costs a pass of the target."""
     plain = {
         record.job: record.measurement.tokens for record in records if record.method == PLAIN and record.repeat == 0
     }
@@ -73,7 +73,7 @@ def compare_texts(records: Sequence[Record], jobs: Sequence[Job], target: PreTra
 
 
 def same_with_the_seed(records: Sequence[Record]) -> dict[str, tuple[int, int]]:
-    """By method: of how many sampled texts are how many plain decoding's with the same seed."""
+    """For each method: number of sampled texts that equal plain decoding's with the same seed, and of all compared."""
     plain = {(r.job, r.repeat): r.measurement.tokens for r in records if r.method == PLAIN}
     found: dict[str, tuple[int, int]] = {}
     for record in records:

@@ -1,4 +1,4 @@
-"""What a measurement was taken on and with."""
+"""Description of the machine and the software of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import specdec
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, versions: everything but the settings."""
+    """Return the processor, cores, threads and versions."""
     return {
         "cpu": cpu_model(),
         "cores": os.cpu_count(),
@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """As the kernel names it; `platform.processor()` is empty or an architecture on Linux."""
+    """CPU model from the kernel, since `platform.processor()` is empty or an architecture on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -46,7 +46,7 @@ def cpu_model() -> str:
 
 
 def source_digest() -> str:
-    """Of specdec's code: between versions, it tells which measurements were taken with the same."""
+    """Hash of specdec's source code, to identify measurements taken between releases."""
     digest = hashlib.sha256()
     for path in sorted(Path(specdec.__file__).parent.rglob("*.py")):
         if "demo" not in path.parts:

@@ -1,7 +1,7 @@
-"""`measure`: one job generated in one way, with its times.
+"""`measure`: generates one job with one method, and measures its times.
 
-All methods are timed alike, from outside: by the clock around the call, at each block a streamer is given, and by the
-number of the target's forward passes.
+All methods are timed in the same way: around the call, at each block that the streamer receives, and with a count of
+the target's forward passes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from specdec import Report
 
 @dataclass(frozen=True)
 class Measurement:
-    """What came of a job.
+    """Result of a job.
 
     Attributes:
-        tokens: the new ones of each row, up to and including its end token.
-        seconds: of the whole call, prefill included.
-        time_to_first_token: mean over the calls if there are several.
-        decode_seconds: from the first token (block) on. decode_tokens: those that came after it.
-        passes: the target's forward passes, prefill included.
+        tokens: new tokens of each row, up to and including its end token.
+        seconds: duration of the whole call, including prefill.
+        time_to_first_token: seconds to the first token, the mean if there are several calls.
+        decode_seconds: seconds after the first token (or block).
+        decode_tokens: number of tokens after the first one (or block).
+        passes: forward passes of the target, including prefill.
     """
 
     tokens: list[list[int]]
@@ -50,7 +51,7 @@ class Measurement:
 
 
 class Clock(BaseStreamer):
-    """Notes when the first tokens come, and how many they are: assisted generation starts with a whole block."""
+    """Streamer that records the time and number of the first tokens: assisted generation starts with a whole block."""
 
     def __init__(self, rows: int):
         self.rows, self.blocks = rows, 0
@@ -78,7 +79,10 @@ def measure(
     """Generate from `job` with `method`.
 
     Args:
-        arguments: of `generate()`. pad: padding token. ends: end tokens. seed: torch's, set before the call.
+        arguments: arguments of `generate()`.
+        pad: padding token.
+        ends: end tokens.
+        seed: seed of torch, set before the call.
     """
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -97,10 +101,10 @@ def measure(
 
 
 def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
-    """`measure` as the options say.
+    """Run `measure` with the benchmark's options.
 
     Args:
-        changed: arguments of `generate()` in place of theirs.
+        changed: arguments of `generate()` that override the options.
     """
     return measure(
         method,

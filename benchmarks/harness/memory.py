@@ -1,4 +1,4 @@
-"""Peak memory of a method, in a process of its own: what one leaves behind must not count for the next.
+"""Peak memory of a method, in its own process, so that memory left over does not affect the next measurement.
 
 `tracemalloc` does not see torch's tensors; the kernel's high-water mark of the resident set does.
 """
@@ -22,9 +22,9 @@ from benchmarks.harness.options import Bench, Options
 
 
 def peak_memory(options: Options, method: str) -> dict[str, float]:
-    """MiB after loading (`loaded`), at most while generating (`peak`), and the difference (`generating`).
+    """Measure memory in MiB after loading (`loaded`), the peak while generating (`peak`), and the difference.
 
-    Measured on the first job, after a warm-up. Where there is no /proc, `peak` includes what loading needed.
+    Uses the first job, after a warm-up. The difference is called `generating`. Without /proc, `peak` includes loading.
     """
     argument = b64encode(pickle.dumps((options, method))).decode()
     done = subprocess.run([sys.executable, "-m", __spec__.name, argument], capture_output=True, text=True, check=False)
@@ -61,7 +61,7 @@ def _measure(options: Options, name: str) -> dict[str, float]:
 
 
 def status(field: str) -> float:
-    """MiB from /proc/self/status."""
+    """Read a field of /proc/self/status in MiB."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

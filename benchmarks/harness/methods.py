@@ -1,4 +1,4 @@
-"""`Method`: one way to generate, and the catalogue of those that are compared."""
+"""`Method`: one way to generate, and `catalogue`, the methods to compare."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class Method:
     """A way to generate.
 
     Attributes:
-        generate: takes what `model.generate()` takes. report: specdec's counts of the last call, None for others.
+        generate: function with the arguments of `model.generate()`.
+        report: function that returns specdec's report of the last call; None for other libraries.
         singles: call it once per prompt of a batch.
     """
 
@@ -42,10 +43,10 @@ class Method:
 
 
 def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
-    """Every method that the options allow for, by name, in the order of the table; made only when called.
+    """Return factories of all methods that the options allow, by name and in the order of the table.
 
-    transformers' assisted generation takes one row only: in a batch, it is there as single calls, on demand. Other
-    libraries are there where they are installed (peers.py).
+    transformers' assisted generation supports one row only. In a batch it is available as single calls. Other libraries
+    are included if they are installed (peers.py).
     """
     options = bench.options
     whole_vocab = cache(lambda: DraftModelProposer(bench.draft))
@@ -88,9 +89,9 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """The names that match one of the patterns (`*` for any text), and plain, which all are compared with.
+    """Return the names that match a pattern (`*` for any text), and plain decoding as the baseline.
 
-    Without patterns: all but transformers' methods as single calls, and other libraries', seldom asked for.
+    Without patterns: all methods except single calls of transformers' methods and those of other libraries.
     """
     if not patterns:
         return [name for name in names if not _on_demand(name)]
@@ -109,20 +110,20 @@ def _named(text: str, bench: Bench) -> Proposer:
 
 
 def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..., Any]:
-    """transformers' prompt lookup decoding."""
+    """Make the method of transformers' prompt lookup decoding."""
     return partial(target.generate, prompt_lookup_num_tokens=tokens, max_matching_ngram_size=ngram_size)
 
 
 def assisted(
     target: PreTrainedModel, draft: PreTrainedModel, tokens: int | None, static: bool = False
 ) -> Callable[..., Any]:
-    """transformers' assisted generation, by its default schedule or with a constant number of drafted tokens.
+    """Make the method of transformers' assisted generation, with its default schedule or a constant draft length.
 
-    The number counts in the assistant's generation config alone: given to `generate()` it is ignored (transformers
-    5.17 to 5.24, generation/candidate_generator.py). Its confidence threshold would end constant drafts early.
+    The length is set in the assistant's generation config, because `generate()` ignores its own argument (transformers
+    5.17 to 5.24, generation/candidate_generator.py). The confidence threshold is off, as it would shorten drafts.
 
     Args:
-        static: with a static cache (since 5.24), whose passes transformers compiles on a GPU.
+        static: use a static cache (since 5.24), whose passes transformers compiles on a GPU.
     """
     config = copy.deepcopy(draft.generation_config)
     if tokens is not None:
@@ -141,7 +142,7 @@ def assisted(
 
 
 def static_cache(input_ids: Tensor, max_new_tokens: int, **others: Any) -> dict[str, Any]:
-    """Arguments for a static cache with room for drafts. Its size is rounded up: each new size is compiled anew."""
+    """Return arguments for a static cache with space for drafts, rounded up as each size is compiled separately."""
     needed = input_ids.shape[1] + max_new_tokens + DRAFTED_AT_MOST
     return {"cache_implementation": "static", "max_cache_len": -(-needed // CACHE_SIZES) * CACHE_SIZES}
 
@@ -149,7 +150,7 @@ def static_cache(input_ids: Tensor, max_new_tokens: int, **others: Any) -> dict[
 def speculative(
     name: str, target: PreTrainedModel, proposer: Proposer, length: int | None, rule: RuleName = COUPLED
 ) -> Method:
-    """specdec. A call it cannot speculate on is an error: measured as plain decoding it would pass for a result."""
+    """Make a method of specdec. A call without speculation is an error, as it would be measured as plain decoding."""
     spec = SpeculativeGenerator(target, proposer, draft_length=length, rule=rule, on_unsupported="error")
     return Method(name, spec.generate, lambda: spec.last_report)
 

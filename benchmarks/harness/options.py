@@ -1,4 +1,4 @@
-"""`Options`: what is measured, and `Bench`: the models, the tokenizer and the jobs that follow from it."""
+"""`Options`: settings of a measurement; `Bench`: the models, tokenizer and jobs that they define."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specdec.models.introspection import end_tokens
 
 @dataclass(frozen=True)
 class Options:
-    """What `compare.py`'s command line says, and describes, apart from how much of it to run and where to put it."""
+    """Settings of `compare.py`'s command line that define the measurements."""
 
     target: str
     prompts: Path
@@ -45,9 +45,9 @@ class Options:
 
     @property
     def fingerprinted(self) -> dict[str, Any]:
-        """What a finished measurement depends on, beside what its method's name says.
+        """Settings that a measurement depends on, in addition to its method's name.
 
-        More prompts, methods or repeats may still be added to it.
+        Prompts, methods and repeats are not among them, so that they can be added later.
         """
         names = (
             "target draft coding_apart max_prompt_tokens max_new_tokens full_length temperature batch_size seed "
@@ -63,7 +63,7 @@ class Options:
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """Sampling is pure: what a model's generation config says of top-k, top-p and penalties is switched off."""
+        """Arguments of `generate()`. Sampling ignores top-k, top-p and penalties of the model's generation config."""
         arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "repetition_penalty": 1.0}
         if self.full_length:
             arguments["min_new_tokens"] = self.max_new_tokens
@@ -74,7 +74,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Bench:
-    """Everything loaded when it is first asked for: a method without a draft model should not hold one in memory."""
+    """Models, tokenizer and jobs, loaded on first use, so that unused models take no memory."""
 
     options: Options
 
@@ -103,14 +103,15 @@ class Bench:
 
     @cached_property
     def jobs(self) -> list[Job]:
-        """Of the first turns."""
+        """Jobs of the first turns."""
         return cut_into_jobs([self._job(question) for question in self.questions], self.options.batch_size)
 
     def next_turns(self, answers: Mapping[str, Sequence[int]], turn: int) -> list[Job]:
-        """Of all questions that have so many turns and more, behind the earlier ones' answers.
+        """Return the jobs of a further turn, for all questions that have it.
 
         Args:
-            answers: by the job's id, plain decoding's tokens.
+            answers: tokens of plain decoding's answers to the earlier turns, by job id.
+            turn: index of the turn, from 0.
         """
         jobs = []
         for question in self.questions:
@@ -138,12 +139,12 @@ class Bench:
 
     @property
     def text_ends(self) -> set[int]:
-        """Tokens that end a text here: none where all are to have full length."""
+        """Tokens that end a text; none if all texts have the full length."""
         return set() if self.options.full_length else self.end_tokens
 
     @property
     def pad_token(self) -> int:
-        """Behind finished rows and before short prompts; its value never shows."""
+        """Padding token after finished rows and before short prompts. Its value does not affect results."""
         config = self.target.generation_config
         given = config.pad_token_id if config is not None else None
         return int(given) if isinstance(given, int) else min(self.end_tokens, default=0)
@@ -154,5 +155,5 @@ class Bench:
 
 @lru_cache(maxsize=2)
 def load(path: str, dtype: str, device: str) -> PreTrainedModel:
-    """A target and its draft stay for the options that come next, of other prompts or batches say."""
+    """Load models once for several options, for example with other prompts or batch sizes."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()

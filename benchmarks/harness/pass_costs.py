@@ -1,4 +1,4 @@
-"""`pass_costs`: the seconds of a model's pass over several tokens, measured."""
+"""`pass_costs`: measures the seconds of a model's pass over several tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
 def pass_costs(
     runner: ModelRunner, sizes: Sequence[int] = SIZES, context: int = 300, repeats: int = 7, batch_size: int = 1
 ) -> dict[int, float]:
-    """Median seconds of a pass over n draft tokens per row, by n, sizes taking turns.
+    """Measure the median seconds of a pass over n draft tokens per row, by n, with all sizes in turn.
 
     Args:
-        context: tokens in the cache. repeats: passes of each size, after one that is not counted.
+        context: tokens in the cache.
+        repeats: passes of each size, after one warm-up pass.
     """
     device = device_of(runner.model)
     vocab = runner.config.vocab_size
@@ -48,5 +49,5 @@ def pass_costs(
 
 
 def target_runner(model: PreTrainedModel) -> ModelRunner:
-    """The runner a `SpeculativeGenerator` would verify with."""
+    """Make the runner with which a `SpeculativeGenerator` verifies."""
     return ModelRunner(model, probe(model).masks)

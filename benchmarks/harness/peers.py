@@ -1,11 +1,11 @@
-"""Other libraries' speculative decoding as methods of the catalogue, where they are installed: economize and flashspec.
+"""Speculative decoding of other libraries as methods of the catalogue, if installed: economize and flashspec.
 
     python -m venv peers && peers/bin/pip install -c constraints.txt -e '.[demo]' economize==0.3.2 flashspec==0.3.1
     peers/bin/python -m benchmarks.spec_bench ... --methods 'hf-*,specdec-*,economize-*,flashspec-*'
 
-Both draft a fixed number of tokens a round: of several settings a reader takes the best. economize's names end with a
-round's tokens, the one behind the draft among them; flashspec's with what lookups draft, its composites' with that (g)
-and what the draft model does where it is less (f).
+Both draft a fixed number of tokens per round, so several settings are measured and the best one counts. The names of
+economize's methods end with the tokens per round, including the one after the draft. Those of flashspec's end with the
+lookup's draft length. Its composites add the draft model's length (f) to the lookup's (g).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPOSITES = ("composite-g4", "composite-g6-f2")  # flashspec's n-grams, and its
 
 
 def peers(bench: Bench) -> dict[str, Callable[[], Generate]]:
-    """Their ways to call, by the method's name; made only when called. Single rows, T = 0."""
+    """Return factories of the methods by name, for single rows at T = 0."""
     options, made = bench.options, {}
     if options.temperature > 0 or options.batch_size > 1:
         return {}
@@ -56,7 +56,7 @@ def _economize(bench: Bench, kind: str, cycle: int) -> Generate:
 
 
 def _flashspec(bench: Bench, strategy: str) -> Generate:
-    """strategy: flashspec's `drafter_strategy`; "bandit" with its one drafter is n-grams alone."""
+    """Make a method of flashspec. strategy: its `drafter_strategy`; "bandit" has n-grams as its only drafter."""
     from flashspec import BanditConfig, FlashSpecConfig, SamplingConfig, SpeculativeEngine
     from flashspec.engine import HuggingFaceDrafter, NgramDrafter, TargetModel
 
@@ -74,7 +74,7 @@ def _flashspec(bench: Bench, strategy: str) -> Generate:
     ends = sorted(bench.text_ends)
 
     def generate(input_ids: torch.Tensor, max_new_tokens: int, **_: Any) -> torch.Tensor:
-        """What else these benchmarks tell `generate()` changes nothing for one row at T = 0; there is no streamer."""
+        """Ignore further arguments of `generate()`, which have no effect for one row at T = 0; no streamer is used."""
         result = engine.generate(input_ids, max_new_tokens, eos_token_ids=ends)
         return torch.cat([input_ids, result.output_ids[:, : result.n_tokens_generated]], 1)
 

@@ -1,7 +1,7 @@
-"""Questions: reading, choosing and encoding them, and `Job`: the prompts of one measured call.
+"""Questions: reading, selecting and encoding them; `Job`: the prompts of one measured call.
 
-Files are JSONL as published: Spec-Bench's and MT-bench's `question_id`, `category` and `turns`; GSM8K's `question`;
-HumanEval's and MBPP's `prompt` or `text`, and `task_id`; Alpaca's `instruction` and `input`.
+Files are JSONL in their published formats: Spec-Bench's and MT-bench's `question_id`, `category` and `turns`; GSM8K's
+`question`; HumanEval's and MBPP's `prompt` or `text`, and `task_id`; Alpaca's `instruction` and `input`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Question:
-    """`group` is the column of the table it counts for. turns: what the user says, one after the other."""
+    """A question of one or more user messages (`turns`), which counts for the column `group` of the table."""
 
     id: str
     group: str
@@ -40,7 +40,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Job:
-    """What one `generate()` call gets: a prompt (T,) int64 per row."""
+    """Input of one `generate()` call: a prompt (T,) int64 per row."""
 
     id: str
     group: str
@@ -48,10 +48,10 @@ class Job:
 
 
 def read(path: Path, coding_apart: bool = False) -> list[Question]:
-    """All questions, in the file's order.
+    """Read all questions in the order of the file.
 
     Args:
-        coding_apart: count MT-bench's coding questions as a seventh group of their own.
+        coding_apart: count MT-bench's coding questions as a separate seventh group.
     """
     questions = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -84,7 +84,7 @@ def _question(entry: dict[str, Any], name: str, group: str, coding_apart: bool) 
 
 
 def choose(questions: Sequence[Question], per_group: int) -> list[Question]:
-    """`per_group` questions of each group, evenly spaced over it, so that MT-bench's categories take turns."""
+    """Select `per_group` evenly spaced questions of each group, so that all of MT-bench's categories are included."""
     groups: dict[str, list[Question]] = {}
     for question in questions:
         groups.setdefault(question.group, []).append(question)
@@ -102,10 +102,11 @@ def encode(
     before: Messages | None = None,
     **template: Any,
 ) -> Job:
-    """A turn in the tokenizer's chat template, shortened in the middle: instructions stand at either end.
+    """Encode a turn in the tokenizer's chat template, shortened in the middle since instructions are at the ends.
 
     Args:
-        before: the conversation up to this turn. template: arguments of the chat template, `enable_thinking` say.
+        before: the conversation up to this turn.
+        template: arguments of the chat template, for example `enable_thinking`.
     """
     before = before or []
     turn = len(before) // 2
@@ -124,12 +125,12 @@ def encode(
 
 
 def turn_name(question: Question, turn: int) -> str:
-    """The id of a turn's job, counted from 0."""
+    """Job id of a turn, which is counted from 0."""
     return question.id if turn == 0 else f"{question.id} turn {turn + 1}"
 
 
 def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
-    """Batches that take from each group in turn, as a server's do; what does not fill a batch is left out."""
+    """Form batches with questions of each group in turn, as on a server. An incomplete batch is left out."""
     if batch_size == 1:
         return list(questions)
     groups: dict[str, list[Job]] = {}
@@ -143,12 +144,12 @@ def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
 
 
 def warm_up(tokenizer: PreTrainedTokenizerBase, batch_size: int) -> Job:
-    """A call's worth of a question that is not measured."""
+    """Make a warm-up job from a question that is not measured."""
     return Job("warm-up", MIXED, (_encode([], WARM_UP, tokenizer, {}),) * batch_size)
 
 
 def left_padded(prompts: Sequence[Tensor], pad: int, device: torch.device) -> dict[str, Tensor]:
-    """`input_ids` and `attention_mask` (B, T) of prompts of different lengths."""
+    """Pad prompts on the left; returns `input_ids` and `attention_mask`, (B, T) int64."""
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad)
     mask = torch.zeros_like(ids)

@@ -1,7 +1,7 @@
-"""`Replay`: a proposer whose acceptance is set, not found. It drafts the text that will be written, in part wrongly.
+"""`Replay`: a proposer with a given acceptance rate, which drafts a known text with a share of wrong tokens.
 
-Verification is real: the target runs over the draft, and keeps what it would have written. So a round's cost can be
-measured at any acceptance, on any model, trained or not.
+Verification is real: the target runs over the draft and accepts only its own tokens. The cost of a round can thus be
+measured at any acceptance rate and on any model, trained or not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from specdec.utils.device_copies import uploaded
 
 
 class Replay(Proposer):
-    """Drafts chains, of the generator's `draft_length`.
+    """Drafts chains of the generator's `draft_length` from known texts.
 
     Args:
-        texts: what each row will hold, prompt included, without padding. right: share of tokens that are drafted right,
-            each by itself; a wrong one ends what is accepted of its draft. vocab_size: of the target.
-        behind: a proposer that drafts chains as ever, and at its own cost; the tokens are then replaced by ours.
+        texts: expected text of each row, including the prompt, without padding.
+        right: share of correct draft tokens, independently of each other. Acceptance ends at the first wrong token.
+        vocab_size: vocabulary size of the target.
+        behind: optional proposer that drafts chains at its own cost; its tokens are then replaced.
     """
 
     def __init__(
@@ -79,12 +80,12 @@ class Replay(Proposer):
             self.behind.observe(draft, verdict, accepted)
 
     def __copy__(self) -> Replay:
-        """A call's own: so is the proposer behind."""
+        """Copy the proposer for one call, together with `behind`."""
         made: Any = object.__new__(type(self))
         made.__dict__.update(self.__dict__, behind=copy.copy(self.behind))
         return made
 
 
 def recorded(output: Tensor, pads: Sequence[int]) -> list[list[int]]:
-    """`Replay`'s texts of what `generate()` gave, (B, T) int64, of prompts with this much padding on the left."""
+    """Return texts for `Replay` from an output of `generate()`, (B, T) int64, without the padding on the left."""
     return [row[pad:].tolist() for row, pad in zip(output, pads, strict=True)]

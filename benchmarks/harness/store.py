@@ -1,4 +1,4 @@
-"""`Store`: finished measurements on disk, so that a run that was stopped goes on where it was."""
+"""`Store`: keeps finished measurements on disk, so that a stopped run can resume."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from specdec import Report
 
 @dataclass(frozen=True)
 class Record:
-    """A measurement and what it is of.
+    """A measurement with its settings, method and job.
 
     Attributes:
-        fingerprint: of the settings. session: when the process that took it was started.
+        fingerprint: hash of the settings.
+        session: start time of the process that measured.
     """
 
     fingerprint: str
@@ -49,7 +50,7 @@ class Store:
     """A folder with `settings.json` and `results.jsonl`, one line per measurement.
 
     Args:
-        settings: what the measurements depend on; those in the folder must have been taken with the same.
+        settings: settings that the measurements depend on. They must equal those of the folder.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any]):

@@ -1,4 +1,4 @@
-"""What the measurements come to: speed-ups by Spec-Bench's protocol, and specdec's own figures, pooled.
+"""Summary of measurements: speed-ups by Spec-Bench's protocol, and specdec's pooled reports.
 
 Spec-Bench: tokens/s of each question, prefill included, averaged over questions; the ratio to plain decoding's average
 is the speed-up. Repeats of a question count as their median.
@@ -21,14 +21,16 @@ Figure = Callable[[Measurement], float]
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One method's row.
+    """Results of one method.
 
     Attributes:
-        jobs: measured for it and for plain decoding alike.
-        by_group, overall: speed-ups over plain. decode: overall, of the tokens after the first only; None where all
-            calls ended with their first tokens. mean: over the groups.
-        tokens_per_pass: per row and target pass, prefill included; NaN if its forward pass is not called.
-        report: specdec's counts over all calls; None for other methods.
+        jobs: number of jobs measured with both this method and plain decoding.
+        by_group: speed-up over plain decoding for each group.
+        overall: speed-up over plain decoding for all jobs.
+        decode: overall speed-up for tokens after the first; None if all calls ended with their first tokens.
+        mean: mean speed-up over the groups.
+        tokens_per_pass: tokens per row and target pass, including prefill; NaN if its forward pass is not called.
+        report: specdec's report over all calls; None for other methods.
     """
 
     name: str
@@ -50,7 +52,7 @@ class MethodSummary:
 
 @dataclass(frozen=True)
 class Best:
-    """The best that transformers' own assisted generation does: one setting for all groups, and one for each group."""
+    """Best settings of transformers' assisted generation: one for all groups, and one for each group."""
 
     single: str
     single_mean: float
@@ -59,7 +61,7 @@ class Best:
 
 
 def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSummary]:
-    """A row for each of the methods `names` that has results beside plain's."""
+    """Summarise each method in `names` that has results for the same jobs as plain decoding."""
     by_method = {name: [record for record in records if record.method == name] for name in names}
     plain_jobs = _jobs(by_method.get(PLAIN, []))
     rows = []
@@ -96,7 +98,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
 
 
 def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[float, float]:
-    """Between which speed-ups nine of ten draws of as many questions, with replacement, lie: 5% and 95% quantiles."""
+    """Bootstrap interval of the speed-up: 5% and 95% quantiles over draws of the questions with replacement."""
     own, plain = (_by_job(records, method) for method in (name, PLAIN))
     jobs, random, found = sorted(own.keys() & plain.keys()), Random(0), []
     for _ in range(draws):
@@ -107,7 +109,7 @@ def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[flo
 
 
 def _by_job(records: Sequence[Record], method: str) -> dict[str, float]:
-    """Tokens/s of each question, the median of its repeats."""
+    """Tokens/s of each question, as the median of its repeats."""
     by_job: dict[str, list[float]] = {}
     for record in records:
         if record.method == method:
@@ -116,7 +118,7 @@ def _by_job(records: Sequence[Record], method: str) -> dict[str, float]:
 
 
 def best_of_transformers(rows: Sequence[MethodSummary]) -> Best | None:
-    """None where none was measured. Only settings measured on as many jobs as the best-measured are compared."""
+    """Find the best settings of transformers, among those with the most jobs. None if there are no measurements."""
     theirs = [row for row in rows if row.of_transformers]
     if not theirs:
         return None
@@ -147,7 +149,7 @@ def _per_pass(records: Sequence[Record]) -> float:
 
 
 def _passes(record: Record) -> float:
-    """Target passes that each row took part in: of single calls, each row had its own."""
+    """Target passes per row. In single calls each row has its own passes."""
     measurement = record.measurement
     return measurement.passes / (len(measurement.tokens) if record.method.endswith(":singles") else 1)
 
@@ -157,7 +159,7 @@ def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> fl
 
 
 def _average(records: Sequence[Record], figure: Figure) -> float:
-    """Over jobs, of the median over repeats."""
+    """Average over jobs of the median over repeats."""
     by_job: dict[str, list[float]] = {}
     for record in records:
         by_job.setdefault(record.job, []).append(figure(record.measurement))

@@ -1,4 +1,4 @@
-"""Markdown tables of what was measured."""
+"""Markdown tables of measurements."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness.summary import Best, MethodSummary
 
 
 def speed_table(rows: Sequence[MethodSummary], best: Best | None) -> str:
-    """Speed-ups over plain decoding: overall, mean over groups, and each group."""
+    """Format speed-ups over plain decoding: overall, mean over groups, and each group."""
     groups = list(dict.fromkeys(group for row in rows for group in row.by_group))
     lines = [
         [row.name, times(row.overall), times(row.mean), *(times(row.by_group.get(group)) for group in groups)]
@@ -23,7 +23,7 @@ def speed_table(rows: Sequence[MethodSummary], best: Best | None) -> str:
 
 
 def detail_table(rows: Sequence[MethodSummary], identities: Mapping[str, Identity]) -> str:
-    """Where the speed comes from. Rates are pooled over all rounds; times are averages over questions."""
+    """Format acceptance and times. Rates are pooled over all rounds, times are averages over questions."""
     head = (
         "method|tokens/s|decode only|tokens per pass|acceptance rate|mean acceptance length|TTFT ms|ms/token|"
         "draft|verify|overhead|as plain"
@@ -57,7 +57,7 @@ def detail_table(rows: Sequence[MethodSummary], identities: Mapping[str, Identit
 
 
 def best_lines(rows: Sequence[MethodSummary], best: Best | None) -> str:
-    """specdec against the best of transformers' own."""
+    """Compare specdec with the best methods of transformers."""
     if best is None:
         return "transformers' own assisted generation was not measured."
     text = (
@@ -73,7 +73,7 @@ def best_lines(rows: Sequence[MethodSummary], best: Best | None) -> str:
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, aligned for reading as text too."""
+    """Format a Markdown table that is also aligned as plain text."""
     cells = [list(head), *map(list, lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
     shown = [

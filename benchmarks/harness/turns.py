@@ -1,4 +1,4 @@
-"""Methods taking turns over a few jobs, A B A B, so that the machine's drift hits them alike. Keeps nothing on disk."""
+"""`take_turns`: runs methods in turn (A B A B), so that drift of the machine affects them equally."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def take_turns(
     pad: int = 0,
     ends: frozenset[int] | set[int] = frozenset(),
 ) -> list[Record]:
-    """Measure every method `repeats` times on every job, after a call each that is not counted."""
+    """Measure every method `repeats` times on every job, after a warm-up call of each."""
 
     def one(method: Method, job: Job, seed: int) -> Record:
         taken = measure(method, target, job, arguments, pad=pad, ends=set(ends), seed=seed)

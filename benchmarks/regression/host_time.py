@@ -1,10 +1,10 @@
-"""What the host does in a round while a GPU would wait for it: from the verdict's arrival to the next launch. No GPU.
+"""Measure the host time per round for which a GPU would wait: from the verdict to the next launch. Needs no GPU.
 
     python -m benchmarks.regression.host_time
 
-On the CPU, with tiny models, whose recorded functions give what they gave before: what is left of a round is the host's
-part, the small tensors that it prepares among it. A head's draft is launched before the verdict has arrived: there the
-device drafts meanwhile.
+Runs tiny models on the CPU. Captured functions return their earlier results at once, so what remains of a round is the
+host's work, including the small tensors that it prepares. A head's draft is launched before the verdict has arrived, so
+that the device drafts in the meantime.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ arrivals: list[tuple[str, float]] = []
 
 
 class Remembering(cuda_graphs.Recorder):
-    """A replay costs nothing, and gives what the function once gave."""
+    """A recorder whose replays cost nothing and return an earlier result of the function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def switch_on(patch: pytest.MonkeyPatch) -> None:
-    """On the CPU what is done on GPUs: recordings, all choices at once; and a note of when a verdict arrives."""
+    """Use capture and batched verification as on a GPU, and record when verdicts arrive."""
     patch.setattr(generator, "Recorder", Remembering)
     patch.setattr(generator.SpeculativeGenerator, "_launches", True)
     patch.setattr(rules, "SequentialVerifier", verifier.BatchedVerifier)
@@ -107,7 +107,7 @@ def generators() -> dict[str, SpeculativeGenerator]:
 
 
 def host_seconds(spec: SpeculativeGenerator, batch_size: int, sampling: bool) -> float:
-    """Median over the rounds of a call whose draft and pass are replayed."""
+    """Median host seconds over the rounds of a call whose draft and pass are replayed."""
     given = {"do_sample": sampling, "max_new_tokens": NEW} | tiny.prompts(*(9 + 2 * (b % 4) for b in range(batch_size)))
     spec.generate(**given)
     arrivals.clear()

@@ -1,6 +1,6 @@
-"""Decode with an EAGLE-3 head in vLLM: run by the Python of an environment that has vLLM, and has no specdec.
+"""Decode with an EAGLE-3 head in vLLM. Run it in an environment that has vLLM and not specdec.
 
-Prints one line of JSON: the texts (token ids), and counts of drafts and of accepted tokens by position.
+Prints one line of JSON: the texts (token ids), the number of drafts, and the accepted tokens by position.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", help="folder or hub id of the target")
-    parser.add_argument("head", help="folder of the head")
-    parser.add_argument("prompts", type=Path, help="JSON, a list of prompts as lists of token ids")
+    parser.add_argument("model", help="Folder or hub id of the target.")
+    parser.add_argument("head", help="Folder of the head.")
+    parser.add_argument("prompts", type=Path, help="Prompts as a JSON list of lists of token ids.")
     parser.add_argument("--draft-length", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")

@@ -1,11 +1,11 @@
-"""What a round asks of a GPU: times the host waits, kernels launched, copies sent to it. Counted, not timed: no GPU.
+"""Count the host syncs, kernel launches and copies to the device in a round. Needs no GPU.
 
     python -m benchmarks.regression.launches
-    python -m benchmarks.regression.launches --proposer "eagle3 tree" --where      # which lines
-    python -m benchmarks.regression.launches --recorded --max-new-tokens 60        # rounds that are replayed
+    python -m benchmarks.regression.launches --proposer "eagle3 tree" --where      # with source lines
+    python -m benchmarks.regression.launches --recorded --max-new-tokens 60        # replayed rounds
 
-Tiny models on a pretended device (`tests/support/pretend.py`): counts outside of models hold for any model but for what is done
-once per layer (writing and moving keys and values), those inside are of 4 layers.
+Runs tiny models on a pretended device (`tests/support/pretend.py`). Counts outside of the models hold for any model,
+except for work per layer (writing and moving keys and values). Counts inside are for 4 layers.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ app = typer.Typer(add_completion=False)
 
 @app.command(help=__doc__)
 def main(
-    proposer: Annotated[str | None, typer.Option(help="One of them alone.")] = None,
-    where: Annotated[bool, typer.Option(help="Print which lines wait and launch, outside of the models.")] = False,
-    recorded: Annotated[
-        bool, typer.Option(help="With graphs: of rounds that replay their draft and their pass.")
-    ] = False,
+    proposer: Annotated[str | None, typer.Option(help="Run only this proposer.")] = None,
+    where: Annotated[bool, typer.Option(help="Print the lines that sync and launch, outside of the models.")] = False,
+    recorded: Annotated[bool, typer.Option(help="Count rounds that replay captured drafts and passes.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=4)] = 24,
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write, too.")] = None,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -67,7 +65,7 @@ def main(
 
 
 def counts(books: list[pretend.Ledger]) -> list[str]:
-    """Means over rounds that draft."""
+    """Mean counts over rounds with a draft."""
     if not books:
         return ["-"] * 5
     kernels = [launches.mean(books, "launches", part) for part in (launches.OUTSIDE, launches.DRAFT, launches.TARGET)]

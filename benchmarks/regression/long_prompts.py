@@ -1,10 +1,11 @@
-"""Memory over long prompts: at most while generating, and what the cache holds per kind of layer, beside plain.
+"""Measure memory with long prompts: the peak while generating, and the cache by kind of layer, against plain decoding.
 
     python -m benchmarks.regression.long_prompts --target full --target windows --lengths 1024,8192,32768
     python -m benchmarks.regression.long_prompts --target PATH --lengths 1024,4096 --proposer ngram --proposer eagle3
 
-`full` and `windows` are small random models: all layers see everything, or five of six the last 512 tokens (Gemma 3).
-Each figure is of a process of its own, over what it held before it generated. Ragged rows: each an eighth shorter.
+`full` and `windows` are small random models, with full attention in all layers, or with windows of 512 tokens in five
+of six (as in Gemma 3). Each figure is measured in its own process, as the increase during generation. Each row of a
+batch is an eighth shorter than the previous one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ app = typer.Typer(add_completion=False)
 
 
 class LastAgain(Proposer):
-    """Drafts the last token again and again."""
+    """A proposer that repeats the last token."""
 
     def propose(self, context: Context) -> DraftTree:
         return context.chain([[root] * DRAFT for root in context.root.tolist()])
@@ -48,15 +49,19 @@ class LastAgain(Proposer):
 
 @app.command(help=__doc__)
 def main(
-    target: Annotated[list[str], typer.Option(help="full, windows, or a path or hub id.")],
-    lengths: Annotated[str, typer.Option(help="Prompts' tokens.")] = "1024,4096,16384,32768",
+    target: Annotated[list[str], typer.Option(help="Target: full, windows, or a path or hub id.")],
+    lengths: Annotated[
+        str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")
+    ] = "1024,4096,16384,32768",
     rows: Annotated[str, typer.Option(help="Rows per batch.")] = "1",
     proposer: Annotated[
-        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 32,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
-    without_plain: Annotated[bool, typer.Option(help="Where plain decoding needs more memory than there is.")] = False,
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    without_plain: Annotated[
+        bool, typer.Option(help="Skip plain decoding, if it needs more memory than available.")
+    ] = False,
     one: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     if one is not None:
@@ -84,7 +89,7 @@ def main(
 
 
 def generating(model: PreTrainedModel, method: str, length: int, batch: int, new: int) -> float:
-    """MiB at most while `generate()` runs, over what is held before it."""
+    """Peak increase of memory during `generate()`, in MiB."""
     generate: Any = model.generate
     if method != PLAIN:
         made = LastAgain() if method == NOTHING else method
@@ -103,7 +108,7 @@ def generating(model: PreTrainedModel, method: str, length: int, batch: int, new
 
 @torch.no_grad()
 def cached(model: PreTrainedModel, length: int) -> list[list[str]]:
-    """Per kind of layer: its name, the prompt's length, plain decoding's bytes per token and ours."""
+    """For each kind of layer: its name, the prompt length, and bytes per token with plain decoding and specdec."""
     config = model.config.get_text_config(decoder=True)
     runner = ModelRunner(model, capability(model).masks)
     ids = prompts(model, length, 1)["input_ids"]
@@ -135,7 +140,7 @@ def load(name: str, dtype: str) -> PreTrainedModel:
 
 
 def prompts(model: PreTrainedModel, length: int, batch: int) -> dict[str, torch.Tensor]:
-    """Random tokens; each row an eighth shorter than the one before, padded on the left."""
+    """Random prompts, each row an eighth shorter than the previous one, padded on the left."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(1, vocab, (batch, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -145,7 +150,7 @@ def prompts(model: PreTrainedModel, length: int, batch: int) -> dict[str, torch.
 
 
 def _apart(name: str, dtype: str, method: str, length: int, batch: int, new: int) -> float:
-    """`generating` in a process of its own: what one leaves behind must not count for the next."""
+    """Run `generating` in its own process, so that memory left over does not affect the next measurement."""
     what = json.dumps([method, length, batch])
     command = [
         sys.executable,

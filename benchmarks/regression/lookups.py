@@ -1,11 +1,11 @@
-"""What lookups find in calls that repeat each other, counted: the same on every machine, however busy.
+"""Count the draft tokens that lookups find in repetitive calls. The result does not depend on the machine.
 
     python -m benchmarks.regression.lookups --target PATH
 
-The calls of repeated.py are answered once, or --texts gives answers. Then n-grams and the memory of earlier calls draft
-for these very texts, with the real pacing and no model: a pass takes what --costs says, drafts take nothing. "at most"
-is what a lookup would bring that always knew the right one of all the places where the text's last token stood before.
---matches counts instead how often the next token is right by the length of the match that it stands behind.
+The calls of repeated.py are answered once, or --texts gives answers. N-grams and the memory of earlier calls then draft
+for these texts, with the real pacing but without a model: --costs gives the time of a pass, and drafts take no time.
+"at most" is the result of a lookup that always chooses the best earlier occurrence of the text's last token. --matches
+counts instead how often the next token is right by the length of the match.
 """
 
 from __future__ import annotations
@@ -43,15 +43,18 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
-    job: Annotated[list[str] | None, typer.Option(help=f"{', '.join(JOBS)}; all by default.")] = None,
-    calls: Annotated[int, typer.Option(min=1, help="Of each job at most.")] = 20,
+    job: Annotated[list[str] | None, typer.Option(help=f"Jobs: {', '.join(JOBS)}. Default: all.")] = None,
+    calls: Annotated[int, typer.Option(min=1, help="Maximum calls per job.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
     texts: Annotated[
-        Path | None, typer.Option(help="JSONL of prompt, response and source, of this model: these instead of jobs.")
+        Path | None,
+        typer.Option(help="JSONL file with prompt, response and source of this model's answers, used instead of jobs."),
     ] = None,
-    costs: Annotated[str, typer.Option(help="tokens:seconds of a pass, the smallest first.")] = COSTS,
-    matches: Annotated[bool, typer.Option("--matches", help="What n-grams' matches of each length are worth.")] = False,
+    costs: Annotated[str, typer.Option(help="Cost of a pass as tokens:seconds, in ascending order.")] = COSTS,
+    matches: Annotated[
+        bool, typer.Option("--matches", help="Count correct tokens by the length of the match.")
+    ] = False,
 ) -> None:
     logging.set_verbosity_error()
     tokenizer = AutoTokenizer.from_pretrained(target)
@@ -68,7 +71,7 @@ def main(
 
 
 def answered(model: PreTrainedModel, tokenizer: Any, job: str, calls: int, new: int) -> list[Call]:
-    """The job's calls with the model's answers."""
+    """Return the calls of a job with the model's answers."""
     spec, out = SpeculativeGenerator(model, "suffix"), []
     for text in islice(JOBS[job](), calls):
         inputs = Prompt(job, text).encode(tokenizer)
@@ -79,7 +82,7 @@ def answered(model: PreTrainedModel, tokenizer: Any, job: str, calls: int, new: 
 
 
 def written(path: Path, tokenizer: Any, calls: int, new: int) -> dict[str, list[Call]]:
-    """By source, the first so many calls of a file whose answers were not drawn."""
+    """Read the first calls of each source from a file, skipping sampled answers."""
     out: dict[str, list[Call]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
@@ -92,7 +95,7 @@ def written(path: Path, tokenizer: Any, calls: int, new: int) -> dict[str, list[
 
 
 def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) -> Iterator[list[str]]:
-    """Rows of the table."""
+    """Yield the rows of the table."""
     bound = at_most(calls)
     for name, make in METHODS.items():
         lookup, estimates = make(), Estimates()
@@ -105,8 +108,10 @@ def counted(job: str, calls: Sequence[Call], seconds: Callable[[int], float]) ->
 
 
 def by_match(calls: Sequence[Call]) -> list[list[str]]:
-    """Of n-grams' first guesses at every place of the answers: by the kind of match, how many tokens were checked, as
-    far as those before them were right, and how many were right."""
+    """Count checked and correct tokens by kind of match, for the first n-gram draft at every position of the answers.
+
+    A token is checked if all draft tokens before it are correct.
+    """
     checked, right = [0] * len(LIKELY), [0] * len(LIKELY)
     for prompt, answer in calls:
         proposer, text, pacer = NgramProposer(), prompt + answer, Pacer(None, Estimates())
@@ -128,7 +133,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
 def decoded(
     proposer: Lookup, prompt: list[int], answer: list[int], seconds: Callable[[int], float], estimates: Estimates
 ) -> list[int]:
-    """Tokens of each pass that it takes to write the answer behind its first token."""
+    """Tokens of each pass needed to write the answer after its first token."""
     text, end, pacer = prompt + answer, len(prompt) + 1, Pacer(None, estimates)
     rounds: list[int] = []
     proposer.begin(context_of(text, len(prompt), len(prompt), pacer))
@@ -143,7 +148,7 @@ def decoded(
 
 
 def at_most(calls: Sequence[Call]) -> float:
-    """Tokens per pass of a lookup that always knows the right place, in the call's own text or an earlier call's."""
+    """Tokens per pass of a lookup that always chooses the best match in this call's text or earlier ones."""
     tokens, rounds = 0, 0
     before: list[list[int]] = []
     for prompt, answer in calls:
@@ -158,12 +163,12 @@ def at_most(calls: Sequence[Call]) -> float:
 
 
 def _places(text: list[int], pair: list[int]) -> list[int]:
-    """Where the second of two tokens stands behind the first."""
+    """Positions in `text` where an occurrence of the bigram `pair` ends."""
     return [i + 1 for i, token in enumerate(text[:-1]) if token == pair[0] and text[i + 1] == pair[1]]
 
 
 def curve(costs: str) -> Callable[[int], float]:
-    """Seconds by tokens, straight lines between what is given."""
+    """Interpolate the seconds of a pass linearly between the given numbers of tokens."""
     known = [(int(tokens), float(taken)) for tokens, _, taken in (pair.partition(":") for pair in costs.split())]
 
     def seconds(tokens: int) -> float:
@@ -176,7 +181,7 @@ def curve(costs: str) -> Callable[[int], float]:
 
 
 def context_of(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
-    """Of a lone row whose text is known: `prompt` tokens were given, `end` are there by now."""
+    """Context of a single row with a known text: `prompt` tokens of prompt, and `end` tokens so far."""
     return Context(
         tokens=torch.tensor([text[:end]]),
         pads=[0],
@@ -193,7 +198,7 @@ def context_of(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
 
 
 def accepted_of(draft: DraftTree, following: list[int]) -> int:
-    """How many nodes of a lone row's draft are the tokens that follow."""
+    """Number of accepted nodes in the draft of a single row, given the tokens that follow."""
     tokens, parents = draft.tokens[0].tolist(), draft.parents[0].tolist()
     node = 0
     for depth, token in enumerate(following):

@@ -1,4 +1,4 @@
-"""What specdec costs where it wins nothing: draft length 0 against plain decoding, and where a round's time goes.
+"""Measure the overhead of specdec: draft length 0 against plain decoding, and the parts of a round's time.
 
     python -m benchmarks.regression.overhead --target PATH
 
@@ -35,11 +35,13 @@ def main(
     target: Annotated[str, typer.Option(help="Path or hub id of any causal LM.")],
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     repeats: Annotated[int, typer.Option(min=1)] = 4,
-    draft_length: Annotated[int, typer.Option(min=1, help="Tokens per n-gram draft when a round's time is split.")] = 7,
+    draft_length: Annotated[
+        int, typer.Option(min=1, help="Tokens per n-gram draft in the measurement of a round's parts.")
+    ] = 7,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16, float16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")] = "auto",
     device: Annotated[str, typer.Option()] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="Markdown file to write too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write, too.")] = None,
 ) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()

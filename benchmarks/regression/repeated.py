@@ -1,9 +1,9 @@
-"""Calls that repeat each other, as agents make them: plain decoding, n-grams, and a memory of earlier calls, in turns.
+"""Compare plain decoding, n-grams and a memory of earlier calls on repetitive calls, as agents make them.
 
     python -m benchmarks.regression.repeated --target PATH --dtype float32
 
-Three jobs, all of text that comes with Python: the same file edited call after call, a table queried again and again,
-questions about the same passages. Every method sees the same calls in the same order.
+Three jobs use text that comes with Python: repeated edits of one file, repeated queries of one table, and questions
+about the same passages. All methods get the same calls in the same order, and take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ app = typer.Typer(add_completion=False)
 
 
 def edits() -> Iterator[str]:
-    """A function's source; each call asks for one more name to be changed in it."""
+    """Calls that each rename one more variable in the source of a function."""
     source = inspect.getsource(textwrap.TextWrapper._split_chunks) + inspect.getsource(textwrap.TextWrapper.fill)
     source += inspect.getsource(textwrap.dedent)
     names = ["text", "chunks", "margin", "indent", "lines", "line", "self", "indents", "width", "fill"]
@@ -44,7 +44,7 @@ def edits() -> Iterator[str]:
 
 
 def queries() -> Iterator[str]:
-    """A table; each call asks for another query."""
+    """Calls that each ask for another query of a table."""
     schema = (
         "CREATE TABLE orders (order_id INTEGER PRIMARY KEY, customer_name TEXT, country TEXT, ordered_on DATE, "
         "shipped_on DATE, product TEXT, quantity INTEGER, unit_price NUMERIC);"
@@ -65,7 +65,7 @@ def queries() -> Iterator[str]:
 
 
 def questions() -> Iterator[str]:
-    """Passages, the same in every call; each asks something else about them."""
+    """Calls that each ask another question about the same passages."""
     passages = "\n\n".join(
         filter(None, map(inspect.getdoc, (heapq.merge, heapq.nlargest, textwrap.wrap, textwrap.dedent)))
     )
@@ -93,12 +93,12 @@ JOBS: dict[str, Callable[[], Iterator[str]]] = {"edits": edits, "queries": queri
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
     proposer: Annotated[
-        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
     ] = None,
-    job: Annotated[list[str] | None, typer.Option(help=f"{', '.join(JOBS)}; all by default.")] = None,
-    calls: Annotated[int, typer.Option(min=1, help="Of each job at most.")] = 20,
+    job: Annotated[list[str] | None, typer.Option(help=f"Jobs: {', '.join(JOBS)}. Default: all.")] = None,
+    calls: Annotated[int, typer.Option(min=1, help="Maximum calls per job.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
 ) -> None:
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
@@ -112,7 +112,7 @@ def main(
 def compared(
     model: PreTrainedModel, tokenizer: Any, job: str, names: list[str] | None, calls: int, new: int
 ) -> Iterator[list[str]]:
-    """Rows of the table. A call per method that is not counted comes first, with a prompt that is not the job's."""
+    """Yield the rows of the table, after a warm-up call of each method with a prompt of another job."""
     specs = {name: SpeculativeGenerator(model, name, on_unsupported="error") for name in names or ["ngram", "suffix"]}
     methods: dict[str, Any] = {"plain": model.generate, **{name: spec.generate for name, spec in specs.items()}}
     taken = {name: [0.0, 0.0] for name in methods}  # seconds of whole calls, and after their first tokens

@@ -1,9 +1,9 @@
-"""A conversation's second turn: seconds to its first token and in all, with the first turn's cache and without.
+"""Measure the second turn of a conversation, with and without the first turn's cache.
 
     python -m benchmarks.regression.second_turn --target PATH --proposer ngram --proposer eagle3
 
-With the first turn's cache only the new turn is read. All methods go on from the very same first turn, plain
-decoding's, and must write the same second one.
+Reports the time to the first token and of the whole call. With the cache only the new turn is read. All methods
+continue the same first turn of plain decoding, and must write the same second one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ app = typer.Typer(add_completion=False)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of any causal LM.")],
     proposer: Annotated[
-        list[str] | None, typer.Option(help="As SpeculativeGenerator takes it; may be repeated.")
+        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Least length of the first turn's prompt.")] = 600,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Minimum tokens of the first turn's prompt.")] = 600,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
 ) -> None:
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
@@ -76,7 +76,7 @@ def main(
 
 
 def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
-    """A prompt of at least so many tokens, the demo's over and over."""
+    """Repeat the demo's prompts to a prompt of at least `length` tokens."""
     text = PROMPTS[-1].text
     while len(tokenizer(text)["input_ids"]) < tokens:
         text += "\n\n" + PROMPTS[len(text) % len(PROMPTS)].text
@@ -84,7 +84,7 @@ def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _asked(tokenizer: Any) -> torch.Tensor:
-    """(1, T) what stands between the first answer and the second."""
+    """Tokens between the first and the second answer, (1, T) int64."""
     if tokenizer.chat_template is None:
         return tokenizer(ASKED, return_tensors="pt")["input_ids"]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]

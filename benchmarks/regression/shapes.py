@@ -1,10 +1,10 @@
-"""How an EAGLE-3 head's drafts fare by their shape: mean acceptance length per task group, and where the time goes.
+"""Compare draft shapes of an EAGLE-3 head: mean acceptance length per task group, and the parts of a round's time.
 
     python -m benchmarks.regression.shapes --target PATH --head PATH --prompts questions.jsonl --out results
 
-Shapes have a fixed size, so that acceptance can be compared; `default` is the one that costs decide. At T > 0 fixed
-trees and chains come drawn from the head's distribution and made of its top tokens. What is measured is kept in --out:
-the same command goes on where it was stopped, and more prompts or shapes can be added.
+Shapes have a fixed size, so that acceptance can be compared; `default` adapts its size to costs. At T > 0 fixed trees
+and chains are measured both with tokens sampled from the head and with its top tokens. Measurements are kept in --out:
+run the same command again to resume, or add prompts or shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ log = Console(stderr=True, highlight=False)
 
 
 def shapes(head: Eagle3Head, temperature: float) -> Iterator[tuple[str, Callable[[], Eagle3Proposer], int | None]]:
-    """Name, proposer and draft length."""
+    """Yield the name, proposer factory and draft length of each shape."""
     yield "default", lambda: Eagle3Proposer(head), None
     yield "tree of 24", lambda: Eagle3Proposer(head, tree=DynamicTree(depth=DEPTH, top_k=8, size=24)), DEPTH
     yield "tree of 60", lambda: Eagle3Proposer(head, tree=DynamicTree(depth=DEPTH, top_k=10, size=60)), DEPTH
@@ -51,11 +51,11 @@ def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the model.")],
     head: Annotated[str, typer.Option(help="Path or hub id of its EAGLE-3 head.")],
     prompts: Annotated[Path, typer.Option(help="Spec-Bench's question file (JSONL).", exists=True, dir_okay=False)],
-    out: Annotated[Path, typer.Option(help="Folder for what was measured; an earlier run's is taken up.")],
+    out: Annotated[Path, typer.Option(help="Folder for results. An earlier run in it is resumed.")],
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 2,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 64,
-    temperature: Annotated[float, typer.Option(min=0, help="0: greedy.")] = 0.0,
-    only: Annotated[str, typer.Option(help="Shapes whose name starts with this.")] = "",
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    only: Annotated[str, typer.Option(help="Measure only shapes whose name starts with this text.")] = "",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     bench = Bench(
@@ -100,7 +100,7 @@ def main(
 
 
 def fingerprint(head: Eagle3Head) -> str:
-    """Of its weights."""
+    """Hash of the head's weights."""
     content = hashlib.sha256()
     for tensor in head.state_dict().values():
         content.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -108,7 +108,7 @@ def fingerprint(head: Eagle3Head) -> str:
 
 
 def line(name: str, records: Sequence[Record], groups: Sequence[str]) -> list[str]:
-    """A shape's: mean acceptance lengths pooled over each group's rounds."""
+    """Format a row of the table: a shape's mean acceptance lengths, pooled over the rounds of each group."""
     reports, whole = {group: Report() for group in groups}, Report()
     for record in records:
         assert record.measurement.report is not None

@@ -1,9 +1,9 @@
-"""specdec against transformers' assisted generation where models cost next to nothing: what differs is overhead.
+"""Compare the overhead of specdec and transformers' assisted generation, on models that cost next to nothing.
 
     python -m benchmarks.regression.small_pair
 
-A random Llama target of 5M parameters in float32, and a draft made of its first layers. The target's other layers add
-little to the residual stream, so that the draft mostly agrees.
+The target is a random Llama of 5M parameters in float32, and the draft consists of its first layers. The target's other
+layers add little to the residual stream, so that the draft mostly agrees.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ app = typer.Typer(add_completion=False)
 
 
 def small_pair(disagreement: float = 0.02, seed: int = 0) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
-    """Target and draft.
+    """Make a target and its draft model.
 
     Args:
-        disagreement: weight of what the target's further layers write; at 0 the draft is always right.
+        disagreement: scale of the output of the target's further layers; at 0 the draft is always right.
     """
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -64,12 +64,14 @@ def small_pair(disagreement: float = 0.02, seed: int = 0) -> tuple[LlamaForCausa
 
 @app.command(help=__doc__)
 def main(
-    draft_length: Annotated[int, typer.Option(min=1, help="Constant, for both.")] = 4,
-    prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 3,
+    draft_length: Annotated[int, typer.Option(min=1, help="Constant draft length of both libraries.")] = 4,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of random prompts.")] = 3,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 128,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    disagreement: Annotated[float, typer.Option(min=0, help="0: all drafts are accepted.")] = 0.02,
+    disagreement: Annotated[
+        float, typer.Option(min=0, help="Scale of the layers that the draft lacks; at 0 all drafts are accepted.")
+    ] = 0.02,
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     logging.set_verbosity_error()

@@ -1,11 +1,12 @@
-"""How many tokens of heads' drafts are right in what the target itself writes, by group of questions.
+"""Measure the draft length accepted from heads with teacher forcing on the target's answers, by group of questions.
 
-    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl --answers out.jsonl
+    python -m benchmarks.regression.teacher_forcing --target PATH --head eagle3:PATH --prompts questions.jsonl \\
+        --answers out.jsonl
 
-Behind every position of the target's greedy answers a chain is drafted, in a few passes over the text: minutes where
-decoding takes an hour, all heads at the same positions, and the same counts however busy the machine is. At T = 1 a
-chain's length is what the chances that its places are accepted make of it. Answers are kept as they come; what is there
-is not written again.
+A chain is drafted after every position of the target's greedy answers, in a few passes over the text. This takes
+minutes instead of an hour of decoding, uses the same positions for all heads, and gives the same counts on any machine.
+At T = 1 the length is computed from the acceptance probabilities of the chain's tokens. Answers are kept in --answers,
+and are not generated again.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
-    head: Annotated[list[str], typer.Option(help='As a generator takes it: "eagle3:PATH", "dflash:PATH"; "eagle3".')],
-    prompts: Annotated[Path, typer.Option(help="Questions (JSONL).", exists=True, dir_okay=False)],
-    answers: Annotated[Path, typer.Option(help="Where the target's answers are kept (JSONL).", dir_okay=False)],
+    head: Annotated[
+        list[str], typer.Option(help='Head, in the format of a proposer: "eagle3:PATH", "dflash:PATH" or "eagle3".')
+    ],
+    prompts: Annotated[Path, typer.Option(help="File of questions (JSONL).", exists=True, dir_okay=False)],
+    answers: Annotated[Path, typer.Option(help="File to keep the target's answers (JSONL).", dir_okay=False)],
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 10,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 200,
-    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longer prompts are shortened.")] = None,
-    draft_length: Annotated[int, typer.Option(min=1, help="Of the chains.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto (as saved), bfloat16 or float32.")] = "float32",
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
+    ] = None,
+    draft_length: Annotated[int, typer.Option(min=1, help="Draft tokens per chain.")] = 5,
+    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "float32",
     threads: Annotated[int | None, typer.Option(min=1)] = None,
 ) -> None:
     logging.set_verbosity_error()
@@ -75,7 +80,7 @@ def _both(lengths: Tensor) -> str:
 
 
 def _answers(bench: Bench, proposer: str, file: Path) -> dict[str, list[int]]:
-    """By the job's id, in the file's order. Whatever proposer is used, the text is the target's."""
+    """Answers by job id, in the order of the file. The target's text does not depend on the proposer."""
     written = {}
     if file.exists():
         written = {entry["id"]: entry["tokens"] for entry in map(json.loads, file.read_text().splitlines())}
@@ -93,7 +98,7 @@ def _answers(bench: Bench, proposer: str, file: Path) -> dict[str, list[int]]:
 def of_groups(
     head: Head, target: PreTrainedModel, jobs: list[Job], answers: Mapping[str, list[int]], steps: int
 ) -> dict[str, Tensor]:
-    """By group, (2,): tokens a chain brings at T = 0 and at T = 1, its round's own token with it."""
+    """Mean tokens per round of a chain at T = 0 and T = 1, (2,) by group, including the recovered or bonus token."""
     sums: dict[str, Tensor] = {}
     for job in jobs:
         prompt = job.prompts[0]
@@ -104,8 +109,9 @@ def of_groups(
 
 @torch.no_grad()
 def _of_text(head: Head, target: PreTrainedModel, text: Tensor, prompt: int, steps: int) -> Tensor:
-    """(3,): tokens accepted at T = 0 and at T = 1 behind all positions of an answer that have `steps` tokens behind
-    them, and how many positions these are.
+    """Count one answer, (3,): accepted tokens at T = 0, accepted tokens at T = 1, and positions.
+
+    A position counts if `steps` tokens follow it.
     """
     first, last = prompt - 1, len(text) - 1 - steps  # token `first` + 1 is the answer's first one
     places = max(0, last - first)

@@ -1,1 +1,1 @@
-"""The demo: real weights, three prompts, plain and speculative decoding side by side. `python -m examples.demo`."""
+"""The demo: real weights, three prompts, plain and speculative decoding side by side. Run `python -m examples.demo`."""

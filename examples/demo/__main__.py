@@ -1,4 +1,4 @@
-"""`python -m examples.demo`: the demo from the command line, `make demo` calls it."""
+"""`python -m examples.demo`: the demo on the command line, also run by `make demo`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
-    target: str = typer.Option("", help="Path or hub id of the target; default: Qwen2.5-Coder-1.5B-Instruct."),
-    proposer: str = typer.Option("", help=f"{PROPOSERS_IN_WORDS}. Default: what suits the target."),
-    small: bool = typer.Option(False, help="Qwen2.5-Coder-0.5B-Instruct alone, with its head and n-gram drafts."),
+    target: str = typer.Option("", help="Path or hub id of the target. Default: Qwen2.5-Coder-1.5B-Instruct."),
+    proposer: str = typer.Option("", help=f"Proposer: {PROPOSERS_IN_WORDS}. Default: all that suit the target."),
+    small: bool = typer.Option(False, help="Use only Qwen2.5-Coder-0.5B-Instruct, with its head and n-gram drafts."),
     max_new_tokens: int | None = typer.Option(
-        None, min=1, help="Length of each text. Default: 128, fewer where that would take over five minutes."
+        None, min=1, help="Length of each text. Default: 128, or fewer to stay within five minutes."
     ),
-    prompt: str = typer.Option("", help=f"One prompt alone: {', '.join(prompt.name for prompt in PROMPTS)}."),
-    svg: Path | None = typer.Option(None, help="Keep what the screen shows as a picture, too.", dir_okay=False),
-    dtype: str = typer.Option("auto", help="auto, bfloat16, float16 or float32."),
+    prompt: str = typer.Option("", help=f"Run only one prompt: {', '.join(prompt.name for prompt in PROMPTS)}."),
+    svg: Path | None = typer.Option(None, help="Save the screen output to this SVG file, too.", dir_okay=False),
+    dtype: str = typer.Option("auto", help="Number format: auto, bfloat16, float16 or float32."),
 ) -> None:
     """Show plain and speculative decoding side by side on three prompts."""
     console = Console(highlight=False) if svg is None else Console(highlight=False, record=True, width=SVG_COLUMNS)
@@ -59,19 +59,19 @@ def main(
 
 
 def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
-    """The target and the proposers to show, from the command line's options."""
+    """Choose the target and the proposers from the command line's options."""
     if not target:
         target = weights.DRAFT if small else weights.TARGET
     if proposer:
         return target, [proposer]
-    # Only of our own targets do we know what drafts well for them.
+    # Good proposers are known only for the demo's own targets.
     models = ["eagle3"] if registry.at_hand(target, "eagle3", download=True) else []
     models += [f"draft:{weights.DRAFT}"] if target == weights.TARGET else []
     return target, [*(WITH_NGRAMS + model for model in models), *models, "ngram"]
 
 
 def own_weights(target: str, *proposers: str) -> list[str]:
-    """Which of these models the demo must fetch itself."""
+    """Return those of the models that the demo must fetch itself."""
     names = dict.fromkeys([target, *(proposer.partition(":")[2] for proposer in proposers)])
     return [name for name in names if name in weights.MODELS]
 
@@ -86,7 +86,9 @@ def require_room(names: list[str], dtype: str) -> None:
 def prepare(console: Console, target: str, proposers: list[str], max_new_tokens: int | None, dtype: str) -> Show:
     """Fetch and load the models."""
     if max_new_tokens is None:
-        console.print(f"loading and trying out the models, then texts for about {SECONDS // 60:.0f} minutes at most")
+        console.print(
+            f"loading and probing the models, then generating texts for about {SECONDS // 60:.0f} minutes at most"
+        )
     if others := crowded(best_device()):
         console.print(others, style="yellow")
     model, tokenizer = load(locate(target), dtype)
@@ -100,7 +102,7 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
 
 
 def _located(proposer: str) -> str:
-    """Its model where it lies, fetched if it is one of the demo's own."""
+    """Replace the name of one of the demo's own models by its path, after fetching it if needed."""
     kind, colon, source = proposer.partition(":")
     return kind + colon + (locate(source) if source else "")
 

@@ -1,7 +1,6 @@
-"""`Run`: one prompt generated in one way, with its times; and the running of it.
+"""`run`: generates a text with one method and measures its times.
 
-Plain and speculative decoding are timed alike, from outside: by the clock around the call and at each token the
-streamer was given.
+Plain and speculative decoding are timed in the same way: around the call, and at each token that the streamer receives.
 """
 
 from __future__ import annotations
@@ -21,12 +20,15 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one `generate()` call.
+    """Result of one `generate()` call.
 
     Attributes:
-        method: `PLAIN` or the proposer's name. prompt: its name.
-        tokens: the new ones. seconds: the whole call, prefill included. times: of each token, from the call on.
-        report: specdec's own counts; None for plain decoding.
+        method: `PLAIN` or the proposer's name.
+        prompt: name of the prompt.
+        tokens: new tokens.
+        seconds: duration of the whole call, including prefill.
+        times: time of each token in seconds after the start of the call.
+        report: specdec's report; None for plain decoding.
     """
 
     method: str
@@ -43,10 +45,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Speed:
-    """Times of some runs of one method, pooled."""
+    """Pooled times of several runs of one method."""
 
     time_to_first_token: float  # mean, seconds
-    time_per_token: float  # seconds per token, all of the call and all tokens
+    time_per_token: float  # seconds of the whole call per token
     time_per_output_token: float  # seconds per token after the first
 
     @classmethod
@@ -61,7 +63,7 @@ class Speed:
 
 
 def pooled_report(runs: Sequence[Run]) -> Report:
-    """The counts of all runs in one report."""
+    """Add up the reports of all runs."""
     total = Report()
     for run in runs:
         if run.report is not None:
@@ -78,11 +80,16 @@ def run(
     max_new_tokens: int,
     report: Callable[[], Report | None] = lambda: None,
 ) -> Run:
-    """Generate greedily from `inputs`, one row, showing the text.
+    """Generate greedily from `inputs` (one row), and print the text.
 
     Args:
+        method: name of the method.
+        prompt: name of the prompt.
         generate: `model.generate` or `SpeculativeGenerator.generate`.
-        report: asked for specdec's report after the call.
+        inputs: `input_ids` and `attention_mask`, (1, T) int64.
+        streamer: prints the text and records times.
+        max_new_tokens: maximum length of the text.
+        report: called after generation to get specdec's report.
     """
     start = time.perf_counter()
     output = generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)

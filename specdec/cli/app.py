@@ -1,4 +1,4 @@
-"""The command line: thin commands over the library, a file each."""
+"""The command line. Each command is a thin layer over the library, in a file of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(
         False, "--version", help="Print the versions of specdec, transformers and torch.", is_eager=True
     ),
     debug: bool = typer.Option(
-        False, "--debug", envvar="SPECDEC_DEBUG", help="Show the traceback of an error, before the sentence on it."
+        False, "--debug", envvar="SPECDEC_DEBUG", help="Print the traceback of an error before its message."
     ),
 ) -> None:
     """Speculative decoding for Hugging Face models."""

@@ -1,4 +1,4 @@
-"""`specdec bench`: plain decoding and proposers on your prompts."""
+"""`specdec bench`: compares plain decoding and proposers on your prompts."""
 
 from __future__ import annotations
 
@@ -33,26 +33,28 @@ PICTURES = (".png", ".svg", ".pdf")
 def bench(
     target: Target,
     proposers: list[str] | None = typer.Argument(
-        None, help=f'{WHAT_DRAFTS} Several may be given; "auto" by default.', autocompletion=proposer_names
+        None, help=f'{WHAT_DRAFTS} May be given several times; default: "auto".', autocompletion=proposer_names
     ),
     prompts: Path | None = typer.Option(
-        None, help="Your prompts: .txt, one a line, or as for `regenerate`; three of ours by default.", exists=True
+        None,
+        help="Prompts: .txt with one per line, or a format of `regenerate`. Default: three built-in prompts.",
+        exists=True,
     ),
-    limit: int = typer.Option(8, min=1, help="Use the first so many prompts."),
-    repeats: int = typer.Option(1, min=1, help="Times that each prompt is answered in each way."),
-    max_new_tokens: int = typer.Option(128, min=8, help="Tokens to write for each."),
+    limit: int = typer.Option(8, min=1, help="Maximum number of prompts."),
+    repeats: int = typer.Option(1, min=1, help="Runs of each prompt with each proposer."),
+    max_new_tokens: int = typer.Option(128, min=8, help="Maximum new tokens per prompt."),
     temperature: Temperature = 0.0,
     draft_length: DraftLength = None,
     rule: Rule = COUPLED,
     dtype: Format = "auto",
     device: Device = None,
-    as_json: bool = typer.Option(False, "--json", help="What was measured as JSON, in place of the table."),
-    chart: Path | None = typer.Option(None, help="Picture of the speed-ups to write: .png, .svg or .pdf."),
+    as_json: bool = typer.Option(False, "--json", help="Print the results as JSON instead of a table."),
+    chart: Path | None = typer.Option(None, help="Write a chart of the speed-ups to this .png, .svg or .pdf file."),
 ) -> None:
-    """Answer prompts plainly and with each proposer, taking turns: the speed-ups, on standard output.
+    """Measure the speed-up of each proposer over plain decoding on your prompts.
 
-    Above temperature 0 every call begins with the same seed. Ctrl-C ends it; what was measured until then is printed
-    all the same.
+    Methods take turns on every prompt. Above temperature 0 every call uses the same seed. Ctrl-C stops the
+    measurement and prints the results so far.
     """
     names = list(dict.fromkeys(proposers or ["auto"]))
     for name in names:
@@ -92,7 +94,7 @@ def bench(
         from specdec.evaluation.plots import speed_ups
 
         speed_ups(found.speed_ups).figure.savefig(chart)
-        typer.echo(f"the chart is in {chart}", err=True)
+        typer.echo(f"wrote the chart to {chart}", err=True)
     if found.stopped:
         raise interrupted()
 
@@ -101,8 +103,8 @@ def _check(chart: Path) -> None:
     if chart.suffix not in PICTURES:
         raise ValueError(f"{chart} must end in one of {', '.join(PICTURES)}")
     if not chart.parent.is_dir():
-        raise ValueError(f"there is no folder {chart.parent} to write {chart.name} to")
+        raise ValueError(f"the folder {chart.parent} for {chart.name} does not exist: create it, or choose another one")
     if chart.is_dir() or not os.access(chart if chart.exists() else chart.parent, os.W_OK):
         raise ValueError(f"{chart} cannot be written: choose another file")
     if find_spec("matplotlib") is None:
-        raise ValueError("a chart is drawn with matplotlib, which is not there: pip install matplotlib")
+        raise ValueError("--chart needs matplotlib, which is not installed: pip install matplotlib")

@@ -1,7 +1,4 @@
-"""`Chat`: a conversation with a model whose cache is kept, so that a turn reads only what is new.
-
-Owns the messages and the cache. Knows nothing of terminals.
-"""
+"""`Chat`: a conversation that keeps the model's cache, so that each turn reads only the new tokens."""
 
 from __future__ import annotations
 
@@ -18,17 +15,23 @@ from specdec.models.compat import CACHE
 
 
 class Chat:
-    """Turns of a user and a model, in its chat template.
+    """A conversation between a user and a model, in the model's chat template.
 
     Args:
-        system: what the conversation begins with, if anything.
+        spec: generator of the model.
+        tokenizer: tokenizer of the model, with a chat template.
+        system: optional system prompt.
         options: further arguments of every `generate()` call.
 
     Attributes:
-        messages: so far, as chat templates take them.
+        messages: the messages so far, in the format of chat templates.
 
     Raises:
         ValueError: the tokenizer has no chat template.
+
+    Example:
+        chat = Chat(SpeculativeGenerator(model, "ngram"), tokenizer, max_new_tokens=256)
+        report = chat.say("Hello!", ColourStreamer(tokenizer, Console()))
     """
 
     def __init__(
@@ -39,23 +42,26 @@ class Chat:
         **options: Any,
     ):
         if tokenizer.chat_template is None:
-            raise ValueError("this model has no chat template: take one that was tuned for conversations")
+            raise ValueError("this model has no chat template: use a model that was tuned for conversations")
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-        self._cached: list[int] = []  # tokens whose keys and values are in the cache
+        self._cached: list[int] = []  # tokens whose states are in the cache
         self._forget()
 
     def say(self, text: str, streamer: ColourStreamer) -> Report:
-        """A turn: the user's text in, the model's answer to the streamer.
+        """Send a user message and stream the model's answer.
 
-        Interrupted (`KeyboardInterrupt`), the conversation goes on from what was said until then. A turn that fails
-        leaves it as it was.
+        After a `KeyboardInterrupt` the conversation keeps the answer so far. A turn that fails leaves it unchanged.
+
+        Args:
+            text: the user's message.
+            streamer: receives the answer's tokens.
 
         Returns:
-            What the turn took; `prefill` holds the seconds it read for.
+            The report of this turn; its `prefill` is the seconds spent reading.
 
         Raises:
-            ValueError: the text holds what is no character.
+            ValueError: the text contains an invalid character.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         ids = self._encoded(messages)
@@ -84,25 +90,26 @@ class Chat:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"the text holds {text[error.start]!r} at position {error.start}, which is a byte that is not "
-                "UTF-8 or half of a character: leave it out"
+                f"the text contains {text[error.start]!r} at position {error.start}, which is a byte that is not "
+                "UTF-8 or half of a character: remove it"
             ) from None
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(encoded["input_ids"])
 
     def _keep(self, length: int, interrupted: bool = False) -> None:
-        """Of the cache so many tokens; all are forgotten where it cannot be cut (windows that have slid, states).
+        """Crop the cache to `length` tokens, or clear it if it cannot be cropped (slid windows, recurrent states).
 
         Args:
-            interrupted: in the middle of a pass, which some layers may have seen and others not.
+            length: number of tokens to keep.
+            interrupted: True after an interrupted pass, which only some of the layers may have stored.
         """
         try:
             for layer in self._cache.layers if length else ():
                 if hasattr(layer, "has_previous_state"):
                     if interrupted or length < self._length:
-                        raise ValueError("a state does not say which tokens it has seen")
+                        raise ValueError("a recurrent state does not record which tokens it has read")
                 elif layer.is_initialized and length < (have := layer.get_seq_length()):
-                    layer.crop(length - have)  # a negative number: how many go
+                    layer.crop(length - have)  # negative: the number of tokens to remove
         except (AttributeError, ValueError, RuntimeError, NotImplementedError):
             length = 0
         if not length:
@@ -111,7 +118,7 @@ class Chat:
 
     @property
     def _length(self) -> int:
-        """Tokens in the cache; 0 where it holds states alone."""
+        """Number of tokens in the cache; 0 if it has recurrent states only."""
         try:
             return self._cache.get_seq_length()
         except ValueError:
@@ -122,7 +129,7 @@ class Chat:
 
 
 def _common(cached: Sequence[int], ids: Sequence[int]) -> int:
-    """How many of the cached tokens the text begins with; its last token has to be read in any case."""
+    """Length of the common prefix of the cached tokens and the text without its last token, which must be read."""
     same = 0
     while same < min(len(cached), len(ids) - 1) and cached[same] == ids[same]:
         same += 1

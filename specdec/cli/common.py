@@ -1,4 +1,4 @@
-"""What the commands share: their options, loading what these name, and saying what is wrong with it."""
+"""Shared parts of the commands: options, loading of models, and messages to the user."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ if TYPE_CHECKING:
 
     from specdec.engine.generator import SpeculativeGenerator
 
-COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: beyond them all is greedy, or uniform
-INTERRUPTED = 130  # as shells count: 128 and SIGINT's number
+COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: decoding is greedy below and uniform above
+INTERRUPTED = 130  # exit code of shells: 128 plus the number of SIGINT
 
 
 def proposer_names(incomplete: str) -> list[str]:
-    """For a shell that completes one."""
+    """Complete a proposer's name in the shell."""
     return [
         name for name in (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:") if name.startswith(incomplete)
     ]
 
 
 def warm_enough(temperature: float) -> float:
-    """Refuse a temperature so low that logits divided by it are infinite."""
+    """Reject a temperature so low that dividing the logits by it gives infinity."""
     if 0 < temperature < COLDEST:
-        raise typer.BadParameter(f"{temperature} is neither 0, which is greedy, nor at least {COLDEST}")
+        raise typer.BadParameter(f"{temperature} is neither 0, which means greedy, nor at least {COLDEST}")
     return temperature
 
 
-WHAT_DRAFTS = f"What drafts: {PROPOSERS_IN_WORDS}."
+WHAT_DRAFTS = f"Proposer: {PROPOSERS_IN_WORDS}."
 Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
 ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
-Temperature = Annotated[float, typer.Option(min=0.0, max=HOTTEST, help="0 is greedy.", callback=warm_enough)]
+Temperature = Annotated[
+    float, typer.Option(min=0.0, max=HOTTEST, help="Sampling temperature; 0 is greedy.", callback=warm_enough)
+]
 Seed = Annotated[
     int | None,
-    typer.Option(min=-(2**63), max=2**64 - 1, help="Of what is drawn: the same seed gives the same text."),
+    typer.Option(min=-(2**63), max=2**64 - 1, help="Random seed for sampling."),
 ]
 DraftLength = Annotated[
-    int | None, typer.Option(min=0, help="Tokens to draft per round, 0: none; by measured costs if left out.")
+    int | None, typer.Option(min=0, help="Draft tokens per round; 0: none. Default: adapts to measured costs.")
 ]
-Rule = Annotated[RuleName, typer.Option(help='How drafts are verified above temperature 0; "typical" is lossy.')]
-Format = Annotated[NumberFormat, typer.Option(help="auto: what is fastest here, in place of bfloat16.")]
-Device = Annotated[str | None, typer.Option(help='"cpu", "cuda", ...: the best there is if left out.')]
+Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperature 0; "typical" is lossy.')]
+Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
+Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
 
 format_of_others = warnings.formatwarning
 
 
 class Said(logging.Handler):
-    """What the library does that takes long, a line each on standard error."""
+    """Prints the library's log messages, such as progress of slow steps, on standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
         typer.echo(record.getMessage(), err=True)
 
 
 def speak() -> None:
-    """From now on the library's messages and warnings are lines for people."""
+    """Show the library's log messages and warnings as single lines."""
     warnings.formatwarning = summary
     log = logging.getLogger("specdec")
     log.setLevel(logging.INFO)
@@ -71,9 +73,9 @@ def speak() -> None:
 
 
 def print_versions(err: bool = False) -> None:
-    """Print installed releases, with a warning if specdec does not work with them or was not tested with them.
+    """Print the installed releases, and a warning if specdec fails or was not tested with them.
 
-    torch is imported only where a release was not tested.
+    Imports torch only if a release was not tested.
     """
     from specdec import __version__
     from specdec.utils.releases import TESTED, advice, is_tested, summary
@@ -93,16 +95,16 @@ def print_versions(err: bool = False) -> None:
 
 
 def interrupted(what: str = "stopped") -> typer.Exit:
-    """To be raised after Ctrl-C, when all that is to be said was said."""
+    """Print `what` and return the exception to raise after Ctrl-C."""
     typer.echo(what, err=True)
     return typer.Exit(INTERRUPTED)
 
 
 def check(target: str, proposer: str = "auto") -> None:
-    """Raise ValueError for what can be seen to be wrong before torch is imported."""
+    """Raise ValueError for names that can be rejected without importing torch."""
     check_name(proposer)
     kind, _, source = proposer.removeprefix(WITH_NGRAMS).partition(":")
-    if kind == "exit":  # a number of layers
+    if kind == "exit":  # followed by a number of layers
         source = ""
     for name in (target, *([source] if source else [])):
         require_folder_or_id(name)
@@ -111,11 +113,13 @@ def check(target: str, proposer: str = "auto") -> None:
 def load(
     target: str, tokenizer: bool = True, dtype: NumberFormat | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, Any]:
-    """The model and its tokenizer.
+    """Load a model and its tokenizer.
 
     Args:
-        dtype: number format by its name, "auto" for what is fastest here, which is said; None: as saved.
-        device: by its name; None: the best there is.
+        target: path or hub id.
+        tokenizer: load the tokenizer; otherwise None is returned for it.
+        dtype: name of the number format, or "auto" for the fastest on this device. None: as saved.
+        device: name of the device. None: the best one available.
     """
     from transformers import AutoTokenizer
 
@@ -144,12 +148,12 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # "meta" has no values
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"{name} is no device of this machine: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"{name} is not a device of this machine: {str(error).partition(chr(10))[0]}") from error
     return device
 
 
 def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
-    """Arguments of `generate()`. seed: torch's, set now."""
+    """Return the sampling arguments of `generate()`, after seeding torch if a seed is given."""
     import torch
 
     if seed is not None:
@@ -160,7 +164,7 @@ def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
 def generator(
     target: str, proposer: str, draft_length: int | None, rule: RuleName, dtype: NumberFormat, device: str | None
 ) -> tuple[SpeculativeGenerator, Any]:
-    """A generator of what the options name, and the tokenizer."""
+    """Build a generator from the options, and return it with the tokenizer."""
     from specdec.engine.generator import SpeculativeGenerator
 
     model, tokenizer = load(target, dtype=dtype, device=device)
@@ -170,6 +174,6 @@ def generator(
 def summary(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Warnings of ours without the line of code that gave them."""
+    """Format warnings of specdec without the source line that raised them."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
     return f"warning: {message}\n" if ours else format_of_others(message, category, filename, lineno, line)

@@ -1,4 +1,4 @@
-"""`specdec regenerate`: a target answers prompts."""
+"""`specdec regenerate`: has a target answer prompts."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ def _warm_enough(temperatures: list[float]) -> list[float]:
 def regenerate(
     target: Target,
     prompts: Path = typer.Argument(
-        help="Prompts or conversations: JSONL (.gz), .txt, one a line, or a datasets folder.", exists=True
+        help="Prompts or conversations: JSONL (.gz), .txt with one per line, or a datasets folder.", exists=True
     ),
     out: Path = typer.Argument(
-        help="JSONL to write; conversations finished in an earlier run are kept.", dir_okay=False
+        help="JSONL file to write. Conversations finished in an earlier run are kept.", dir_okay=False
     ),
     temperature: list[float] = typer.Option(
         [0.0],
         min=0.0,
         max=HOTTEST,
         callback=_warm_enough,
-        help="May be given several times: conversations take turns.",
+        help="Sampling temperature; 0 is greedy. If given several times, conversations use them in turn.",
     ),
-    batch_size: int = typer.Option(8, min=1, help="Conversations at a time."),
-    max_new_tokens: int = typer.Option(256, min=1, help="Tokens per answer at most."),
-    max_prompt_tokens: int = typer.Option(1024, min=1, help="Longer conversations are left out."),
-    limit: int | None = typer.Option(None, min=1, help="Use the first so many prompts."),
+    batch_size: int = typer.Option(8, min=1, help="Conversations answered at a time."),
+    max_new_tokens: int = typer.Option(256, min=1, help="Maximum new tokens per answer."),
+    max_prompt_tokens: int = typer.Option(
+        1024, min=1, help="Maximum tokens of a prompt; longer conversations are left out."
+    ),
+    limit: int | None = typer.Option(None, min=1, help="Maximum number of prompts."),
     template: str = typer.Option(
         "{}",
-        help="""Arguments of the chat template, as JSON: '{"enable_thinking": false}'. An entry's own come before.""",
+        help="""JSON arguments of the chat template: '{"enable_thinking": false}'. An entry's own take precedence.""",
     ),
-    max_minutes: float | None = typer.Option(None, min=0.0, help="Stop after them; the same command goes on."),
-    seed: int = typer.Option(0, min=-(2**53), max=2**53),
+    max_minutes: float | None = typer.Option(
+        None, min=0.0, help="Time limit in minutes. Run the same command again to resume."
+    ),
+    seed: int = typer.Option(0, min=-(2**53), max=2**53, help="Random seed for sampling."),
 ) -> None:
-    """Have a target answer prompts: the texts that a head for it is trained on."""
+    """Let a target answer prompts, to get training texts for a head."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from specdec.data.messages import read_prompts
@@ -52,7 +56,7 @@ def regenerate(
 
     switches = _switches(template)
     useless = LeftOut("prompts")
-    useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # said before the model is loaded
+    useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # reported before the model is loaded
     check(target)
     from accelerate.utils import gather_object
 
@@ -90,14 +94,14 @@ def regenerate(
                 go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
             )
         except KeyboardInterrupt:
-            raise interrupted(f"stopped: the answers in {out} are whole, the same command goes on") from None
+            raise interrupted(f"stopped: the answers in {out} are kept, run the same command again to resume") from None
         finished = bar.finished and not Answers(out).parts()
     tokens = sum(gather_object([tokens]))
     if not together.is_main_process:
         return
-    left_over = "" if finished else " so far: the same command goes on"
+    left_over = "" if finished else " so far: run the same command again to resume"
     typer.echo(f"the answers are in {out}{left_over}")
-    typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "nothing was left to answer")
+    typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "all prompts had answers already")
 
 
 def _switches(template: str) -> dict[str, Any]:
@@ -108,6 +112,6 @@ def _switches(template: str) -> dict[str, Any]:
         switches = None
     if not isinstance(switches, dict):
         raise ValueError(
-            f"--template must be a JSON object, say '{{\"enable_thinking\": false}}', got {shortened(template)}"
+            f"--template must be a JSON object, for example '{{\"enable_thinking\": false}}', got {shortened(template)}"
         )
     return switches

@@ -1,4 +1,4 @@
-"""`specdec doctor`: what is fastest here, and why not more."""
+"""`specdec doctor`: finds the fastest draft method on this machine and what limits it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ def doctor(
     target: Target,
     proposer: str = typer.Argument("auto", help=WHAT_DRAFTS, autocompletion=proposer_names),
     prompts: Path | None = typer.Option(
-        None, help="Your prompts: .txt, one a line, or as for `regenerate`; two of ours by default.", exists=True
+        None,
+        help="Prompts: .txt with one per line, or a format of `regenerate`. Default: two built-in prompts.",
+        exists=True,
     ),
-    limit: int = typer.Option(8, min=1, help="Use the first so many prompts."),
-    max_new_tokens: int = typer.Option(64, min=8, help="Tokens to write for each."),
+    limit: int = typer.Option(8, min=1, help="Maximum number of prompts."),
+    max_new_tokens: int = typer.Option(64, min=8, help="Maximum new tokens per prompt."),
     temperature: Temperature = 0.0,
     dtype: Format = "auto",
 ) -> None:
-    """Measure plain decoding and every way to draft, in turns: which is fastest on these prompts, what limits it.
+    """Find the fastest way to decode these prompts, and what limits it.
 
-    Ctrl-C ends it; what was measured until then is the diagnosis.
+    Measures plain decoding and every draft method in turns. Ctrl-C stops the measurement; the diagnosis then uses the
+    results so far.
     """
     check(target, proposer)
     asked, count = first_questions(prompts, limit) if prompts else ([], 0)

@@ -1,7 +1,7 @@
-"""`Commands`: the group of all commands, and how one ends that cannot do what it was asked for.
+"""`Commands`: the group of all commands, which reports their errors.
 
-Bad input ends with one sentence: a ValueError, OSError or ImportError that somebody raised to say so. Any other error
-is called unexpected, for it may be a fault of specdec's, and has an exit code of its own. `--debug` adds the traceback.
+Bad input, i.e. a ValueError, OSError or ImportError raised on purpose, ends with one sentence. Any other error may be
+a bug in specdec: it is reported as unexpected, with another exit code. `--debug` adds the traceback.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-BAD_INPUT, UNEXPECTED = 2, 70  # exit codes: 2 is also that of a wrong option, 70 is EX_SOFTWARE of sysexits.h
+BAD_INPUT, UNEXPECTED = 2, 70  # exit codes: 2 as for a wrong option, 70 as EX_SOFTWARE in sysexits.h
 PACKAGE = Path(__file__).parents[1]
 
 
 class Commands(TyperGroup):
-    """The commands, with one place where all of their errors are reported."""
+    """A group of commands that reports all errors in one place."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except Exception as error:
             if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)):
-                raise  # typer's own errors; and a closed standard output, at which typer ends without a word
+                raise  # typer's own errors, and a closed standard output, for which typer exits silently
             if ctx.params.get("debug"):
                 traceback.print_exception(error)
             if is_bad_input(error):
                 typer.secho(f"error: {error}", fg="red", err=True)
                 raise typer.Exit(BAD_INPUT) from error
-            again = f"`specdec --debug {ctx.invoked_subcommand} ...`, or SPECDEC_DEBUG=1, shows where it came from"
+            again = f"`specdec --debug {ctx.invoked_subcommand} ...`, or SPECDEC_DEBUG=1, shows the traceback"
             typer.secho(f"unexpected error, {type(error).__name__}: {error} ({again})", fg="red", err=True)
             raise typer.Exit(UNEXPECTED) from error
 
 
 def is_bad_input(error: Exception) -> bool:
-    """Whether an error says what is wrong with the input, in words that somebody wrote for it.
+    """Return whether an error was raised on purpose to describe invalid input.
 
-    A ValueError that Python itself raised in a line of specdec's (`int("x")`, a tuple of another length) is nobody's
-    words: that case was not thought of.
+    False for a ValueError that Python itself raised in a line of specdec (`int("x")`, unpacking a tuple of another
+    length), since that is an unhandled case.
     """
     if not isinstance(error, (ValueError, OSError, ImportError)):
         return False

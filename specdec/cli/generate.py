@@ -1,4 +1,4 @@
-"""`specdec generate`: a text, and what it took."""
+"""`specdec generate`: generates a text and reports how."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from specdec.utils.choices import COUPLED
 def generate(
     target: Target,
     prompt: str | None = typer.Argument(
-        None, help="What to say to it, in its chat template if it has one; read from standard input if left out."
+        None, help="User message, in the chat template if the model has one. Default: read from standard input."
     ),
     proposer: ProposerOption = "auto",
-    max_new_tokens: int = typer.Option(256, min=1, help="Tokens to write at most."),
+    max_new_tokens: int = typer.Option(256, min=1, help="Maximum new tokens."),
     temperature: Temperature = 0.0,
     seed: Seed = None,
     draft_length: DraftLength = None,
     rule: Rule = COUPLED,
     dtype: Format = "auto",
     device: Device = None,
-    as_json: bool = typer.Option(False, "--json", help="The report as JSON."),
-    compare: bool = typer.Option(False, "--compare", help="Plain decoding first, and how much faster this was."),
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+    compare: bool = typer.Option(False, "--compare", help="Run plain decoding first, and print the speed-up."),
 ) -> None:
-    """Write a text to standard output as it comes, then the report to standard error.
+    """Stream a text to standard output, then print a report to standard error.
 
-    Ctrl-C ends the text; the report of what was written is printed all the same.
+    Ctrl-C stops the text and prints the report so far.
     """
     check(target, proposer)
     asked = _asked(prompt)
@@ -75,12 +75,12 @@ def generate(
 
 def _asked(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
-        raise ValueError('a prompt is missing: specdec generate MODEL "a prompt", or one on standard input')
+        raise ValueError('a prompt is missing: use specdec generate MODEL "a prompt", or pass one on standard input')
     try:
         asked = sys.stdin.read() if prompt is None else prompt
         check_text(asked)
     except ValueError as error:
         raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
     if not asked.strip():
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt is empty: give some text")
     return asked

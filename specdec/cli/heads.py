@@ -1,4 +1,4 @@
-"""Commands about heads: `inspect`, and `export` of EAGLE's."""
+"""`specdec inspect` and `specdec export`: show the contents of a draft head, and convert EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from specdec.utils.paths import require_folder_or_id
 
 def inspect(
     head: str = typer.Argument(help="Folder or hub id of an EAGLE head, or of a DFlash or DSpark drafter."),
-    target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they fit."),
-    probe: bool = typer.Option(False, help="Measure which way of counting the target's layers is right."),
+    target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they are compatible."),
+    probe: bool = typer.Option(False, help="Measure which numbering of the target's layers the head uses."),
 ) -> None:
-    """Say what the files of an EAGLE head or a block-parallel drafter hold, what is used, and what was assumed."""
+    """Show the contents of an EAGLE head or a block-parallel drafter, the parts in use, and the assumptions made."""
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
     for name in (head, *([target] if target else [])):
@@ -45,10 +45,12 @@ def inspect(
     else:
         proposer = BlockProposer(module)
     proposer.check(model)
-    typer.echo(f"\nIt fits {target} and reads the states entering its layers {proposer.taps(model).at}.")
+    typer.echo(f"\nIt is compatible with {target}, and reads the states entering its layers {proposer.taps(model).at}.")
     if probe:
         if not isinstance(proposer, Eagle3Proposer):
-            raise ValueError("--probe is for EAGLE heads: a block-parallel drafter's layout says how it counts")
+            raise ValueError(
+                "leave out --probe: only EAGLE heads need it, a block-parallel drafter's layout defines its numbering"
+            )
         typer.echo(probe_taps(proposer.head, model, tokenizer))
 
 
@@ -56,17 +58,18 @@ def export(
     head: str = typer.Argument(help="Folder or hub id of an EAGLE-3 head, in any known layout."),
     out: str = typer.Argument(help="Folder to write."),
     layout: HeadLayout = typer.Option(
-        "sglang", help='"sglang" (SafeAILab, SpecForge, SGLang), "speculators" (vLLM) or "int8" (half the size, ours).'
+        "sglang",
+        help='Layout: "sglang" (SafeAILab, SpecForge, SGLang), "speculators" (vLLM) or "int8" (half the size, ours).',
     ),
-    target: str = typer.Option("", help="Hub id of the target, which vLLM's layout names."),
-    force: bool = typer.Option(False, "--force", help="Write over a head that lies in OUT."),
+    target: str = typer.Option("", help="Hub id of the target, which vLLM's layout records."),
+    force: bool = typer.Option(False, "--force", help="Overwrite a head in OUT."),
 ) -> None:
     """Write an EAGLE-3 head in another layout."""
     require_folder_or_id(head)
     if Path(out).resolve() == Path(head).resolve():
-        raise ValueError(f"{out} is the head itself, which would be lost: choose another folder")
+        raise ValueError(f"{out} is the folder of the head itself, which would be overwritten: choose another folder")
     if not force and Path(out).is_dir() and any(Path(out).iterdir()):
-        raise ValueError(f"{out} is not empty: choose another folder, or write over the head in it with --force")
+        raise ValueError(f"{out} is not empty: choose another folder, or overwrite the head in it with --force")
     from specdec.heads.eagle3.checkpoint import load
     from specdec.heads.eagle3.export import lost_in, save
     from specdec.heads.eagle3.widen import widened
@@ -76,6 +79,6 @@ def export(
     for lost in lost_in(loaded.config, layout):
         typer.secho(f"warning: {lost}", fg="yellow", err=True)
     if layout == "speculators" and not target:
-        typer.secho("warning: vLLM looks the target up in this layout's config: give --target", fg="yellow", err=True)
+        typer.secho("warning: vLLM reads the target from this layout's config: give --target", fg="yellow", err=True)
     size = (Path(out) / "model.safetensors").stat().st_size
     typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")

@@ -1,4 +1,4 @@
-"""What the commands that measure share: prompts as the model takes them, and a bar on standard error."""
+"""Shared parts of `bench` and `doctor`: encoded prompts, and a progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
-    """Conversations up to where the model is to answer, (T,) int64 each, without those that its template refuses."""
+    """Tokenize conversations up to the answer, (T,) int64 each. Those that the chat template refuses are left out."""
     import torch
 
     from specdec.data.conversations import encode_prompt
@@ -25,7 +25,7 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
         try:
             tokens = encode_prompt(one.messages, tokenizer, **one.template)
             if not tokens:
-                raise ValueError("the tokenizer makes no token of it")
+                raise ValueError("the tokenizer returns no tokens for it")
             prompts.append(torch.tensor(tokens))
         except ValueError as error:
             left_out.add(one.place, error)
@@ -35,21 +35,21 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
 
 
 def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:
-    """The first of specdec's own prompts, (T,) int64 each."""
+    """Tokenize the first `limit` of the built-in prompts, (T,) int64 each."""
     from specdec.data.prompts import PROMPTS
 
     return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
 
 
 def on_prompts(answered: int, available: int, file: Path | None) -> str:
-    """How many were answered, of how many, and whose they are."""
+    """Describe how many prompts of which file were answered."""
     count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
-    return f"{count} prompts of {file or 'ours'}"
+    return f"{count} prompts of {file or 'specdec'}"
 
 
 @contextmanager
 def bar() -> Iterator[Callable[[int, int], None]]:
-    """What to tell the calls done and those there are."""
+    """Show a progress bar, and yield a function to call with the numbers of finished and of all calls."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 def serve(
     target: Target,
     proposer: ProposerOption = "auto",
-    host: str = typer.Option("localhost", help="Address to listen at."),
-    port: int = typer.Option(8000, min=1, max=65535, help="Port to listen at."),
+    host: str = typer.Option("localhost", help="Address to listen on."),
+    port: int = typer.Option(8000, min=1, max=65535, help="Port to listen on."),
     seed: Seed = None,
     draft_length: DraftLength = None,
     rule: Rule = COUPLED,
-    dtype: NumberFormat = typer.Option("auto", help="auto: as saved."),
-    device: str = typer.Option("auto", help='"cpu", "cuda", ...: the best there is by default.'),
+    dtype: NumberFormat = typer.Option("auto", help="Number format; auto: as saved."),
+    device: str = typer.Option("auto", help='Device: "cpu", "cuda", ... Default: the best one available.'),
 ) -> None:
-    """Serve a model by OpenAI's protocol: transformers' own server, with specdec inside. Ctrl-C ends it."""
+    """Serve a model over an OpenAI-compatible API: the server of transformers, with specdec. Ctrl-C stops it."""
     made: list[SpeculativeGenerator] = []
 
     def generator_of(model: PreTrainedModel) -> SpeculativeGenerator:
@@ -39,9 +39,9 @@ def serve(
         check(target, proposer)
         from specdec.cli.server import serve as serve_model
 
-        typer.echo(f"http://{host}:{port}/v1, model {target!r}, drafts by {proposer}", err=True)
+        typer.echo(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}", err=True)
         serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
-    except KeyboardInterrupt:  # the server has let go of everything by now
+    except KeyboardInterrupt:  # the server has released everything by now
         raise typer.Exit(INTERRUPTED) from None
     finally:
         for spec in made:

@@ -1,7 +1,7 @@
-"""`serve`: transformers' OpenAI-compatible server with specdec inside.
+"""`serve`: the OpenAI-compatible server of transformers, with specdec.
 
-Owns the way in: the server loads a model, and what it calls from then on as `model.generate` is ours. Requests, streams
-and the chat template are transformers' own (`transformers serve`; read in 5.23).
+When the server has loaded a model, `model.generate` is replaced by specdec's. Requests, streaming and the chat template
+are handled by `transformers serve` (checked with 5.23).
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
     """Serve a model until interrupted.
 
     Args:
-        target: path or hub id. generator_of: called once with the loaded model, which it may move and convert.
-        options: of `transformers serve` (host, port, default_seed, ...); with non_blocking=True the server runs in a
-            thread, and `kill_server()` of what is returned ends it.
+        target: path or hub id.
+        generator_of: called once with the loaded model, which it may move and convert.
+        options: options of `transformers serve` (host, port, default_seed, ...). With `non_blocking=True` the server
+            runs in a thread.
+
+    Returns:
+        The server of transformers; its `kill_server()` stops a server in a thread.
 
     Raises:
         ImportError: the server's packages are not installed.
+
+    Example:
+        server = serve(path, lambda model: SpeculativeGenerator(model, "ngram"), port=8000, non_blocking=True)
+        server.kill_server()
     """
     from transformers.utils.import_utils import is_serve_available
 
@@ -39,20 +47,20 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
         )
     from transformers.cli.serve import Serve
 
-    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # its list of models fails where there is none
+    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # listing its models fails if the folder does not exist
     with _speculating(target, generator_of):
         return Serve(force_model=target, **options)
 
 
-_patching = Lock()  # of transformers' name for the class
+_patching = Lock()  # guards the replacement of transformers' class
 
 
 @contextmanager
 def _speculating(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]) -> Iterator[None]:
-    """Make the next server's models generate by specdec, and the server name `target` as one of them.
+    """Make the models of the next server generate with specdec, and list `target` among them.
 
-    A server runs within this context, but transformers' class is replaced only until the server has made its manager:
-    others, of any thread, have their own.
+    The server runs within this context. transformers' class is replaced only until the server has created its model
+    manager, so servers in other threads are not affected.
     """
     from transformers.cli.serving import model_manager
 
@@ -67,7 +75,7 @@ def _speculating(target: str, generator_of: Callable[[PreTrainedModel], Speculat
 def _manager(
     plain: Any, target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], made: Callable[[], None]
 ) -> Any:
-    """Class of a manager whose models generate by specdec. made: called as soon as there is one."""
+    """Class of a model manager whose models generate with specdec. made: called when a manager is created."""
 
     class Speculating(plain):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -81,7 +89,7 @@ def _manager(
 
         @staticmethod
         def get_gen_models(cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """Those in the hub's cache, and before them the one that is served, wherever it lies."""
+            """List the served model first, then the models in the hub's cache."""
             served = {"owned_by": "", "id": target, "object": "model", "created": 0}
             return [served, *(model for model in plain.get_gen_models(cache_dir) if model["id"] != target)]
 

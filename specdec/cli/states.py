@@ -1,4 +1,4 @@
-"""`specdec serve-states`: a target's states for trainings on other machines."""
+"""`specdec serve-states`: serves a target's hidden states for training on other machines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from specdec.cli.common import Device, Target, check, interrupted, load
 
 def serve_states(
     target: Target,
-    host: str = typer.Option("localhost", help="Address to listen at: whoever reaches it can use the target."),
-    port: int = typer.Option(8100, min=0, max=65535, help="Port to listen at."),
-    shard: Literal["none", "devices"] = typer.Option("none", help='"devices": over all of this machine (device_map).'),
+    host: str = typer.Option("localhost", help="Address to listen on. Anyone who can reach it can use the target."),
+    port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on."),
+    shard: Literal["none", "devices"] = typer.Option(
+        "none", help='"devices": split the target over all devices of this machine (device_map).'
+    ),
     device: Device = None,
 ) -> None:
-    """Give a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C ends it."""
+    """Serve a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C stops it."""
     check(target)
-    create_server((host, port)).close()  # a port that is taken is said before the target is loaded
+    create_server((host, port)).close()  # fail on a port in use before loading the target
     from specdec.models.loading import load as load_model
     from specdec.training.precision import as_fast_as_it_reads
     from specdec.training.teacher.state_server import StatesServer

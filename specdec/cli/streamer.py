@@ -1,4 +1,4 @@
-"""`ColourStreamer`: prints text as it is generated, accepted draft tokens in colour, and notes when each token came."""
+"""`ColourStreamer`: prints text as it is generated, with accepted draft tokens in colour."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 ACCEPTED_STYLE = "green"
-UNFINISHED = "\ufffd"  # what a tokenizer decodes a part of a character to
+UNFINISHED = "\ufffd"  # replacement character, decoded from an incomplete character
 
 
 class ColourStreamer(BaseStreamer):
-    """A streamer for `generate()` that speculative decoding also tells where each token came from.
+    """A streamer for `generate()` that prints text as it is generated, with accepted draft tokens in colour.
 
-    specdec calls `on_accept` right before each `put`; plain `generate()` does not, and its text stays uncoloured.
+    specdec calls `on_accept` right before each `put`. Plain `generate()` does not, so its text has no colour.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        console: console to print to.
 
     Attributes:
-        tokens: the generated ones. times: `time.perf_counter()` at each.
+        tokens: generated token ids.
+        times: `time.perf_counter()` at each token.
+
+    Example:
+        spec.generate(**inputs, streamer=ColourStreamer(tokenizer, Console(highlight=False)))
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
@@ -29,17 +37,21 @@ class ColourStreamer(BaseStreamer):
         self._console = console
         self._prompt_seen = False
         self._accepted = False
-        self._shown = 0  # tokens whose text is on the screen
-        self._context = 0  # decoding starts here, a piece before `_shown`: a token's text depends on the one before it
-        self._pending_accepted: list[bool] = []  # of the tokens not shown yet
-        self._column = 0  # where the next character goes
+        self._shown = 0  # number of tokens whose text is printed
+        self._context = 0  # decoding starts here, before `_shown`: a token's text depends on the previous one
+        self._pending_accepted: list[bool] = []  # for each token not printed yet
+        self._column = 0  # column of the next character
 
     def on_accept(self, accepted: bool) -> None:
-        """The next token to be put is (or is not) an accepted draft token."""
+        """Set whether the next token passed to `put` is an accepted draft token."""
         self._accepted = accepted
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, then the generated tokens; only these are shown."""
+        """Receive the prompt, which is not printed, and then the generated tokens.
+
+        Args:
+            value: token ids of any shape, int64.
+        """
         if not self._prompt_seen:
             self._prompt_seen = True
             return
@@ -52,7 +64,7 @@ class ColourStreamer(BaseStreamer):
         self._accepted = False
 
     def end(self) -> None:
-        """Show what is left, an unfinished character too."""
+        """Print the remaining text, including an incomplete character."""
         self._show(self._pending_text())
         self._console.out("", highlight=False)
 
@@ -67,7 +79,7 @@ class ColourStreamer(BaseStreamer):
         return after[len(before) :]
 
     def _show(self, text: str) -> None:
-        # A character made of several tokens counts as drafted only if all of them were.
+        # A character of several tokens is coloured only if all of them were accepted.
         style = ACCEPTED_STYLE if self._pending_accepted and all(self._pending_accepted) else None
         self._console.out(self._folded(text), style=style, highlight=False, end="")
         self._console.file.flush()
@@ -75,7 +87,7 @@ class ColourStreamer(BaseStreamer):
         self._pending_accepted = []
 
     def _folded(self, text: str) -> str:
-        """With a new line where a terminal folds a long one: a recorded picture would cut it."""
+        """Insert line breaks where a terminal would wrap a line, since a recorded picture would cut it off."""
         if not self._console.record:
             return text
         folded = ""

@@ -1,4 +1,4 @@
-"""`specdec train`: a head for a target."""
+"""`specdec train`: trains a draft head for a target."""
 
 from __future__ import annotations
 
@@ -16,83 +16,98 @@ if TYPE_CHECKING:
 
 def train(
     target: Target,
-    data: Path = typer.Argument(help="Texts it wrote itself: JSONL (.gz), .txt, or a datasets folder.", exists=True),
-    out: Path = typer.Argument(help="Folder for states, checkpoints and the head; work in it is taken up."),
+    data: Path = typer.Argument(
+        help="Texts written by the target: JSONL (.gz), .txt, or a datasets folder.", exists=True
+    ),
+    out: Path = typer.Argument(help="Folder for states, checkpoints and the head. An unfinished run in it is resumed."),
     kind: HeadKind = typer.Option(
-        "eagle3", help='"eagle3"; a drafter of whole blocks, "dflash" or "dspark"; MTP layers, "mtp".'
+        "eagle3", help='Kind of head: "eagle3"; "dflash" or "dspark" (drafters of whole blocks); "mtp" (MTP layers).'
     ),
     start_from: str | None = typer.Option(
-        None, "--from", help="A head to go on from, folder or hub id: not a fresh one."
+        None, "--from", help="Head to start from: folder or hub id. Default: a new head."
     ),
     start_from_target: str | None = typer.Option(
-        None, "--from-target", help="What the head of --from is for, if another: a smaller model with the same tokens."
+        None,
+        "--from-target",
+        help="Target of the head of --from, if it is another one: a smaller model with the same tokens.",
     ),
     draft_vocab: int | None = typer.Option(
         None,
         min=2,
-        help="Tokens that can be drafted: the most frequent 8192; more than a head of --from has are added to its own, "
-        "else they are chosen anew.",
+        help="Size of the draft vocabulary. Default: the 8192 most frequent tokens, or that of the head of --from. A "
+        "larger size adds tokens to that head; a smaller one chooses them again.",
     ),
-    intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP; the target's by default."),
-    layers: int | None = typer.Option(None, min=1, help="Of a fresh head: 1, of a drafter of blocks 2."),
+    intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP. Default: the target's."),
+    layers: int | None = typer.Option(None, min=1, help="Layers of a new head. Default: 1; 2 for a drafter of blocks."),
     attention_bias: bool = typer.Option(
         True,
-        help="Biases in a fresh head's attention if the target's has them; SafeAILab's and SGLang's code takes none.",
+        help="Biases in a new head's attention if the target has them. SafeAILab's and SGLang's code supports none.",
     ),
-    steps: int | None = typer.Option(None, min=1, help="Drafted tokens to train: 3, of a drafter of blocks 7."),
-    anchors: int = typer.Option(64, min=1, help="Blocks to learn from in each row of texts."),
+    steps: int | None = typer.Option(None, min=1, help="Draft tokens to train. Default: 3; 7 for a drafter of blocks."),
+    anchors: int = typer.Option(64, min=1, help="Blocks trained on per row of texts."),
     loss: LossName | None = typer.Option(
         None,
-        help='"ce": cross-entropy; "lk": the likelihood of acceptance, to go on from a head with; "ce+lk": half of '
-        'each; "tv": total variation, the default for "dspark".',
+        help='Loss: "ce", cross-entropy; "lk", the likelihood of acceptance, to fine-tune a head; "ce+lk", half of '
+        'each; "tv", total variation, the default for "dspark".',
     ),
     optimizer: OptimizerName | None = typer.Option(
-        None, help='"muon" for matrices (an EAGLE-3 head\'s default), or "adamw" for all weights.'
+        None, help='Optimizer: "muon" for matrices (default for EAGLE-3 heads), or "adamw" for all weights.'
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
-    epochs: float = typer.Option(2.0, min=0.0),
-    learning_rate: float = typer.Option(1e-3, min=0.0),
-    batch_size: int = typer.Option(4, min=1, help="Rows per update, of all processes."),
-    rows_at_once: int | None = typer.Option(None, min=1, help="Rows per process and pass: fewer need less memory."),
+    epochs: float = typer.Option(2.0, min=0.0, help="Number of passes over the texts."),
+    learning_rate: float = typer.Option(1e-3, min=0.0, help="Peak learning rate."),
+    batch_size: int = typer.Option(4, min=1, help="Rows per update, over all processes."),
+    rows_at_once: int | None = typer.Option(None, min=1, help="Rows per process and pass; fewer need less memory."),
     cache_states: bool = typer.Option(
-        False, "--cache-states", help="Keep the target's states on disk: several epochs then cost one pass of it."
+        False,
+        "--cache-states",
+        help="Keep the target's states on disk, so that several epochs need only one pass of the target.",
     ),
     rounded_states: bool = typer.Option(
         False,
         "--rounded-states",
-        help="Compute those states in 8 bits: faster on CPUs that multiply bytes, a few percent off.",
+        help="Compute these states in 8 bits: faster on CPUs with int8 instructions, with errors of a few percent.",
     ),
     shard: Sharding = typer.Option(
         "none",
-        help='Where the target lies: "none": whole in each process; "devices": over all of one process (device_map); '
-        '"tp", "fsdp": over the processes.',
+        help='Placement of the target: "none", a copy in each process; "devices", split over all devices of one '
+        'process (device_map); "tp" or "fsdp", split over the processes.',
     ),
     teacher: str | None = typer.Option(
-        None, help="http://HOST:PORT of `specdec serve-states`: the target is run there, its weights lie here, too."
+        None,
+        help="http://HOST:PORT of `specdec serve-states`, which runs the target. Its files are needed here, too.",
     ),
-    flex: bool = typer.Option(False, "--flex", help="Flex attention: for CUDA and long rows."),
-    max_texts: int | None = typer.Option(None, min=1, help="Use the first so many texts."),
-    held_out: int = typer.Option(16, min=1, help="Texts, evenly over the data, only evaluated on."),
+    flex: bool = typer.Option(False, "--flex", help="Use flex attention, for long rows on CUDA."),
+    max_texts: int | None = typer.Option(None, min=1, help="Maximum number of texts."),
+    held_out: int = typer.Option(
+        16, min=1, help="Number of texts, spread evenly over the data, to hold out for evaluation."
+    ),
     held_out_data: Path | None = typer.Option(
-        None, help="Texts only evaluated on, in a file of their own; nothing of DATA is held out then.", exists=True
+        None, help="File of texts for evaluation only; no texts of DATA are then held out.", exists=True
     ),
     save_every: int = typer.Option(100, min=1, help="Updates between checkpoints."),
     evaluate_every: int = typer.Option(
-        500, min=0, help="Updates between evaluations by the decoder; 0: none, the loss on held-out texts decides."
+        500,
+        min=0,
+        help="Updates between evaluations by decoding; 0: none, the loss on held-out texts selects the head.",
     ),
     max_minutes: float | None = typer.Option(
-        None, min=0.0, help="Stop after them, up to ten updates or an evaluation later; the same command goes on."
+        None,
+        min=0.0,
+        help="Time limit in minutes, up to ten updates or an evaluation late. Run the same command again to resume.",
     ),
-    report_to: Tracker = typer.Option("none", help="A tracker that is sent what is logged too."),
-    seed: int = typer.Option(0, min=0, max=2**32 - 1),
-    device: str | None = typer.Option(None, help='"cpu"; by default an accelerator if there is one.'),
+    report_to: Tracker = typer.Option("none", help="Experiment tracker for the logged values."),
+    seed: int = typer.Option(0, min=0, max=2**32 - 1, help="Random seed."),
+    device: str | None = typer.Option(
+        None, help='Device: only "cpu" can be given. Default: an accelerator if there is one.'
+    ),
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Say what memory, disk and work it takes, and do nothing: no weights are read.",
+        help="Print the memory, disk space and work needed, and stop without reading weights.",
     ),
 ) -> None:
-    """Train a head for a target: EAGLE-3, DFlash, DSpark, MTP. The same command goes on where it was stopped."""
+    """Train a head for a target: EAGLE-3, DFlash, DSpark or MTP. Run the same command again to resume."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
     check(target)
     from accelerate import PartialState
@@ -110,11 +125,11 @@ def train(
     try:
         found = train_head(recipe)
     except KeyboardInterrupt:
-        raise interrupted("stopped: the same command goes on from the last checkpoint") from None
+        raise interrupted("stopped: run the same command again to resume from the last checkpoint") from None
     if not PartialState().is_main_process:
         return
     if found is None:
-        typer.echo("not finished yet: the same command goes on")
+        typer.echo("not finished yet: run the same command again to resume")
         return
     if isinstance(found, HeldOut):
         typer.echo(f"held-out texts: loss {found.loss:.3f}, simulated length {found.simulated_length:.2f}; not decoded")

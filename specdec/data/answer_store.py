@@ -1,6 +1,6 @@
-"""`Answers`: the file of answers that `regenerate` writes, and the parts of it that several processes write.
+"""`Answers`: the JSONL file of answers that `regenerate` writes, and its parts if several processes write.
 
-Owns the lines: one per conversation, appended whole. A half-written one is cut off. Knows nothing of models.
+Each conversation is one line, appended whole. A half-written last line is cut off before a run resumes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BEGINNING = b'{"id": , "target": '  # of our lines, without the number
+BEGINNING = b'{"id": , "target": '  # start of each line, without the number
 
 
 class Answers:
-    """What lies at `out`, and beside it.
+    """The answer file `out` and the part files next to it.
 
     Args:
-        share: which of so many processes this is. One alone writes into `out`, several into parts, which are joined
-            when all conversations are over.
+        out: path of the JSONL file.
+        share: index of this process and number of processes. A single process writes to `out`. Several write parts,
+            which are joined when all conversations are finished.
     """
 
     def __init__(self, out: Path, share: tuple[int, int] = (0, 1)):
@@ -32,18 +33,18 @@ class Answers:
         out.parent.mkdir(parents=True, exist_ok=True)
 
     def files(self) -> list[Path]:
-        """Also of runs by another number of processes."""
+        """Existing answer files, including parts of runs with another number of processes."""
         return [path for path in (self.out, *self.parts()) if path.exists()]
 
     def parts(self) -> list[Path]:
-        """What several processes have written, and nobody joined yet."""
+        """Part files that are not joined yet."""
         return sorted(self.out.parent.glob(f"{glob.escape(self.out.name)}.[0-9]*.part"))
 
     def mend(self) -> None:
-        """Cut off what a killed process left half-written; of several one does so, while none writes.
+        """Cut off half-written lines of a killed process. One process calls this while no process writes.
 
-        Call it only after all `entries` were found to be this run's: a last line that lacks nothing but its end is
-        somebody's answer, too, and is kept.
+        Call it only after checking that all `entries` belong to this run. A last line that lacks only its newline is
+        a complete answer and is kept.
         """
         for path in self.files():
             end, last = 0, b"\n"
@@ -55,10 +56,10 @@ class Answers:
                     file.write(b"\n")
 
     def entries(self) -> Iterator[dict[str, Any]]:
-        """Entries of all files, each with `id`, `target` and `messages`. Nothing is written.
+        """Yield the entries of all files, each with `id`, `target` and `messages`, without writing anything.
 
         Raises:
-            ValueError: a file that is not of answers.
+            ValueError: a file contains something other than answers.
         """
         for path in self.files():
             for entry, _, _ in _lines(path):
@@ -71,7 +72,7 @@ class Answers:
             os.fsync(file.fileno())
 
     def join(self) -> None:
-        """Make one file of the parts, if there are any, in the order of the prompts. Killed, it can be done again."""
+        """Join the parts, if any, into one file in the order of the prompts. After a kill it can be repeated."""
         if not self.parts():
             return
         files, places = self.files(), {}
@@ -79,7 +80,7 @@ class Answers:
             for entry, start, _ in _lines(path):
                 places[entry["id"]] = (number, start)
         opened = [path.open("rb") for path in files]
-        with tempfile.TemporaryDirectory(dir=self.out.parent) as own:  # a name of ours might be somebody's file
+        with tempfile.TemporaryDirectory(dir=self.out.parent) as own:  # a fixed name could be a user's file
             partial = Path(own) / self.out.name
             with partial.open("wb") as joined:
                 for _, (number, start) in sorted(places.items()):
@@ -93,7 +94,7 @@ class Answers:
 
 
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int, bytes]]:
-    """Each whole line: its entry, where it starts, and itself; the last one may lack its end."""
+    """Yield the entry, byte offset and bytes of each complete line. The last line may lack its newline."""
     start = 0
     with path.open("rb") as file:
         for line in file:
@@ -106,12 +107,12 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], int, bytes]]:
                     return
                 known = False
             if not known:
-                raise ValueError(f"{path} is not a file of answers: choose another name")
+                raise ValueError(f"{path} is not a file of answers: choose another output file")
             yield entry, start, line
             start += len(line)
 
 
 def _half_written(line: bytes) -> bool:
-    """Whether a line begins as ours do, and has no end."""
+    """Return whether a line begins like an answer but has no newline."""
     begun = re.sub(rb"\d+", b"", line, count=1)
     return not line.endswith(b"\n") and (begun.startswith(BEGINNING) or BEGINNING.startswith(begun))

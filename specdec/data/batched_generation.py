@@ -1,8 +1,8 @@
-"""`Answering`: a target answers many prompts at once; a row whose answer has ended takes the next prompt at once.
+"""`Answering`: continuous batching without drafts. A row whose answer has ended takes the next prompt at once.
 
-Owns the rows and the draws. Knows nothing of conversations or files. Nothing is drafted: with many rows a pass is busy
-with one token each, and what counts is that no row waits for the longest. The target's generation config is kept to:
-each request has processors of its own, and plain `generate()` does what a batch cannot (beams, stop strings, a clock).
+With many rows, one token per row already uses the hardware well, so it matters more that no row waits for the longest.
+The target's generation config is respected: each request has its own logits processors, and plain `generate()` runs
+what a batch cannot (beams, stop strings, time limits).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from specdec.models.compat import is_synced
 from specdec.models.introspection import device_of, end_tokens
 from specdec.models.runner import ModelRunner
 
-ENDS = (MaxLengthCriteria, EosTokenCriteria)  # by which answers end in a batch
-# One answer in its plain form, whatever the generation config says of that.
+ENDS = (MaxLengthCriteria, EosTokenCriteria)  # stopping criteria that a batch supports
+# One answer as a plain tensor, whatever output the generation config asks for.
 ANSWER = {"num_return_sequences": 1, "return_dict_in_generate": False, "output_attentions": False, "use_cache": True}
 
 
@@ -41,13 +41,16 @@ class Request:
     """One prompt and its answer.
 
     Args:
-        prompt: token ids. temperature: 0 for greedy. seed: of its own draws, whatever else is answered beside it.
-        asker: whom the answer is for.
+        prompt: token ids.
+        temperature: 0 for greedy decoding.
+        seed: random seed of this request, independent of the other rows.
+        asker: any object of the caller, to identify the request.
 
     Attributes:
-        answer: token ids, the end token included. cut: it has no end token: it is as long as an answer may be, or was
-            ended by a stop string or the clock.
-        processors: what `generate()` would put its logits through. draws: what its tokens are drawn with.
+        answer: token ids, including the end token.
+        cut: True if there is no end token: the answer reached the maximum length, a stop string or a time limit.
+        processors: logits processors that `generate()` would apply.
+        draws: random generator for sampling.
     """
 
     prompt: list[int]
@@ -61,15 +64,16 @@ class Request:
 
 
 class Answering:
-    """One batch of the target's.
+    """Answers requests in one batch of the target, with continuous batching.
 
     Args:
-        rows: prompts that are answered at a time; one where the model can't run ragged batches.
-        max_new_tokens: of an answer.
-        tokenizer: needed where the model's generation config has stop strings.
+        model: the target.
+        rows: number of prompts answered at a time; 1 is used if the model does not support ragged batches.
+        max_new_tokens: maximum length of an answer.
+        tokenizer: needed if the model's generation config has stop strings.
 
     Raises:
-        ValueError: the generation config asks for what is in no decoding loop of `generate()`.
+        ValueError: the generation config asks for a feature outside `generate()`'s decoding loops.
     """
 
     def __init__(
@@ -81,7 +85,7 @@ class Answering:
     ):
         outside = decided_before(model, None, {})
         if outside:
-            raise ValueError(f"the target's generation config cannot be kept to: {outside}. Remove it there")
+            raise ValueError(f"the target's generation config is not supported: {outside}. Remove this setting from it")
         self._able = able = capability(model)
         self.model, self.max_new_tokens, self._tokenizer, self._said = model, max_new_tokens, tokenizer, False
         self.rows = rows if able.trees else 1
@@ -90,7 +94,11 @@ class Answering:
 
     @torch.no_grad()
     def run(self, take: Callable[[], Request | None]) -> Iterator[Request]:
-        """Requests, as their answers end. take: called for each row that is free; None if nothing is to be done now."""
+        """Yield each request when its answer ends.
+
+        Args:
+            take: called for each free row; returns the next request, or None if there is none at the moment.
+        """
         if self._able.masks is not None:
             self._batch.start(self.rows)
         running: list[Request | None] = [None] * self.rows
@@ -104,7 +112,7 @@ class Answering:
             busy = [row for row, request in enumerate(running) if request is not None]
             if not busy:
                 return
-            if 2 * len(busy) <= len(running):  # nothing was left to take
+            if 2 * len(busy) <= len(running):  # no request was left for the free rows
                 self._batch.cache.keep(busy)
                 running, busy = [running[row] for row in busy], list(range(len(busy)))
             self._step(running, busy)
@@ -116,8 +124,9 @@ class Answering:
                     yield request
 
     def _begin(self, row: int, request: Request) -> bool:
-        """Read the prompt into a row, and write the answer's first token. Returns whether more is to be written: an
-        answer that takes plain `generate()` is written at once.
+        """Read the prompt into a row and generate the first token. Returns whether the answer needs more tokens.
+
+        An answer that needs plain `generate()` is generated completely here.
         """
         prompt = torch.tensor([request.prompt], device=device_of(self.model))
         self._prepare(request, prompt)
@@ -132,8 +141,9 @@ class Answering:
         return False
 
     def _prepare(self, request: Request, prompt: Tensor) -> None:
-        """Take from `model.generate()` what it would put logits after a prompt (1, T) through; or, if it decodes in
-        another way than this, the answer.
+        """Take the logits processors for a prompt (1, T) from `model.generate()`.
+
+        If it would use another decoding loop than ours, run that loop and take the whole answer.
         """
 
         def decode(
@@ -153,7 +163,7 @@ class Answering:
                 return input_ids
             if not self._said:
                 self._said = True
-                warnings.warn(f"answers are written one by one, by plain generate(): {reason}")
+                warnings.warn(f"answers are generated one at a time with plain generate(): {reason}")
             torch.manual_seed(request.seed)
             return plain(model, call, is_synced(model, None))
 
@@ -166,11 +176,11 @@ class Answering:
     def _why_plain(self, call: Call) -> str | None:
         others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
         if others:
-            return f"the generation config ends texts by {', '.join(others)}"
+            return f"the generation config uses {', '.join(others)}"
         return why_plain(self.model, self._able, call, uses_target_choices=True)
 
     def _step(self, running: Sequence[Request | None], busy: Sequence[int]) -> None:
-        """A token for every busy row."""
+        """Generate one token for every busy row."""
         B, device = len(running), device_of(self.model)
         last = torch.tensor([[request.answer[-1] if request else 0] for request in running], device=device)
         depth = torch.zeros(B, 1, dtype=torch.long, device=device)
@@ -179,7 +189,7 @@ class Answering:
         self._append([request for request in running if request], logits[list(busy), 0])
 
     def _append(self, requests: Sequence[Request], logits: Tensor) -> None:
-        """Choose each request's next token by its logits (R, V)."""
+        """Choose each request's next token from its logits (R, V)."""
         best = logits.argmax(-1).tolist()
         for i, request in enumerate(requests):
             if request.processors or request.temperature:
@@ -187,12 +197,12 @@ class Answering:
             request.answer.append(best[i])
 
     def _processed(self, request: Request, logits: Tensor) -> int:
-        """The next token by logits (1, V) that go through the model's processors first."""
+        """Choose the next token from logits (1, V) after the request's logits processors."""
         text = torch.tensor([request.prompt + request.answer], device=logits.device)
         scores = request.processors(text, logits)
         if not request.temperature:
             return int(scores.argmax(-1))
-        possible = scores[0].isfinite().nonzero()[:, 0]  # a draw from all of a vocabulary takes milliseconds
+        possible = scores[0].isfinite().nonzero()[:, 0]  # sampling from the whole vocabulary takes milliseconds
         return int(possible[torch.multinomial(scores[0, possible].softmax(-1), 1, generator=request.draws)])
 
     def _over(self, request: Request) -> bool:

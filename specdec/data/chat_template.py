@@ -1,7 +1,4 @@
-"""`ChatTemplate`: conversations as tokens; where an answer begins in them, and where the target would end it.
-
-Knows nothing of files.
-"""
+"""`ChatTemplate`: tokenizes conversations and finds where an answer begins and where the target would end it."""
 
 from __future__ import annotations
 
@@ -15,17 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.data.messages import Message
 
-GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # around what the target writes, in templates that say so
+GENERATION = re.compile(
+    r"\{%-?\s*generation\s*-?%\}"
+)  # marks the text that the target writes, if the template supports it
 QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as the template shows it directly after it was given.
+    """An answer as the template renders it right after it was given.
 
     Attributes:
-        prompt: token ids of all that comes before it. ids: its own, up to the token that ends the turn.
-        trimmed: the template leaves out blanks that it was written with.
+        prompt: token ids before the answer.
+        ids: token ids of the answer, up to and including the token that ends the turn.
+        trimmed: True if the template removes whitespace from the answer.
     """
 
     prompt: list[int]
@@ -34,13 +34,14 @@ class Answer:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, and which tokens end a turn in it.
+    """A tokenizer's chat template and the tokens that end a turn in it.
 
     Args:
-        ends: tokens that end the target's texts, by its generation config.
+        tokenizer: tokenizer of the target.
+        ends: end-of-text tokens from the target's generation config.
 
     Attributes:
-        end: the token that the target ends a turn with; None if the template ends turns without a special token.
+        end: token with which the target ends a turn; None if the template ends turns without a special token.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int] = ()):
@@ -58,10 +59,12 @@ class ChatTemplate:
         self._stops = {*known, self.end}
 
     def answer(self, messages: Sequence[Message], cut: bool, **template: Any) -> Answer | None:
-        """The last of some messages, which is an answer; None if the template shows it otherwise than it was written.
+        """Tokenize the last message, which is an answer. Returns None if the template changes its text.
 
         Args:
-            cut: it has no end. template: arguments of the chat template.
+            messages: a conversation that ends with the answer.
+            cut: the answer was cut off and has no end token.
+            template: arguments of the chat template.
         """
         before = rendered(messages[:-1], self.tokenizer, True, **template)
         after = rendered(messages, self.tokenizer, False, **template)
@@ -81,10 +84,11 @@ class ChatTemplate:
         return Answer(ids[:start], self.turn(ids[start:], cut), trimmed)
 
     def turn(self, ids: list[int], cut: bool) -> list[int]:
-        """What the target writes of an answer's tokens and those that the template puts after it.
+        """Return the tokens that the target writes itself.
 
         Args:
-            cut: the end of the turn is not the target's.
+            ids: tokens of the answer, followed by those that the template adds after it.
+            cut: the target did not end the turn.
         """
         for place, token in enumerate(ids):
             if token in self._stops:
@@ -92,7 +96,7 @@ class ChatTemplate:
         return ids[: len(ids) - _shared(ids[::-1], self._tail[::-1])]
 
     def response(self, text: str, cut: bool) -> list[int]:
-        """The tokens of an answer that is given as it was written, its end included."""
+        """Tokenize an answer given verbatim, including its end token."""
         end = [] if self.end is None else [self.end]
         return self.turn(self._ids(text) + end, cut)
 
@@ -100,22 +104,23 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _after_answers(self) -> list[int] | None:
-        """The tokens that the template puts after an answer, without those that end any conversation (Phi-3's); None
-        if it shows no answer of one word.
+        """Tokens that the template adds after an answer, without those that end any conversation (as Phi-3's does).
+
+        None if the template does not render a one-word answer.
         """
         try:
             asked, asking = (rendered([QUESTION], self.tokenizer, generation) for generation in (False, True))
             _, found, tail = rendered([QUESTION, ANSWER], self.tokenizer, False).rpartition(ANSWER["content"])
-        except ValueError:  # no template, or one that wants other conversations
+        except ValueError:  # no template, or one that refuses this conversation
             return None
-        if not found:  # one that wants contents in parts
+        if not found:  # a template that expects contents in parts
             return None
         ids, closing = self._ids(tail), self._ids(asked)
         closing = closing[_shared(closing, self._ids(asking)) :]
         return ids[: len(ids) - len(closing)] if closing and ids[-len(closing) :] == closing else ids
 
     def _marked(self, messages: Sequence[Message], **template: Any) -> int | None:
-        """Where the last answer begins by the template's `{% generation %}`; None if it has none."""
+        """Start of the last answer according to the template's `{% generation %}` blocks; None if it has none."""
         source = self.tokenizer.get_chat_template(tools=template.get("tools"))
         if not self.tokenizer.is_fast or not GENERATION.search(source):
             return None
@@ -127,16 +132,19 @@ class ChatTemplate:
 
 
 def rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, generation: bool, **template: Any) -> str:
-    """A conversation through the chat template.
+    """Render a conversation with the chat template.
 
     Args:
-        generation: up to where the target is to answer. template: arguments of the chat template.
+        messages: the conversation.
+        tokenizer: tokenizer with the template.
+        generation: add the generation prompt, after which the target answers.
+        template: arguments of the chat template.
 
     Raises:
         ValueError: there is no template, or it refuses the conversation.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("this tokenizer has no chat template: give prompt and response, or plain text")
+        raise ValueError("this tokenizer has no chat template: use entries with a prompt and a response, or plain text")
     try:
         return tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=generation, tokenize=False, **template
@@ -146,7 +154,7 @@ def rendered(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, ge
 
 
 def _parts(message: Message) -> list[str]:
-    """What was written of an answer: its thinking, its content, and the names of the functions it calls."""
+    """Texts of an answer: its thinking, its content, and the names of the functions it calls."""
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
     called = [call.get("function", call).get("name") for call in message.get("tool_calls", ())]
@@ -154,13 +162,13 @@ def _parts(message: Message) -> list[str]:
 
 
 def _shows(before: str, after: str, parts: Sequence[str]) -> bool:
-    """Whether an answer's parts are in the text with it, and not in the prompt before it alone."""
+    """Return whether `after` contains all parts of an answer, not only in the prompt `before`."""
     start = _shared(before, after)
     return all((place := after.rfind(part)) >= 0 and place + len(part) > start for part in parts)
 
 
 def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
-    """How many items two sequences begin with in common."""
+    """Length of the common prefix of two sequences."""
     if two[: len(one)] == one:
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(two))

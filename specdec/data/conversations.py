@@ -1,6 +1,6 @@
-"""Conversations: an entry's tokens, as the target wrote them or through its chat template.
+"""Conversations: turns entries into token ids, recorded ones or those of the target's chat template.
 
-Owns which of a text's tokens the target wrote itself, and so may be learnt from.
+Decides which tokens the target wrote itself. Only these are trained on.
 """
 
 from __future__ import annotations
@@ -33,16 +33,20 @@ def read_texts(
     *,
     limit: int | None = None,
 ) -> Iterator[Text]:
-    """Texts through the tokenizer's chat template, cut to `max_tokens`. An entry may hold several. Warnings at the end
-    say what was left out.
+    """Yield texts in the tokenizer's chat template, cut to `max_tokens`; an entry may give several.
+
+    Warnings at the end list what was left out.
 
     Args:
-        data: what `read_entries` reads, or the entries themselves (a `datasets.Dataset`, a list of dictionaries).
-        marks, ends: see `Encoder`.
-        limit: of the texts that can be learnt from, take the first so many.
+        data: any input of `read_entries`: a file, or the entries (a `datasets.Dataset`, a list of dictionaries).
+        tokenizer: tokenizer of the target.
+        max_tokens: maximum length of a text.
+        marks: see `Encoder`.
+        ends: see `Encoder`.
+        limit: maximum number of texts, counting only those that can be trained on.
 
     Raises:
-        ValueError: a file cannot be read, or nothing in it can be learnt from.
+        ValueError: a file cannot be read, or none of its texts can be trained on.
     """
     encode, left_out = Encoder(tokenizer, marks, ends), LeftOut("texts")
     kept = cut = lost = marked = 0
@@ -53,7 +57,7 @@ def read_texts(
             left_out.add(place, error)
             continue
         if not texts:
-            left_out.add(place, "the chat template shows its answers otherwise than they were written")
+            left_out.add(place, "the chat template renders its answers differently from how they were written")
         for whole in texts:
             if kept == limit:
                 break
@@ -65,22 +69,22 @@ def read_texts(
                 marked += bool(_marked(text.ids, marks).any())
                 yield text
             elif len(whole.ids) == 0:
-                left_out.add(place, "the tokenizer makes no token of it")
+                left_out.add(place, "the tokenizer returns no tokens for it")
             else:
-                left_out.add(place, f"within {max_tokens} tokens it holds nothing that the target wrote")
+                left_out.add(place, f"its first {max_tokens} tokens contain nothing that the target wrote")
         if kept == limit:
             break
     count = kept + left_out.count
     if marked:
         warnings.warn(
-            f"{marked} of {count} texts show pictures, films or sounds, which are not read: the target sees their "
-            "placeholders alone, as one token each, and the head learns what it writes behind these. No placeholder is "
-            "learnt"
+            f"{marked} of {count} texts contain images, videos or audio, which are not read: the target sees only "
+            "their placeholders, as one token each, and the head is trained on the text after them. Placeholders are "
+            "not trained on"
         )
     if cut:
         warnings.warn(
-            f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut: {lost} tokens that could be "
-            "learnt are not. A larger --length takes them"
+            f"{cut} of {count} texts are longer than {max_tokens} tokens and were cut, which lost {lost} tokens to "
+            "train on: use a larger --length to keep them"
         )
     for message in encode.warnings():
         warnings.warn(message)
@@ -88,16 +92,19 @@ def read_texts(
 
 
 class Encoder:
-    """Makes texts of the entries of training files, and counts what it makes them of.
+    """Turns entries of training files into texts, and counts what it finds.
 
     Args:
-        marks: tokens that stand in the place of pictures, see `pictures.marks_of`: they are never learnt.
-        ends: tokens that end the target's texts, by its generation config; the tokenizer's end token is one, too.
+        tokenizer: tokenizer of the target.
+        marks: placeholder tokens of images, videos and audio, see `introspection.marks_of`; never trained on.
+        ends: end-of-text tokens from the target's generation config, in addition to the tokenizer's end token.
 
     Attributes:
-        answers: found in conversations. otherwise: of these, shown otherwise than they were written, and not learnt.
-        trimmed: shown without blanks around them. recorded: conversations with token ids. foreign: of these, those
-            with the ids of another tokenizer.
+        answers: number of answers in conversations.
+        otherwise: answers that the template renders differently from how they were written; not trained on.
+        trimmed: answers that the template renders without surrounding whitespace.
+        recorded: number of conversations with token ids.
+        foreign: conversations with token ids of another tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int] = (), ends: Sequence[int] = ()):
@@ -106,27 +113,28 @@ class Encoder:
         self._template = ChatTemplate(tokenizer, ends)
 
     def __call__(self, entry: Any) -> list[Text]:
-        """The texts of one entry: several where the chat template shows answers otherwise once more is asked."""
+        """Return the texts of one entry: several if the template changes earlier answers in later turns."""
         return [Text(text.ids, text.learn & ~_marked(text.ids, self.marks)) for text in self._texts(entry)]
 
     def warnings(self) -> Iterator[str]:
-        """What is to be said of the entries so far."""
+        """Yield warnings about the entries so far."""
         if self.otherwise:
             yield (
-                f"{self.otherwise} of {self.answers} answers in conversations are not learnt: the chat template shows "
-                "them otherwise than they were written (without their thinking, say), or than its prompt begins them. "
-                '`specdec regenerate` keeps token ids, which need no template; {"prompt": ..., "response": ...} is '
-                "learnt as it is written"
+                f"{self.otherwise} of {self.answers} answers in conversations are not trained on: the chat template "
+                "renders them differently from how they were written (for example without their thinking), or from how "
+                "its prompt begins them. `specdec regenerate` records token ids, which need no template; "
+                '{"prompt": ..., "response": ...} is used verbatim'
             )
         if self.trimmed:
             yield (
-                f"{self.trimmed} of {self.answers} answers in conversations are learnt without blanks that they were "
-                "written with: the chat template leaves these out"
+                f"{self.trimmed} of {self.answers} answers in conversations are trained on without some whitespace: "
+                "the chat template removes it"
             )
         if self.foreign:
             yield (
                 f"{self.foreign} of {self.recorded} conversations with token ids were written with another tokenizer: "
-                "their messages are read through this one's chat template. For a head, have its own target answer"
+                "their messages are read through this one's chat template. For a better head, let its own target "
+                "answer the prompts, using `specdec regenerate`"
             )
 
     def _texts(self, entry: Any) -> list[Text]:
@@ -148,7 +156,7 @@ class Encoder:
             try:
                 return self._messages(entry)
             except ValueError as error:
-                raise ValueError(f"the token ids are of another tokenizer, and {error}") from error
+                raise ValueError(f"the token ids belong to another tokenizer, and {error}") from error
         return self._messages(entry)
 
     def _messages(self, entry: dict[str, Any]) -> list[Text]:
@@ -160,15 +168,15 @@ class Encoder:
         texts = self._conversation(asked, cut)
         if texts and asked.shows and not any(bool(_marked(text.ids, self.marks).any()) for text in texts):
             raise ValueError(
-                "the conversation shows pictures, films or sounds, and the chat template puts no placeholder of the "
-                "target's in their place: it is for text alone"
+                "the conversation contains images, videos or audio, but the chat template inserts none of the target's "
+                "placeholders for them: it supports text only"
             )
         return texts
 
     def _pair(self, entry: dict[str, Any]) -> list[Text]:
-        """A prompt, and the response as it was written."""
+        """Encode a prompt and its verbatim response."""
         if "prompt" not in entry:
-            raise ValueError("a response without its prompt")
+            raise ValueError("found a response without its prompt")
         question = Asked([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
         prompt = encode_prompt(question.messages, self.tokenizer, **question.template)
         answer = self._template.response(entry["response"], entry.get("finish") == "length")
@@ -177,14 +185,14 @@ class Encoder:
         return [as_text(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
     def _conversation(self, asked: Asked, cut: bool) -> list[Text]:
-        """Each answer as the template shows it when it is given, after all that was said before.
+        """Encode each answer as the template renders it right after it was given.
 
-        A template may show it in another way once more is asked (without its thinking, say): then the next answer is
-        in another text. What it shows otherwise at once is not what the target wrote, and not learnt from.
+        A template may change an answer in later turns (for example remove its thinking): the next answer then begins
+        another text. An answer that is changed at once is not the target's text, and is not trained on.
         """
         answers = [i for i, message in enumerate(asked.messages) if message["role"] == "assistant"]
         if not answers:
-            raise ValueError("the conversation has no answer: no message of the assistant's to learn from")
+            raise ValueError("the conversation has no answer: it needs a message with the role assistant")
         sequences: list[TokenSequence] = []
         for i in answers:
             if i == 0:  # nothing was asked
@@ -204,17 +212,17 @@ class Encoder:
 
 
 def _marked(ids: Tensor, marks: Sequence[int]) -> Tensor:
-    """(T,) bool: which tokens are marks."""
+    """Mask (T,) bool of the tokens in `marks`."""
     return torch.isin(ids, torch.tensor(list(marks), dtype=ids.dtype))
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **template: Any) -> list[int]:
-    """A conversation up to where the target is to answer. template: arguments of the chat template."""
+    """Tokenize a conversation up to where the target answers. template: arguments of the chat template."""
     if tokenizer.chat_template is None:
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     return list(tokenizer(rendered(messages, tokenizer, True, **template), add_special_tokens=False)["input_ids"])
 
 
 def context_of(config: PretrainedConfig) -> int:
-    """Tokens that a target can read; no bound where its config names none."""
+    """Maximum number of tokens that a target can read; `sys.maxsize` if its config names none."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or sys.maxsize

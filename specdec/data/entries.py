@@ -1,6 +1,6 @@
-"""Entries: what stands in files of prompts, conversations and texts, one by one, and where each stood.
+"""Entries: reads files of prompts, conversations and texts entry by entry, with the location of each.
 
-Owns the kinds of files. What an entry means stands in `conversations`.
+This module parses file formats. `messages` and `conversations` interpret the entries.
 """
 
 from __future__ import annotations
@@ -20,11 +20,15 @@ FORMATS = (
 
 
 def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> Iterator[tuple[str, Any]]:
-    """Entries, and where each stood: of a JSONL file or one JSON array (also gzipped), a plain text (`.txt`, a text
-    between blank lines), a folder written by `datasets.Dataset.save_to_disk`, or anything that yields them.
+    """Yield the location and the content of each entry.
 
     Args:
-        formats: what an error asks for.
+        data: a JSONL file or one JSON array (also gzipped), a `.txt` file with texts separated by blank lines, a folder
+            written by `datasets.Dataset.save_to_disk`, or an iterable of entries.
+        formats: expected formats, for error messages.
+
+    Raises:
+        ValueError: the data is empty or cannot be parsed.
     """
     entries: Iterator[tuple[str, Any]]
     if not isinstance(data, (str, Path)):
@@ -44,24 +48,24 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
 
 
 def cleaned(entry: Any) -> Any:
-    """An entry without what its columns leave empty, and TRL's messages in `prompt` and `completion` as a conversation.
+    """Remove null columns of an entry, and join TRL's `prompt` and `completion` messages into one conversation.
 
     Raises:
-        ValueError: see `check_text`; or a prompt of messages has a completion of another kind.
+        ValueError: see `check_text`; or `prompt` is a list of messages but `completion` is not.
     """
     if isinstance(entry, dict):
         entry = {name: value for name, value in entry.items() if value is not None}
         if isinstance(entry.get("prompt"), list):
             completion = entry.pop("completion", [])
             if not isinstance(completion, list):
-                raise ValueError(f"completion must be a list of messages, as prompt is one, got {completion!r}")
+                raise ValueError(f"completion must be a list of messages because prompt is one, got {completion!r}")
             entry["messages"] = [*entry.pop("prompt"), *completion]
     check_text(entry)
     return entry
 
 
 def check_text(value: Any) -> None:
-    """Raise ValueError for half of a character in a string, or within an entry: no tokenizer and no file takes it."""
+    """Raise ValueError for a lone surrogate in a string or entry: neither tokenizers nor files can encode it."""
     try:
         json.dumps(value, ensure_ascii=False, default=lambda _: None).encode()
     except UnicodeEncodeError as error:
@@ -73,13 +77,13 @@ def check_text(value: Any) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    """A text in UTF-8, also gzipped; ValueError where it turns out to be none."""
+    """Open a UTF-8 text file, also gzipped; raise ValueError if it turns out to be something else."""
     try:
         open_file = gzip.open if path.suffix == ".gz" else open
         with open_file(path, "rt", encoding="utf-8") as file:
             yield cast(TextIO, file)
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
-        packed = " packed by gzip, as its name says, and whole" if path.suffix == ".gz" else ""
+        packed = " in a complete gzip file, as its name says" if path.suffix == ".gz" else ""
         raise ValueError(f"{path} is not text in UTF-8{packed}: {error}") from error
 
 
@@ -98,7 +102,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _array(path: Path) -> Iterator[tuple[str, Any]] | None:
-    """Entries of a file that is one JSON array; None if it is another one."""
+    """Entries of a file that is one JSON array; None for any other file."""
     with opened(path) as file:
         begun = next((line for line in file if line.strip()), "")
         if not begun.lstrip().startswith("["):
@@ -107,12 +111,12 @@ def _array(path: Path) -> Iterator[tuple[str, Any]] | None:
         try:
             entries = json.loads(file.read())
         except json.JSONDecodeError as error:
-            if error.msg == "Extra data":  # a line of its own
+            if error.msg == "Extra data":  # more lines follow, so it is JSONL
                 return None
             place = f"line {error.lineno} is not JSON: {error.msg} at column {error.colno}"
             raise ValueError(f"{path}, {place}") from error
         except RecursionError:
-            return None  # `_lines` says which
+            return None  # `_lines` reports the line
     return ((f"{path}, entry {number}", entry) for number, entry in enumerate(entries))
 
 
@@ -129,21 +133,21 @@ def _paragraphs(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
     if (path / "config.json").exists():
-        raise ValueError(f"{path} is a model's folder, not texts: the target comes first, then the texts")
+        raise ValueError(f"{path} is a model's folder, not texts: give the target first, then the texts")
     try:
         from datasets import load_from_disk
     except ImportError as error:
-        raise ValueError(f"{path} is a folder, which `pip install datasets` is needed to read") from error
+        raise ValueError(f"{path} is a folder, and reading it needs `pip install datasets`") from error
     try:
         rows = load_from_disk(str(path))
     except FileNotFoundError as error:
-        raise ValueError(f"{path} is a folder, but none that datasets' save_to_disk wrote") from error
+        raise ValueError(f"{path} is a folder, but was not written by datasets' save_to_disk") from error
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", _without_nulls(row)
 
 
 def _without_nulls(value: Any) -> Any:
-    """A row of `datasets` as it was before it became one: every object has the keys of all others there, as nulls."""
+    """Remove the nulls that `datasets` adds so that all objects have the same keys."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""An entry's messages, and what it asks. Imports no torch: commands read their files before they load a model."""
+"""Messages and prompts of entries. Imports no torch: commands read their files before they load a model."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from specdec.data.skipped import LeftOut
 
 PROMPT_FORMATS = '{"prompt": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
 ROLES = {role: role for role in ("user", "assistant", "system", "tool")}
-# Other names of the same roles: ShareGPT's, OpenAI's new one for "system" and its old one for "tool".
+# Other names of the same roles: ShareGPT's, OpenAI's new name for "system" and its old name for "tool".
 ROLES |= {"human": "user", "gpt": "assistant", "developer": "system", "function": "tool"}
-KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # of a message, beside its role and content
+KEPT = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # fields of a message, besides its role and content
 CALL = "function_call"  # OpenAI's old name for a message's only call
-TOOLS, SWITCHES = "tools", "chat_template_kwargs"  # of an entry, beside its messages
+TOOLS, SWITCHES = "tools", "chat_template_kwargs"  # fields of an entry, besides its messages
 
 Message = dict[str, Any]
 
 
 @dataclass
 class Asked:
-    """A conversation, and what its chat template is told beside it.
+    """A conversation and further arguments of its chat template.
 
     Attributes:
-        messages: each with its role and content, and what `KEPT` names. A content is a string, or, where it shows more
-            than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
-        extra: what stands in the entry beside them: the `tools` it may call, and `chat_template_kwargs`, say
+        messages: dictionaries with a role, a content and the fields in `KEPT`. A content is a string or, if it contains
+            more than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
+        extra: other fields of the entry: the `tools` the model may call, and `chat_template_kwargs`, for example
             `{"enable_thinking": False}`.
-        place: where the entry stood.
+        place: location of the entry.
     """
 
     messages: list[Message]
@@ -39,23 +39,23 @@ class Asked:
 
     @property
     def shows(self) -> bool:
-        """Is there anything beside text?"""
+        """True if the conversation contains images, videos or audio."""
         return any(not isinstance(message["content"], str) for message in self.messages)
 
     @property
     def template(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
+        """Keyword arguments for the chat template."""
         tools = {TOOLS: self.extra[TOOLS]} if TOOLS in self.extra else {}
         return self.extra.get(SWITCHES, {}) | tools
 
 
 def read_prompts(data: str | Path | Iterable[Any], left_out: LeftOut | None = None) -> Iterator[tuple[int, Asked]]:
-    """Entries that ask something, prompts or conversations, each with its number among all entries, from 0.
+    """Yield prompts and conversations, each with its index among all entries. Entries that ask nothing are left out.
 
     Args:
-        data: what `read_entries` reads, but of a `.txt` every line is a prompt.
-        left_out: takes the entries that ask nothing. None: a warning names them at the end, and it is an error if no
-            other is left.
+        data: any input of `read_entries`, except that each line of a `.txt` file is a prompt.
+        left_out: collects the entries that ask nothing. By default a warning lists them at the end, and a ValueError
+            is raised if there are no others.
     """
     if isinstance(data, (str, Path)) and Path(data).suffix == ".txt":
         entries = _prompts_of_lines(Path(data))
@@ -79,23 +79,23 @@ def _question(entry: Any) -> Asked:
     asked = asked_in(cleaned(entry), PROMPT_FORMATS)
     if asked.shows:
         raise ValueError(
-            "the conversation shows pictures, films or sounds, and would be answered without them: only texts to train "
-            "on may show some"
+            "the conversation contains images, videos or audio, and would be answered without them: only training "
+            "texts may contain them"
         )
     if not any(message["role"] == "user" and message["content"].strip() for message in asked.messages):
-        raise ValueError("the conversation asks nothing: it needs a message of the user's that is not empty")
+        raise ValueError("the conversation asks nothing: it needs a user message that is not empty")
     return asked
 
 
 def questions(path: Path) -> Iterator[Asked]:
-    """Conversations up to where the target is to answer, of what `regenerate` reads."""
+    """Yield conversations up to where the target answers, from a file that `regenerate` reads."""
     for _, asked in read_prompts(path):
         last = max(i for i, message in enumerate(asked.messages) if message["role"] in ("user", "tool"))
         yield replace(asked, messages=asked.messages[: last + 1])
 
 
 def first_questions(path: Path, limit: int) -> tuple[list[Asked], int]:
-    """The first `limit` of them, and how many there are; those further down that ask nothing are said, too."""
+    """Return the first `limit` conversations and the number of all. Warns about every entry that asks nothing."""
     kept, count = [], 0
     for count, asked in enumerate(questions(path), start=1):
         if count <= limit:
@@ -113,7 +113,7 @@ def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def asked_in(entry: Any, formats: str = FORMATS) -> Asked:
-    """An entry that is a conversation, or a prompt alone; `formats`: what an error asks for."""
+    """Parse an entry that is a conversation or a single prompt. formats: expected formats, for error messages."""
     if not isinstance(entry, dict):
         raise ValueError(f"expected {formats}")
     messages = entry.get("messages") or entry.get("conversations")
@@ -128,9 +128,9 @@ def asked_in(entry: Any, formats: str = FORMATS) -> Asked:
 
 
 def extra_of(entry: dict[str, Any]) -> dict[str, Any]:
-    """What an entry's chat template is told beside its messages, see `Asked`."""
+    """Return the fields `tools` and `chat_template_kwargs` of an entry, see `Asked.extra`."""
     extra = {name: entry[name] for name in (TOOLS, SWITCHES) if entry.get(name)}
-    for name, kind, example in ((TOOLS, list, "a list"), (SWITCHES, dict, 'an object, say {"enable_thinking": false}')):
+    for name, kind, example in ((TOOLS, list, "a list"), (SWITCHES, dict, 'an object like {"enable_thinking": false}')):
         if not isinstance(extra.get(name, kind()), kind):
             raise ValueError(f"{name} must be {example}, got {extra[name]!r}")
     return extra
@@ -138,7 +138,7 @@ def extra_of(entry: dict[str, Any]) -> dict[str, Any]:
 
 def _message(message: Any) -> Message:
     if not isinstance(message, dict):
-        raise ValueError(f"a message needs a role and content, got {message!r}")
+        raise ValueError(f"a message needs a role and a content, got {message!r}")
     role = ROLES.get(str(message.get("role") or message.get("from")))
     content = message.get("value") if message.get("content") is None else message["content"]
     kept = {name: message[name] for name in KEPT if message.get(name)}
@@ -150,14 +150,14 @@ def _message(message: Any) -> Message:
     if role is None or content is None:
         names = ", ".join(sorted(ROLES))
         raise ValueError(
-            f"a message needs a role ({names}) and as its content a string, or a list of parts that have a type, got "
+            f"a message needs a role ({names}) and a content, which is a string or a list of parts with a type, got "
             f"{message}"
         )
     return {"role": role, "content": content} | kept
 
 
 def _joined(content: Any) -> str | list[dict[str, Any]] | None:
-    """Parts that are text alone as one string, which every chat template takes; None for what is no content."""
+    """Join parts that are all text into one string, which every chat template accepts; None if `content` is invalid."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):

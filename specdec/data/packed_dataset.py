@@ -1,8 +1,4 @@
-"""Rows to train on: whole texts packed end to end, with the target's states from disk or without them.
-
-Owns packing and padding. An item: ids (T,), learn (T,), documents (T,) int64 which text each token is of, and states
-(T, C) bfloat16 with over_all (T, 2) float32, see `TargetLogits`, where they were kept.
-"""
+"""Training rows: whole texts packed end to end, with the target's states from disk or without them."""
 
 from __future__ import annotations
 
@@ -19,12 +15,18 @@ from torch.utils.data import Dataset
 from specdec.data.texts import Text, Texts
 from specdec.utils.parsing import read_by_library
 
-PADDING = -1  # the document that tokens behind a row's end belong to
+PADDING = -1  # document index of the padding after a row
 
 
 def packed(lengths: Tensor, most: int) -> Tensor:
-    """(R + 1,) int64: where each group begins, and the last one ends, of texts in order whose lengths (n,) add up to
-    `most` at most; a longer one is alone.
+    """Group consecutive texts so that each group has at most `most` tokens; a longer text is a group of its own.
+
+    Args:
+        lengths: (n,) int64, tokens of each text.
+        most: maximum tokens of a group.
+
+    Returns:
+        (R + 1,) int64, index of the first text of each of R groups, followed by n.
     """
     bounds, filled = array("q"), 0
     for i, length in enumerate(lengths.tolist()):
@@ -37,10 +39,17 @@ def packed(lengths: Tensor, most: int) -> Tensor:
 
 
 class StateDataset(Dataset):
-    """Rows of up to `length` tokens, packed from whole texts; longer texts are cut.
+    """Rows of up to `length` tokens, packed from whole texts, with the target's states. Longer texts are cut.
 
-    An item: ids (T,), learn (T,), documents (T,) int64 which text each token is of, states (T, C) bfloat16, over_all
-    (T, 2) float32 of the target's logits, see `TargetLogits.over_all`.
+    An item is a dictionary: ids (T,), learn (T,), documents (T,) int64 with the index of each token's text, states
+    (T, C) bfloat16, and over_all (T, 2) float32, see `TargetLogits.over_all`.
+
+    Args:
+        folder: folder with the recorded states.
+        length: maximum tokens of a row.
+
+    Raises:
+        ValueError: the states were recorded by an earlier version.
     """
 
     def __init__(self, folder: Path, length: int):
@@ -48,16 +57,18 @@ class StateDataset(Dataset):
         described = json.loads((self.folder / "states.json").read_text())
         self.taps = tuple(described["taps"])
         self._paths = [self.folder / f"states-{number:05d}.safetensors" for number in range(described["shards"])]
-        self._lengths = [self._lengths_of(path) for path in self._paths]  # of a shard's texts, whole
+        self._lengths = [self._lengths_of(path) for path in self._paths]  # of each shard's uncut texts
         self._bounds = [packed(lengths.clamp(max=length), length) for lengths in self._lengths]
-        self._ends = torch.tensor([len(bounds) - 1 for bounds in self._bounds]).cumsum(0)  # rows up to each shard's end
+        self._ends = torch.tensor([len(bounds) - 1 for bounds in self._bounds]).cumsum(
+            0
+        )  # rows up to the end of each shard
 
     def _lengths_of(self, shard: Path) -> Tensor:
         with read_by_library(shard), safe_open(shard, "pt") as file:
             if "over_all" not in file.keys():  # noqa: SIM118 (no dict)
                 raise ValueError(
-                    f"the states in {self.folder} were kept by an earlier version, which did not look at the whole "
-                    "vocabulary: remove that folder, and they are computed anew"
+                    f"the states in {self.folder} were recorded by an earlier version, without the logits of the whole "
+                    "vocabulary: remove this folder to compute them again"
                 )
             return file.get_tensor("lengths")
 
@@ -75,7 +86,7 @@ class StateDataset(Dataset):
         index %= len(self)
         shard = int(torch.searchsorted(self._ends, index, right=True))
         lengths, bounds = self._lengths[shard], self._bounds[shard]
-        row = index - int(self._ends[shard]) + len(bounds) - 1  # of the shard's
+        row = index - int(self._ends[shard]) + len(bounds) - 1  # within the shard
         (first, end), ends = bounds[row : row + 2].tolist(), lengths.cumsum(0)
         with safe_open(self._paths[shard], "pt") as file:
             for number, text in enumerate(range(first, end)):
@@ -87,7 +98,7 @@ class StateDataset(Dataset):
 
 
 class PackedTexts(Dataset):
-    """The same rows without states, for training that computes them as it goes."""
+    """Rows packed like those of `StateDataset` but without states, for training that computes them on the fly."""
 
     def __init__(self, texts: Sequence[Text], length: int):
         self.length, self._texts = length, Texts.of(texts)
@@ -114,7 +125,7 @@ class PackedTexts(Dataset):
 
 
 def collate(items: Sequence[dict[str, Tensor]], length: int = 0) -> dict[str, Tensor]:
-    """A batch, padded on the right to `length` at least, with documents of their own that nothing is learnt from."""
+    """Stack items into a batch, padded on the right to at least `length`. The padding is not trained on."""
     longest = max(length, *(len(item["ids"]) for item in items))
     fill = {"ids": 0, "learn": 0, "states": 0, "over_all": 0, "documents": PADDING}
 

@@ -1,4 +1,4 @@
-"""Three prompts of our own, each of another kind: what a draft guesses well differs between them."""
+"""Three built-in prompts of different kinds, since the acceptance rate depends on the kind of text."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ in the town's library today, and visitors may turn its pages, provided that they
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question to a chat model."""
+    """A named user message for a chat model."""
 
     name: str
     text: str
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Inputs of `generate()`: in the tokenizer's chat template, or as it is where a model has none.
+        """Tokenize the prompt as inputs of `generate()`, in the chat template if the tokenizer has one.
 
         Raises:
-            ValueError: the tokenizer makes no token of it.
+            ValueError: the tokenizer returns no tokens.
         """
         tokens = encode_prompt([{"role": "user", "content": self.text}], tokenizer)
         if not tokens:
-            raise ValueError("the tokenizer makes no token of the prompt: give it some text")
+            raise ValueError("the tokenizer returns no tokens for the prompt: use a longer prompt")
         ids = torch.tensor([tokens], device=device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

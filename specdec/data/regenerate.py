@@ -1,6 +1,6 @@
-"""`regenerate`: a head's training texts, written by the target itself; it resumes.
+"""`regenerate`: has the target write the training texts of a head, and resumes interrupted runs.
 
-Owns who is asked what, and when. The lines of the file are `answers`'.
+This module schedules the conversations. `answer_store` writes the file.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_promp
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
 from specdec.data.skipped import LeftOut
 
-AHEAD = 16  # times the rows, in which prompts of about one length are looked for
-MOST_TURNS = 1000  # by which the seeds of conversations are apart
-LEFT, DONE, USELESS = range(3)  # of a prompt
+AHEAD = 16  # batches of prompts that are sorted by length together
+MOST_TURNS = 1000  # distance between the seeds of two conversations
+LEFT, DONE, USELESS = range(3)  # states of a prompt
 
 
 @dataclass
 class Conversation:
-    """One line of the output.
+    """A conversation in progress, which becomes one line of the output.
 
     Attributes:
-        number: its entry's among the prompts. place: where that stood.
-        asked: messages of the user's and the system's, in order.
-        extra: what its chat template is told beside them, see `Asked`.
-        messages: the conversation with the target's answers. finish: "length" if the last answer was cut off.
-        sequences: what the target read and wrote, see `sequences`.
+        number: index of its entry among the prompts.
+        place: location of the entry.
+        asked: user and system messages that are not in `messages` yet, in order.
+        extra: further arguments of the chat template, see `Asked`.
+        messages: the conversation so far, with the target's answers.
+        finish: "length" if the last answer was cut off, otherwise "stop".
+        sequences: token ids that the target read and wrote, see `sequences`.
     """
 
     number: int
@@ -48,14 +50,14 @@ class Conversation:
     sequences: list[TokenSequence] = field(default_factory=list)
 
     def take_answer(self, request: Request, tokenizer: PreTrainedTokenizerBase) -> None:
-        """The answer to what was asked last."""
+        """Append the target's answer to the last message."""
         self.finish = "length" if request.cut else "stop"
         extend(self.sequences, request.prompt, request.answer)
         text = tokenizer.decode(request.answer if request.cut else request.answer[:-1])
         self.messages.append({"role": "assistant", "content": text})
 
     def next_question(self) -> list[Message] | None:
-        """The conversation up to the next answer; None if it is over."""
+        """Return the conversation up to the next answer; None if it is finished."""
         if self.finish == "length" or not self.asked:
             return None
         while self.asked:
@@ -84,37 +86,47 @@ def regenerate(
     progress: Callable[[int, int, int], Any] = lambda done, total, tokens: None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Have the target answer prompts; answers that are there already are replaced. No more prompts are in memory than
-    are answered together. Prompts that cannot be asked are left out, and warnings name them.
+    """Let the target answer prompts, replacing answers that the conversations already have.
+
+    Memory holds only a few batches of prompts. Prompts that cannot be answered are left out with a warning.
 
     Args:
-        prompts: see `read_entries`, read twice; entries are `{"prompt": ...}` or conversations.
-        out: JSONL; conversations finished in an earlier run with the same target and prompts are kept.
-        temperatures: conversations take turns with them. The rest is the target's own generation config.
-        max_prompt_tokens: longer conversations are left out, and those that leave no room for an answer.
-        switches: arguments of the chat template, say `{"enable_thinking": False}`; an entry's own
-            `chat_template_kwargs` come before them.
-        batch_size: conversations at a time; as soon as one is over, the next one takes its place, of about its length.
-        seed: every conversation's draws are its own, whatever is answered beside it.
-        share: which of so many processes this is: each takes its part of the prompts, and another number may go on.
-        agree: waits for the others, and says whether all of them said yes.
-        progress: called with the conversations done, those there are, and the tokens written in this run; of this
-            process's.
-        go_on: asked before each conversation; after a no, those that were begun are given up.
+        target: model that answers.
+        tokenizer: tokenizer of the target.
+        prompts: any input of `read_entries`, with `{"prompt": ...}` or conversations as entries. It is read twice.
+        out: JSONL file to write. Conversations finished in an earlier run with the same target and prompts are kept.
+        temperatures: assigned to the conversations in turn. Other settings come from the target's generation config.
+        batch_size: conversations answered at a time. A finished one is replaced at once by one of similar length.
+        max_new_tokens: maximum tokens of an answer.
+        max_prompt_tokens: longer conversations are left out, as are those that leave no space for an answer.
+        limit: use only the first `limit` conversations.
+        switches: arguments of the chat template, for example `{"enable_thinking": False}`. An entry's own
+            `chat_template_kwargs` take precedence.
+        seed: random seed. Each conversation has its own generator, independent of the rest of the batch.
+        share: index of this process and number of processes. Each answers its part of the prompts, and a run may
+            resume with another number of processes.
+        agree: waits for the other processes, and returns whether all of them passed True.
+        progress: called with the finished conversations, all conversations and the tokens written in this run, each
+            counted for this process.
+        go_on: called before each conversation. If it returns False, unfinished conversations are discarded.
 
     Returns:
-        The tokens written.
+        Number of tokens written.
 
     Raises:
-        ValueError: `out` is somebody else's; or none of the prompts can be answered.
+        ValueError: `out` is not an output of this run; or none of the prompts can be answered.
+
+    Example:
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        regenerate(model, tokenizer, "prompts.jsonl", Path("answers.jsonl"))
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
     room = context_of(target.config) - max_new_tokens
     if room < 1:
         raise ValueError(
-            f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the {room + max_new_tokens} tokens that "
-            "the target reads: choose fewer"
+            f"max_new_tokens={max_new_tokens} leaves no space for a prompt in the {room + max_new_tokens} tokens that "
+            "the target reads: use a smaller value"
         )
     max_prompt_tokens = min(max_prompt_tokens, room)
     given = prompts if isinstance(prompts, (str, Path)) or hasattr(prompts, "__len__") else list(prompts)  # read twice
@@ -127,7 +139,7 @@ def regenerate(
     useless = LeftOut("prompts")
     done = _finished(answers, conversations(useless), name, temperatures, max_new_tokens)
     (useless.settle if mine == 0 else useless.check)(len(done) - done.count(USELESS))
-    agree(True)  # nobody writes while others read, nor before all is known to be this run's
+    agree(True)  # no process writes before all have read and checked the files
     if mine == 0:
         answers.mend()
     agree(True)
@@ -137,9 +149,9 @@ def regenerate(
     handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, LeftOut("conversations")
     early = LeftOut("conversations", "end before a question that cannot follow the target's answer")
     progress(handled, len(own), tokens)
-    asked = conversations(LeftOut("prompts"))  # which were named before
+    asked = conversations(LeftOut("prompts"))  # which were reported above
     waiting = _alike((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
-    further: deque[Request] = deque()  # of conversations that have begun
+    further: deque[Request] = deque()  # next turns of conversations that have begun
 
     def request(c: Conversation) -> Request | None:
         try:
@@ -192,20 +204,24 @@ def _finished(
     temperatures: Sequence[float],
     max_new_tokens: int,
 ) -> bytearray:
-    """For each entry up to the last conversation: `LEFT` to do, `DONE` by earlier runs, with the same options or a
-    ValueError, or `USELESS`, as it is no conversation.
+    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`.
+
+    Raises:
+        ValueError: an earlier run had another target, other prompts or other options.
     """
-    said: dict[int, tuple[int, int, int]] = {}  # of each how many messages were asked, and checksums: texts may be many
+    said: dict[int, tuple[int, int, int]] = {}  # number of messages asked, and checksums to save memory
     for entry in answers.entries():
         number = entry["id"]
         usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
         if entry.get("target") != target:
-            raise ValueError(f"{answers.out} holds answers of another target or to other prompts: choose another name")
+            raise ValueError(
+                f"{answers.out} holds answers of another target or to other prompts: choose another output file"
+            )
         for option, mine in usual.items():
             if entry.get(option, mine) != mine:
                 raise ValueError(
-                    f"{answers.out} holds answers with {option} {entry[option]}, asked for is {mine}: choose another "
-                    "name, or the options of the run that is to go on"
+                    f"{answers.out} holds answers with {option} {entry[option]}, but this run uses {mine}: "
+                    "choose another output file, or resume with the options of the earlier run"
                 )
         asked = [message for message in entry["messages"] if message["role"] != "assistant"]
         said[number] = len(asked), _checksum(asked), _checksum(Asked([], extra_of(entry)).template)
@@ -217,10 +233,12 @@ def _finished(
             continue
         count, asked_for, template = said.pop(c.number)
         if _checksum(c.asked[:count]) != asked_for:
-            raise ValueError(f"{answers.out} holds answers of another target or to other prompts: choose another name")
+            raise ValueError(
+                f"{answers.out} holds answers of another target or to other prompts: choose another output file"
+            )
         if _checksum(Asked([], c.extra).template) != template:
             raise ValueError(
-                f"{answers.out} holds answers through a chat template told other things: choose another name"
+                f"{answers.out} holds answers with other chat template arguments: choose another output file"
             )
     return done
 
@@ -235,13 +253,16 @@ def _conversations(
     for number, given in read_prompts(prompts, left_out):
         asked = [message for message in given.messages if message["role"] != "assistant"]
         if tokenizer.chat_template is None and len(asked) > 1:
-            left_out.add(given.place, "the tokenizer has no chat template, so a conversation is one message")
+            left_out.add(
+                given.place,
+                "it has several messages, but the tokenizer has no chat template: only single messages can be used",
+            )
             continue
         if any(message["role"] == "tool" for message in asked):
             left_out.add(
                 given.place,
-                "what a tool said answers a call of whoever wrote this conversation, which the target may not make: "
-                "leave out all from the first call on (training takes such conversations as they are)",
+                "it has tool results, but the target may not make the same tool calls: remove everything from the "
+                "first tool call on (training accepts such conversations as they are)",
             )
             continue
         own = {SWITCHES: switches | given.extra.get(SWITCHES, {})}
@@ -250,7 +271,7 @@ def _conversations(
 
 
 def _alike(conversations: Iterator[Conversation], window: int) -> Iterator[Conversation]:
-    """In windows of so many by length, up and down in turn: attention runs over the longest row that is answered."""
+    """Sort windows of conversations by length, up and down in turn: attention runs over the longest row of a batch."""
     up = True
     while some := list(islice(conversations, window)):
         by_length = sorted(some, key=lambda c: sum(map(_length, c.asked)))
@@ -265,10 +286,10 @@ def _length(message: Message) -> int:
 def _next_prompt(
     conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[int] | None:
-    """Tokens up to the next answer; None if the conversation is over.
+    """Return the tokens up to the next answer; None if the conversation is finished.
 
     Raises:
-        ValueError: it cannot go on, and was left as it was after the last answer.
+        ValueError: the conversation cannot continue; it was reset to its state after the last answer.
     """
     messages = conversation.next_question()
     if messages is None:
@@ -276,7 +297,7 @@ def _next_prompt(
     try:
         prompt = encode_prompt(messages, tokenizer, **Asked(messages, conversation.extra).template)
         if not prompt:
-            raise ValueError("the tokenizer makes no token of it")
+            raise ValueError("the tokenizer returns no tokens for it")
         if len(prompt) > max_prompt_tokens:
             raise ValueError(f"its prompt is longer than {max_prompt_tokens} tokens")
     except ValueError:

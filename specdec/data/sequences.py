@@ -1,7 +1,7 @@
-"""Answers as a target wrote them: token ids, and which of them are its own; beside a conversation in a file of answers.
+"""Recorded token ids of a target's answers: the fields `sequences` and `tokenizer` of an entry in a file of answers.
 
-Owns these fields of an entry: `sequences` and `tokenizer`. A conversation is one sequence as long as the chat template
-shows each answer again as it was written; from there on the next answer is in a sequence of its own.
+A conversation is one sequence as long as the chat template renders earlier answers as they were written. If it changes
+one, the next answer begins another sequence.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from specdec.data.texts import Text
 
 SEQUENCES, TOKENIZER = "sequences", "tokenizer"
-IDS, MASK = "input_ids", "loss_mask"  # of a sequence
+IDS, MASK = "input_ids", "loss_mask"  # fields of a sequence
 
 TokenSequence = dict[str, list[int]]
 
 
 def extend(sequences: list[TokenSequence], prompt: list[int], answer: list[int]) -> None:
-    """Add what a target read and wrote: to the last sequence if the prompt begins with that, or as another one."""
+    """Append a prompt and its answer to the last sequence if the prompt begins with it, otherwise as a new sequence."""
     before: TokenSequence = {IDS: [], MASK: []}
     if sequences and prompt[: len(sequences[-1][IDS])] == sequences[-1][IDS]:
         before = sequences.pop()
@@ -31,7 +31,7 @@ def extend(sequences: list[TokenSequence], prompt: list[int], answer: list[int])
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Tells apart tokenizers whose token ids mean different things."""
+    """Hash of the vocabulary, to detect tokenizers with different token ids."""
     content = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -45,10 +45,10 @@ def as_text(ids: list[int], learn: list[int]) -> Text:
 
 
 def recorded(sequences: Any) -> list[Text]:
-    """The sequences of an entry as texts.
+    """Convert the sequences of an entry to texts.
 
     Raises:
-        ValueError: they are not as `extend` makes them.
+        ValueError: they do not have the format that `extend` writes.
     """
     fields = f"{SEQUENCES} must be a list of objects with {IDS}, the token ids, and {MASK}, a 0 or 1 for each"
     if not isinstance(sequences, list) or not all(isinstance(sequence, dict) for sequence in sequences):

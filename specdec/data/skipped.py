@@ -1,18 +1,19 @@
-"""`LeftOut`: entries that cannot be used, said once with their places; the rest goes on without them."""
+"""`LeftOut`: collects entries that cannot be used, and reports them once with their locations."""
 
 from __future__ import annotations
 
 import warnings
 
-NAMED = 3  # of those left out
-LONGEST = 300  # characters of a reason
+NAMED = 3  # entries that a message lists
+LONGEST = 300  # maximum characters of a reason
 
 
 class LeftOut:
-    """Counts entries that cannot be used, and keeps where the first few stood and why.
+    """Counts entries that cannot be used, and keeps the locations and reasons of the first few.
 
     Args:
-        what: they are called, in the plural. happened: what a warning says of them.
+        what: noun for the entries, in the plural.
+        happened: verb phrase of the warning.
     """
 
     def __init__(self, what: str, happened: str = "were left out"):
@@ -26,17 +27,17 @@ class LeftOut:
             self._first.append(f"{place}: {reason if len(reason) <= LONGEST else reason[:LONGEST] + ' ...'}")
 
     def check(self, left: int) -> None:
-        """Raise ValueError if none is left."""
+        """Raise ValueError if no usable entries are left."""
         if not left:
             raise ValueError(f"none of {self.count} {self.what} can be used:{self._named()}")
 
     def warn(self, left: int) -> None:
-        """Say which were left out, once all are read."""
+        """Warn about the entries left out. Call it after reading all entries."""
         if self.count:
             warnings.warn(f"{self.count} of {self.count + left} {self.what} {self.happened}:{self._named()}")
 
     def settle(self, left: int) -> None:
-        """Say which were left out; ValueError if none is left."""
+        """Raise ValueError if no usable entries are left; otherwise warn about those left out."""
         self.check(left)
         self.warn(left)
 

@@ -1,7 +1,6 @@
-"""`Text`: tokens, and which of them the target wrote itself; `Texts`: many of them, in memory or in a file.
+"""`Text`: token ids and a mask of those that the target wrote; `Texts`: many of them, in memory or in a file.
 
-Owns the file: one behind the other, so that those of ten million conversations are three tensors, which every process
-maps and none holds.
+A file stores all texts end to end, so ten million conversations are three tensors that each process memory-maps.
 """
 
 from __future__ import annotations
@@ -24,17 +23,24 @@ from specdec.utils.parsing import read_by_library
 
 @dataclass(frozen=True)
 class Text:
-    """ids: (T,) int64. learn: (T,) bool, the tokens that are the target's own."""
+    """Token ids of one text.
+
+    Args:
+        ids: (T,) int64.
+        learn: (T,) bool, True for tokens that the target wrote itself.
+    """
 
     ids: Tensor
     learn: Tensor
 
 
 class Texts(Sequence[Text]):
-    """n texts of N tokens in all, end to end.
+    """Sequence of n texts with N tokens in total, stored end to end.
 
     Args:
-        ids: (N,) int32 or int64. learn: (N,) bool. lengths: (n,) int64.
+        ids: (N,) int32 or int64.
+        learn: (N,) bool.
+        lengths: (n,) int64.
     """
 
     def __init__(self, ids: Tensor, learn: Tensor, lengths: Tensor):
@@ -43,7 +49,7 @@ class Texts(Sequence[Text]):
 
     @classmethod
     def of(cls, texts: Sequence[Text]) -> Texts:
-        """These, which are in memory unless they are `Texts` already."""
+        """Convert texts to `Texts` in memory, unless they are `Texts` already."""
         return texts if isinstance(texts, Texts) else cls(**end_to_end(texts))
 
     def __len__(self) -> int:
@@ -62,7 +68,7 @@ class Texts(Sequence[Text]):
 
 
 def end_to_end(texts: Sequence[Text]) -> dict[str, Tensor]:
-    """Texts as they lie in files: ids and learn flags of all, one behind the other, and each one's length."""
+    """Concatenate the ids and learn flags of all texts. Returns the arguments of `Texts`."""
     return {
         "ids": torch.cat([text.ids for text in texts]),
         "learn": torch.cat([text.learn for text in texts]),
@@ -71,7 +77,7 @@ def end_to_end(texts: Sequence[Text]) -> dict[str, Tensor]:
 
 
 def keep(texts: Iterable[Text], file: Path) -> Texts:
-    """Write texts one by one, whole or not at all, as safetensors; what `kept_texts` reads of them."""
+    """Write texts one by one into a safetensors file, atomically, and return them as `kept_texts` reads them."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lengths = array("q")
     with TemporaryFile(dir=file.parent) as ids, TemporaryFile(dir=file.parent) as learn:
@@ -87,7 +93,7 @@ def keep(texts: Iterable[Text], file: Path) -> Texts:
 
 
 def _join(out: IO[bytes], lengths: array[int], ids: IO[bytes], learn: IO[bytes]) -> None:
-    """A safetensors file: how long its header is, the header, and the tensors, those of wide entries first."""
+    """Write a safetensors file: the length of its header, the header, and the tensors, widest dtype first."""
     kinds = {"lengths": ("I64", 8, len(lengths)), "ids": ("I32", 4, sum(lengths)), "learn": ("BOOL", 1, sum(lengths))}
     header, start = {}, 0
     for name, (dtype, width, count) in kinds.items():
@@ -102,6 +108,6 @@ def _join(out: IO[bytes], lengths: array[int], ids: IO[bytes], learn: IO[bytes])
 
 
 def kept_texts(file: Path) -> Texts:
-    """What `keep` wrote. It stays in the file, of which the system brings to memory what is looked at."""
+    """Memory-map a file that `keep` wrote: the system loads only the parts that are used."""
     with read_by_library(file):
         return Texts(**load_file(file))

@@ -169,7 +169,7 @@ def test_divergence_explains_itself_in_one_line(tokenizer, gap, near, words):
     line = difference.explain(tokenizer, torch.bfloat16)
     assert difference.near_tie(torch.bfloat16) == near
     assert not difference.near_tie(torch.float32)
-    assert line.startswith("texts part at token 5 ('x' or 'y')")
+    assert line.startswith("texts diverge at token 5 ('x' or 'y')")
     assert words in line
     assert "\n" not in line
     assert "the end" in Divergence(4, None, other, 20.0, gap).explain(tokenizer, torch.bfloat16)
@@ -280,7 +280,7 @@ def test_a_difference_is_shown_and_explained(model, tokenizer):
     plain = Run(PLAIN, "one", [5, 6], 1.0, [0.5, 1.0])
     other = Run("ngram", "one", [5, 7], 1.0, [0.5, 1.0])
     (line,) = show._differences(prompt, [plain, other])
-    assert line.startswith("one, ngram: texts part at token 2")
+    assert line.startswith("one, ngram: texts diverge at token 2")
 
 
 @pytest.mark.parametrize(

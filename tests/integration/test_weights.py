@@ -169,7 +169,8 @@ def test_a_full_disk_is_said_before_the_download(shop, tmp_path, monkeypatch):
     monkeypatch.setitem(weights.MODELS, "tiny", entry(parameters=2 * 10**9))
     monkeypatch.setattr(room, "free_disk", lambda folder: 10**9)
     with pytest.raises(
-        room.NoRoom, match=r"no room for tiny: it takes 4\.1 GB of disk at .* 1\.0 GB are free \(3\.1 GB missing\)"
+        room.NoRoom,
+        match=r"not enough space for tiny: it needs 4\.1 GB of disk .* 1\.0 GB are free \(3\.1 GB missing\)",
     ):
         weights.fetch("tiny", tmp_path)
     assert shop.asked == []

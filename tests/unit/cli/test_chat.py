@@ -112,7 +112,7 @@ def test_a_turn_that_cannot_be_encoded_never_was(chat_tokenizer):
     chat = chat_of(spec, chat_tokenizer)
     chat.say("abcabc", streamer(chat_tokenizer))
     before = list(chat.messages)
-    with pytest.raises(ValueError, match=r"the text holds '\\udc80' at position 4, .*: leave it out"):
+    with pytest.raises(ValueError, match=r"the text contains '\\udc80' at position 4, .*: remove it"):
         chat.say("bad \udc80", streamer(chat_tokenizer))
     template = chat_tokenizer.chat_template
     chat_tokenizer.chat_template = "{{ raise_exception('no such turn') }}"

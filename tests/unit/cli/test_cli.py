@@ -32,7 +32,7 @@ from tests.support import eagle3, tiny
         (["doctor", "TARGET", "ngram", "--dtype", "int3"], "'int3' is not one of 'auto', 'bfloat16'"),
         (["bench", "TARGET", "ngram", "ngrams"], 'proposer must be "ngram"'),
         (["bench", "TARGET", "--chart", "OUT.bmp"], "OUT.bmp must end in one of .png, .svg, .pdf"),
-        (["bench", "TARGET", "--chart", "/no/such/a.png"], "there is no folder /no/such to write a.png to"),
+        (["bench", "TARGET", "--chart", "/no/such/a.png"], "the folder /no/such for a.png does not exist"),
         (["bench", "TARGET", "--prompts", "TYPO"], "found 'promt'"),
         (["train", "TARGET", "PROMPTS", "OUT", "--loss", "l2"], "'l2' is not one of 'ce', 'lk'"),
         (["export", "/no/such", "OUT"], "/no/such is neither a folder"),
@@ -50,7 +50,7 @@ from tests.support import eagle3, tiny
         (["regenerate", "TARGET", "TYPO", "OUT"], 'line 1: expected {"prompt": ...} or {"messages"'),
         (["regenerate", "TARGET", "NOTHING", "OUT"], 'object per line is expected, {"prompt": ...} or {"messages"'),
         (["regenerate", "TARGET", "BYTES", "OUT"], "bytes.jsonl is not text in UTF-8"),
-        (["regenerate", "TARGET", "UNPACKED", "OUT"], "packed by gzip, as its name says"),
+        (["regenerate", "TARGET", "UNPACKED", "OUT"], "in a complete gzip file, as its name says"),
         (["train", "TARGET", "PROMPTS", "PROMPTS"], "prompts.jsonl is a file: give a folder"),
         (["train", "./nowhere", "PROMPTS", "OUT"], "./nowhere is neither a folder with a model nor a hub repository"),
         (["train", "TARGET", "PROMPTS", "OUT", "--from", "./nowhere"], "./nowhere is neither a folder"),
@@ -59,7 +59,7 @@ from tests.support import eagle3, tiny
             ["regenerate", "TARGET", "PROMPTS", "OUT", "--template", '{"a": "\\ud800"}'],
             "--template must be a JSON object",
         ),
-        (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: the target comes first"),
+        (["regenerate", "PROMPTS", "MODEL", "OUT"], "is a model's folder, not texts: give the target first"),
         (["regenerate", "TARGET", "NESTED", "OUT"], "line 1 cannot be read: its JSON is nested too deeply"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--template", "[" * 100_000], "--template must be a JSON object"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--seed", str(2**70)], "Invalid value for '--seed': "),
@@ -67,7 +67,7 @@ from tests.support import eagle3, tiny
         (["train", "TARGET", "PROMPTS", "OUT", "--seed", str(2**32)], "Invalid value for '--seed': "),
         (["train", "TARGET", "PROMPTS", "OUT", "--epochs", "inf"], "epochs must be a number of at least 0, got inf"),
         (["train", "TARGET", "PROMPTS", "OUT", "--flex", "--device", "cpu"], "is trained on CUDA devices only"),
-        (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which is greedy, nor at least 0.0001"),
+        (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which means greedy, nor at least 0.0001"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--temperature", "inf"], "Invalid value for '--temperature': "),
         (["generate", "a" * 300, "a"], "File name too long"),
         (["generate", "TARGET", "a", "--proposer", "exit:" + "9" * 300], '"exit" needs an argument, "exit:LAYERS"'),
@@ -246,7 +246,8 @@ def test_a_line_that_is_no_text_ends_no_conversation(errors, tmp_path, chat_toke
     assert result.exit_code == 0, result.output
     assert result.stdout.count("5 tokens in ") == 2
     assert (
-        result.stderr.count("error: the text holds" if errors == "surrogateescape" else "bytes that are no text") == 1
+        result.stderr.count("error: the text contains" if errors == "surrogateescape" else "bytes that are not text")
+        == 1
     )
 
 
@@ -322,7 +323,7 @@ def test_export_keeps_what_lies_there(tmp_path):
     asked = ["export", str(tmp_path / "head"), str(tmp_path / "out")]
     refused = CliRunner().invoke(app, asked)
     assert refused.exit_code == 2
-    assert "is not empty: choose another folder, or write over the head in it with --force" in " ".join(
+    assert "is not empty: choose another folder, or overwrite the head in it with --force" in " ".join(
         refused.output.split()
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes.txt"]

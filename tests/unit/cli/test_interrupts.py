@@ -132,7 +132,7 @@ def test_chat_goes_on_from_an_answer_and_ends_at_a_question(run, chat_model):
     command.process.stdin.flush()
     command.wait_for(lambda command: len(command.said["stdout"].partition("> ")[2]) > 20)
     command.interrupt()
-    command.wait_for(lambda command: "the conversation goes on" in command.said["stdout"])
+    command.wait_for(lambda command: "the conversation continues" in command.said["stdout"])
     command.wait_for(lambda command: command.said["stdout"].endswith("> "))
     command.interrupt()
     code, text, _ = command.end()
@@ -172,7 +172,7 @@ def test_regenerate(run, files, tmp_path):
     command.interrupt()
     code, _, said = command.end()
     assert code == 130
-    assert "the same command goes on" in said
+    assert "run the same command again to resume" in said
     assert out.read_text().endswith("}\n")
 
 
@@ -184,7 +184,7 @@ def test_train(run, files, tmp_path):
     command.interrupt()
     code, _, said = command.end()
     assert code == 130
-    assert "the same command goes on from the last checkpoint" in said
+    assert "run the same command again to resume from the last checkpoint" in said
 
 
 @pytest.mark.slow

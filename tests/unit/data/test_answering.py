@@ -93,8 +93,8 @@ FIELDS = [
     ({"return_dict_in_generate": True, "output_scores": True, "output_attentions": True}, None),
     ({"num_beams": 3}, "beam search"),
     ({"num_beams": 3, "length_penalty": -2.0, "early_stopping": True}, "beam search"),
-    ({"max_time": 1e6}, "ends texts by MaxTimeCriteria"),
-    ({"stop_strings": ["q", "h"]}, "ends texts by StopStringCriteria"),
+    ({"max_time": 1e6}, "uses MaxTimeCriteria"),
+    ({"stop_strings": ["q", "h"]}, "uses StopStringCriteria"),
 ]
 
 
@@ -119,7 +119,7 @@ def test_the_target_s_generation_config_is_kept_to(llama, chat_tokenizer, monkey
 
     asked = requests()
     queue = deque(asked)
-    with pytest.warns(UserWarning, match=f"one by one, by plain .*{announced}") if announced else nullcontext():
+    with pytest.warns(UserWarning, match=f"one at a time with plain .*{announced}") if announced else nullcontext():
         list(Answering(llama, 3, 9, chat_tokenizer).run(lambda: queue.popleft() if queue else None))
     assert [request.answer for request in asked] == alone
     assert [request.cut for request in asked] == [answer[-1] not in (END, usual[0][4]) for answer in alone]
@@ -129,7 +129,7 @@ def test_the_target_s_generation_config_is_kept_to(llama, chat_tokenizer, monkey
 def test_what_generate_hands_to_others_is_refused(llama, monkeypatch, fields):
     for name, value in fields.items():
         monkeypatch.setattr(llama.generation_config, name, value)
-    with pytest.raises(ValueError, match=f"the target's generation config cannot be kept to: {next(iter(fields))}"):
+    with pytest.raises(ValueError, match=f"the target's generation config is not supported: {next(iter(fields))}"):
         Answering(llama, 2, 9)
 
 

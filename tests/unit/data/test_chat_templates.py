@@ -148,7 +148,7 @@ def test_an_answer_with_its_thinking_is_learnt_though_later_ones_follow_it_witho
 def test_answers_that_a_template_does_not_show_as_they_were_written_are_said(kind, missed):
     """R1's prompt begins them with a mark, which their conversations do not show."""
     tokenizer = templated.tokenizer(kind)
-    with pytest.warns(UserWarning, match=f"{missed} of 3 answers in conversations are not learnt"):
+    with pytest.warns(UserWarning, match=f"{missed} of 3 answers in conversations are not trained on"):
         found = read(tokenizer, {"messages": THOUGHTS}, {"messages": turns("a", "c")}, {"prompt": "a", "response": "g"})
     assert [estimates for _, estimates in found][-1] == ids(tokenizer, "g" + END[kind])
     assert len(found) == 4 - missed
@@ -166,7 +166,7 @@ def test_answers_of_which_a_template_leaves_out_a_part_are_said(more):
     tokenizer = templated.tokenizer("chatml")
     messages = turns("a", "b")
     messages[1] |= more
-    with pytest.warns(UserWarning, match="1 of 2 answers in conversations are not learnt"):
+    with pytest.warns(UserWarning, match="1 of 2 answers in conversations are not trained on"):
         assert len(read(tokenizer, {"messages": messages}, {"messages": turns("a", "b")})) == 1
     [field] = more
     tokenizer.chat_template = tokenizer.chat_template.replace("m.content", f"(m.{field} or '') | string + m.content")
@@ -187,14 +187,14 @@ def test_marks_of_what_the_target_writes_come_before_a_comparison():
     entry = {"messages": turns("a", "b")}
     assert read(tokenizer, entry) == as_ids(tokenizer, (CHATML + "b<|im_end|>", "b<|im_end|>"))
     tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.warns(UserWarning, match="1 of 1 answers in conversations are not learnt"):
+    with pytest.warns(UserWarning, match="1 of 1 answers in conversations are not trained on"):
         assert len(read(tokenizer, entry, {"text": "abc"})) == 1
 
 
 @pytest.mark.parametrize("kind", ["llama 3", "gemma"])
 def test_blanks_that_a_template_leaves_out_are_said(kind):
     tokenizer = templated.tokenizer(kind)
-    with pytest.warns(UserWarning, match="1 of 2 answers in conversations are learnt without blanks"):
+    with pytest.warns(UserWarning, match="1 of 2 answers in conversations are trained on without some whitespace"):
         found = read(tokenizer, {"messages": turns("a", " b \n", "d", "e")})
     assert [estimates for _, estimates in found] == [ids(tokenizer, "b" + END[kind] + "e" + END[kind])]
 
@@ -217,7 +217,7 @@ def test_token_ids_are_read_as_they_were_written():
     )
     with pytest.raises(ValueError, match="entry 0: the conversation does not fit .* channel tags in the content"):
         read(tokenizer, entry)
-    with pytest.raises(ValueError, match="entry 0: the token ids are of another tokenizer, and the conversation"):
+    with pytest.raises(ValueError, match="entry 0: the token ids belong to another tokenizer, and the conversation"):
         read(tokenizer, entry | {"sequences": sequences, "tokenizer": "another"})
 
 

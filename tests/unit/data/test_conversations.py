@@ -87,13 +87,13 @@ def test_every_format_is_read(tokenizer, name, tmp_path):
         ([{"messages": [{"role": ["user"], "content": "a"}]}], "line 1: a message needs a role"),
         (
             [{"messages": [{"role": "user", "content": ["a"]}]}],
-            "as its content a string, or a list of parts that have a",
+            "and a content, which is a string or a list of parts with a",
         ),
         (
             [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}],
-            "as its content a string, or a list of parts",
+            "and a content, which is a string or a list of parts",
         ),
-        ([{"messages": SHOWN}], "line 1: .* the chat template puts no placeholder of the target's in their place"),
+        ([{"messages": SHOWN}], "line 1: .* the chat template inserts none of the target's placeholders for them"),
     ],
 )
 def test_bad_lines_are_named(tokenizer, lines, message, tmp_path):
@@ -109,16 +109,16 @@ ODD = [
     (None, "expected"),
     (5, "expected"),
     ([[{"text": "a"}]], "expected"),
-    ({"text": ""}, "the tokenizer makes no token of it"),
-    ({"text": " \n"}, "the tokenizer makes no token of it"),
-    ({"text": "a"}, "within 20 tokens it holds nothing that the target wrote"),
+    ({"text": ""}, "the tokenizer returns no tokens for it"),
+    ({"text": " \n"}, "the tokenizer returns no tokens for it"),
+    ({"text": "a"}, "its first 20 tokens contain nothing that the target wrote"),
     ({"text": None}, "expected .*, found nothing"),
     ({"text": ["a b c"]}, "text must be a string"),
     ({"text": HALF}, "it holds .*half of a character"),
     ({"messages": []}, "messages is empty: expected"),
     ({"messages": [{"role": "user", "content": "a b c"}]}, "the conversation has no answer"),
     ({"messages": [{"role": "assistant", "content": HALF}]}, "it holds .*half of a character"),
-    ({"messages": [[]]}, "a message needs a role and content"),
+    ({"messages": [[]]}, "a message needs a role and a content"),
     ({"messages": [{"role": "user", "content": 5}]}, "a message needs a role"),
     ({"messages": {"role": "user", "content": "a"}}, "messages must be a list"),
     ({"prompt": "a", "response": HALF}, "it holds .*half of a character"),
@@ -178,7 +178,7 @@ def test_messages_may_be_a_prompt_and_its_completion(tokenizer):
     assert words(tokenizer, text.ids[text.learn]) == "b c <end>"
     [(_, asked)] = read_prompts([{"prompt": [user]}])
     assert asked.messages == [user]
-    with pytest.raises(ValueError, match="completion must be a list of messages, as prompt is one, got 'b'"):
+    with pytest.raises(ValueError, match="completion must be a list of messages because prompt is one, got 'b'"):
         list(read_texts([{"prompt": [user], "completion": "b"}], tokenizer, 20))
 
 
@@ -208,7 +208,7 @@ def test_the_first_texts_are_the_first_usable_ones(tokenizer, tmp_path):
 
 def test_plain_texts_that_are_odd_have_lines(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("a b c\n\n\nd\n \ne f\n\ng\n")
-    with pytest.warns(UserWarning, match=r"a\.txt, line 8: within") as said:
+    with pytest.warns(UserWarning, match=r"a\.txt, line 8: its first 20 tokens") as said:
         texts = list(read_texts(tmp_path / "a.txt", tokenizer, 20))
     assert [words(tokenizer, text.ids) for text in texts] == ["a b c", "d e f"]
     assert len(said) == 1
@@ -242,17 +242,17 @@ def test_prompts_that_ask_nothing_are_named_and_the_rest_is_asked(entry, why, tm
 def test_prompts_of_no_tokens_are_refused(tokenizer):
     plain = copy.deepcopy(tokenizer)
     plain.chat_template = None
-    with pytest.raises(ValueError, match="the tokenizer makes no token of the prompt"):
+    with pytest.raises(ValueError, match="the tokenizer returns no tokens for the prompt"):
         Prompt("blank", " ").encode(plain)
     blank, usual = (Asked([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
-    with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer makes no token of it"):
+    with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer returns no tokens for it"):
         assert len(encoded([blank, usual], plain)) == 1
 
 
 def test_a_file_cut_short_is_named(tokenizer, tmp_path):
     path = written(tmp_path / "data.jsonl.gz", *[{"text": "a b c"}] * 50)
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* and whole"):
+    with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* in a complete gzip file"):
         list(read_texts(path, tokenizer, 100))
 
 
@@ -282,7 +282,7 @@ def test_what_is_lost_of_long_texts_is_said(tokenizer, tmp_path):
     path = written(
         tmp_path / "d.jsonl", {"text": "a b c d e f"}, {"prompt": "a", "response": "b c d"}, {"text": "a b c"}
     )
-    with pytest.warns(UserWarning, match="2 of 3 texts are longer than 5 tokens and were cut: 4 tokens"):
+    with pytest.warns(UserWarning, match="2 of 3 texts are longer than 5 tokens and were cut, which lost 4 tokens"):
         assert [len(text.ids) for text in read_texts(path, tokenizer, 5)] == [5, 5, 3]
 
 
@@ -349,7 +349,7 @@ def test_templates_are_told_of_tools_and_switches(tokenizer):
     shown = "<system> t <end> <user> a <end> <assistant> t <end> <user> b <end> <assistant> c d <end>"
     assert words(told, text.ids) == shown
     assert words(told, text.ids[text.learn]) == "t <end> c d <end>"
-    with pytest.raises(ValueError, match="shows its answers otherwise"):  # it begins them with a z, unless told
+    with pytest.raises(ValueError, match="renders its answers differently"):  # it begins them with a z, unless told
         list(read_texts([entry | {"chat_template_kwargs": None}], told, 50))
 
     [(_, asked)] = read_prompts([{"prompt": "a", "chat_template_kwargs": {"think": True}}])
@@ -451,7 +451,7 @@ def test_answers_about_a_picture_are_learnt_and_its_placeholder_is_not(sees):
         {"messages": [SHOWN[0], {"role": "assistant", "content": picture}]},
         {"text": "a z b"},
     ]
-    with pytest.warns(UserWarning, match="3 of 4 texts show pictures, films or sounds, which are not read"):
+    with pytest.warns(UserWarning, match="3 of 4 texts contain images, videos or audio, which are not read"):
         texts = list(read_texts([*entries, {"text": "a b c"}], tokenizer, 50, [mark]))
     assert [words(tokenizer, text.ids) for text in texts[:3]] == [
         "<user> z a <end> <assistant> b c <end>",
@@ -469,7 +469,7 @@ def test_a_template_for_strings_alone_is_said(sees):
 
 
 def test_prompts_with_pictures_are_not_answered_without_them():
-    with pytest.raises(ValueError, match="entry 0: the conversation shows pictures, .* would be answered without them"):
+    with pytest.raises(ValueError, match="entry 0: the conversation contains images, .* be answered without them"):
         list(read_prompts([{"messages": SHOWN[:1]}]))
     [(_, asked)] = read_prompts([{"messages": [{"role": "user", "content": SHOWN[1]["content"]}]}])
     assert asked.messages == [{"role": "user", "content": "b c"}]
@@ -489,7 +489,7 @@ def test_a_run_learns_no_placeholder_of_its_targets(sees, files, tmp_path):
     config.save_pretrained(tmp_path / "model")
     data = written(tmp_path / "data.jsonl", *[{"messages": SHOWN}, {"text": "a z b"}] * 2)
     folder = RunFolder(tmp_path / "out")
-    with pytest.warns(UserWarning, match="No placeholder is learnt"):
+    with pytest.warns(UserWarning, match="Placeholders are not trained on"):
         write_corpus(Recipe(str(tmp_path / "model"), data, folder.path, held_out=2), folder, tokenizer, "")
     for texts in corpus(folder):
         assert [words(tokenizer, text.ids[text.learn]) for text in texts] in (["b c <end>"] * 2, ["a b"] * 2)

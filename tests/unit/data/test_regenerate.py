@@ -143,14 +143,14 @@ def test_regenerating_goes_on_where_it_stopped(files, tmp_path):
     assert out.read_text().startswith(first)
     assert rewrite(files, out, "--temperature", "0", "--temperature", "1", "--limit", "1").exit_code == 0
     assert sorted(out.read_text().splitlines()) == sorted(whole.splitlines())
-    assert "nothing was left to answer" in rewrite(files, out, "--temperature", "0", "--temperature", "1").output
+    assert "all prompts had answers already" in rewrite(files, out, "--temperature", "0", "--temperature", "1").output
     for changed in (["--temperature", "0.5"], ["--temperature", "0", "--temperature", "1", "--max-new-tokens", "3"]):
         result = rewrite(files, out, *changed)
         assert result.exit_code == 2
         assert "holds answers with" in result.output
     sliced = tmp_path / "sliced.jsonl"
     result = rewrite(files, sliced, "--max-minutes", "0")
-    assert "so far: the same command goes on" in result.output
+    assert "so far: run the same command again to resume" in result.output
     assert not sliced.read_text()
     for foreign in ("these are my notes\n", '{"mine": 1}', "[" * 100_000 + "\n"):
         (tmp_path / "notes.jsonl").write_text(foreign)
@@ -185,7 +185,7 @@ def test_files_of_others_stay_as_they_are(files, tmp_path, foreign, beside):
     path.write_text(foreign)
     result = rewrite(files, tmp_path / "out.jsonl")
     assert result.exit_code == 2, result.output
-    assert "choose another name" in result.output.replace("\n", " ")
+    assert "choose another output file" in result.output.replace("\n", " ")
     assert path.read_text() == foreign
     assert [path.name] == [found.name for found in tmp_path.iterdir()]
 
@@ -196,7 +196,7 @@ def test_a_whole_answer_that_lacks_the_end_of_its_line_is_kept(files, tmp_path):
     assert rewrite(files, out).exit_code == 0
     whole = out.read_text()
     out.write_text(whole[:-1])
-    assert "nothing was left to answer" in rewrite(files, out).output
+    assert "all prompts had answers already" in rewrite(files, out).output
     assert out.read_text() == whole
 
 
@@ -373,7 +373,7 @@ def test_stop_strings_of_the_generation_config_end_answers(chat_tokenizer, tmp_p
 
     usual = answer("usual.jsonl")
     target.generation_config.stop_strings = usual[2]
-    with pytest.warns(UserWarning, match="one by one, by plain .* StopStringCriteria"):
+    with pytest.warns(UserWarning, match="one at a time with plain .* StopStringCriteria"):
         assert answer("stopped.jsonl") == usual[: usual.index(usual[2]) + 1]
 
 
@@ -393,10 +393,10 @@ def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
         assert {name: lines[1][name] for name in own} == own
         first, second = (next(read_texts([lines[number]], told, 100)).ids.tolist() for number in (0, 1))
         assert first[0] == told.convert_tokens_to_ids("z") != second[0]
-        assert "nothing was left to answer" in rewrite(files, out, "--template", '{"think": true}').output
+        assert "all prompts had answers already" in rewrite(files, out, "--template", '{"think": true}').output
         result = rewrite(files, out)
         assert result.exit_code == 2
-        assert "told other things" in result.output
+        assert "other chat template arguments" in result.output
         result = rewrite(files, out, "--template", "think")
         assert result.exit_code == 2
         assert "must be a JSON object" in result.output
@@ -404,7 +404,7 @@ def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
         written(files / "prompts.jsonl", {"messages": messages})
         result = rewrite(files, tmp_path / "other.jsonl")
         assert result.exit_code == 2
-        assert "leave out all from the first call on" in result.output
+        assert "remove everything from the first tool call on" in result.output
     finally:
         told.chat_template = whole
         told.save_pretrained(files / "model")

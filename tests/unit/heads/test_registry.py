@@ -152,7 +152,7 @@ RECIPES = sorted(shipped.head_folders()[0].glob("*/recipe.sh"))
 FAKE = """#!/bin/sh
 printf '%s\\0' "$@" >> "$LOG"; printf '\\n' >> "$LOG"
 [ "$1" = regenerate ] && cp "$3" "$4"
-[ "$1" = "$UNFINISHED" ] && echo "not finished yet: the same command goes on"
+[ "$1" = "$UNFINISHED" ] && echo "not finished yet: run the same command again to resume"
 exit 0
 """
 

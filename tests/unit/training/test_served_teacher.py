@@ -80,7 +80,11 @@ def test_a_served_target_teaches_what_a_loaded_one_does(files, target, tmp_path,
 def test_a_run_that_a_loaded_target_began_goes_on_with_a_served_one(files, target, tmp_path):
     """Where the target lies is no part of the recipe."""
     out = tmp_path / "out"
-    assert run(files, out, *NOT_DECODED, "--max-minutes", "0").output.strip().endswith("the same command goes on")
+    assert (
+        run(files, out, *NOT_DECODED, "--max-minutes", "0")
+        .output.strip()
+        .endswith("run the same command again to resume")
+    )
     with served(target) as address:
         assert run(files, out, *NOT_DECODED, "--teacher", address).exit_code == 0
     assert run(files, tmp_path / "local", *NOT_DECODED).exit_code == 0

@@ -82,7 +82,7 @@ def test_states_of_an_earlier_version_are_refused(tmp_path):
     extract(LocalTeacher(target, (1,)), some_texts(target, 1), tmp_path)
     (shard,) = tmp_path.glob("states-*.safetensors")
     save_file({name: tensor for name, tensor in load_file(shard).items() if name != "over_all"}, shard)
-    with pytest.raises(ValueError, match="remove that folder"):
+    with pytest.raises(ValueError, match="remove this folder"):
         StateDataset(tmp_path, 64)
 
 

@@ -365,7 +365,7 @@ def test_texts_up_to_the_end_of_what_the_target_reads(tokenizer, tmp_path):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 1
     result = CliRunner().invoke(app, [*command, "--max-new-tokens", "32"])
     assert result.exit_code == 2
-    assert "leaves no room for a prompt in the 32 tokens" in result.output.replace("\n", " ")
+    assert "leaves no space for a prompt in the 32 tokens" in result.output.replace("\n", " ")
 
 
 def test_too_few_texts(files, tmp_path):
@@ -380,7 +380,7 @@ def test_texts_that_hold_nothing_are_named_before_the_target_is_loaded(files, tm
     command = ["train", target, str(data), str(tmp_path / "out"), *SMALL.split()]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 2
-    assert re.search(r"none of 8 texts can be used:\s.*line 1: the tokenizer makes no token of it", result.output)
+    assert re.search(r"none of 8 texts can be used:\s.*line 1: the tokenizer returns no tokens for it", result.output)
     written(data, *[{"text": ""}, {"text": "a b c"}] * 4)
     with pytest.warns(UserWarning, match=r"3 of 6 texts were left out:\n  .*line 1: .*\n  .*line 3: "):
         result = CliRunner().invoke(app, [*command, "--max-texts", "3"])
