@@ -7,7 +7,7 @@ set -euo pipefail
 readonly HERE=$(dirname "$(realpath "$0")") MINUTES=${2:-30} MORE=${3:-}
 export PYTHONPATH=${PYTHONPATH:-$HERE/../..}
 
-target=$(python -c 'import sys; from specdec.demo.loading import locate; print(locate(sys.argv[1]))' "${1:?model}")
+target=$(python -c 'import sys; from examples.demo.loading import locate; print(locate(sys.argv[1]))' "${1:?model}")
 work=${WORK:-$HOME/.cache/specdec/text/$(basename "$target")}
 pack() { python "$HERE/shards.py" pack "$target" "$work/left.jsonl" "$work/answers.jsonl"; }
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from shards import Entry, texts
-from specdec.demo.loading import locate
+from examples.demo.loading import locate
 from transformers import AutoTokenizer
 
 from specdec.data.conversations import Encoder

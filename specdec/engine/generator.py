@@ -144,7 +144,7 @@ class SpeculativeGenerator:
 
     @property
     def capability(self) -> Capability:
-        """How the target can be run, in its current mode and precision."""
+        """The capability of the target in its current mode and precision."""
         return capability(self.model)
 
     # Public entry points

@@ -116,7 +116,7 @@ def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         y: (N, out) float32.
         weight: (N,) float32, weights of the rows. None: all equal.
     """
-    deviation = _spread(x)
+    deviation = _standard_deviation(x)
     x = x / deviation
     weighted = x if weight is None else x * (weight / weight.mean())[:, None]
     square = weighted.T @ x
@@ -124,5 +124,5 @@ def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     return torch.linalg.solve(square + ridge, weighted.T @ y).T / deviation
 
 
-def _spread(x: Tensor) -> Tensor:
+def _standard_deviation(x: Tensor) -> Tensor:
     return x.std(0).clamp(min=1e-6)
