@@ -66,7 +66,7 @@ class Eagle3Head(StateHead):
 
     @property
     def can_remember(self) -> bool:
-        """Whether `remember` is available: keys and values of a single layer do not depend on a layer's output."""
+        """True if `remember` is available: keys and values of a single layer do not depend on a layer's output."""
         return self.config.version == 3 and len(self.layers) == 1
 
     def fuse(self, states: Tensor) -> Tensor:
