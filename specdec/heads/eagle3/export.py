@@ -29,7 +29,9 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
         ValueError: the layout is unknown, it is not an EAGLE-3 head, or the folder holds another model.
 
     Example:
+        ```python
         save(load("heads/mine"), "exported", layout="speculators", target="Qwen/Qwen3-8B")
+        ```
     """
     check_choice("layout", layout, HeadLayout)
     c = head.config
