@@ -701,7 +701,7 @@ def test_a_head_is_not_exported_over_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["export", "one", str(tmp_path / "one"), "--layout", "int8"])
     assert result.exit_code == 2
-    assert "is the head itself" in result.output
+    assert "is the folder of the head itself" in result.output
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == before
 
 
