@@ -35,7 +35,7 @@ class Block:
     states: Tensor | None = None
     sure: Tensor | None = None
 
-    def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> tuple[Tensor, Block]:
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> tuple[Tensor, Block]:
         """Compute the logits after n tokens of the draft.
 
         Args:

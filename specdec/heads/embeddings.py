@@ -64,7 +64,7 @@ class BorrowedEmbeddings:
         weight = next(embedding.parameters())
         if head.embed_tokens is not None:  # the head may lack the target's padding tokens
             tokens = tokens.clamp(max=weight.shape[0] - 1)
-        tokens = beside(weight, tokens)
+        tokens = to_device_of(weight, tokens)
         return embed_tokens(embedding, tokens, normed).to(head.device, head.dtype)
 
 
@@ -75,6 +75,6 @@ def embed_tokens(embedding: nn.Module, tokens: Tensor, normed: bool = True) -> T
     return embedding(tokens)
 
 
-def beside(weight: Tensor, tensor: Tensor) -> Tensor:
+def to_device_of(weight: Tensor, tensor: Tensor) -> Tensor:
     """Move a tensor to the weight's device. An offloaded weight (on "meta") has an accelerate hook that does it."""
     return tensor if weight.device.type == "meta" else tensor.to(weight.device)

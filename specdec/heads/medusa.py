@@ -96,9 +96,9 @@ class MedusaRunner:
         self.block = Block(self._fast(states[:, -1].to(self.head.device, self.head.dtype)))
         return self.block.logits[:, :1]
 
-    def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
         """Return logits (B, n, V) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        return self.block.behind(depth, tokens, above)[0]
+        return self.block.logits_after(depth, tokens, above)[0]
 
     def drop_draft(self) -> None:
         """Do nothing: there is no cache."""

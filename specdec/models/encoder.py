@@ -58,7 +58,7 @@ class EncoderOutputs:
             named[name] = self.together_with(named[name])
         return named
 
-    def beside(self, model: PreTrainedModel) -> EncoderOutputs | None:
+    def for_model(self, model: PreTrainedModel) -> EncoderOutputs | None:
         """The encoder outputs that a draft model reads for the same input; None if it reads none.
 
         A decoder that reads the target's encoder states (distil-whisper) gets these, another model those of its own

@@ -125,9 +125,9 @@ class ModelRunner(CachedRows):
         return output
 
     @torch.no_grad()
-    def extend_behind(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
+    def extend_after(self, given: Tensor, pads: Tensor, *, embedded: bool = False) -> Output:
         """Append few tokens as `extend` does, but after the rows of `device_lengths`; pads: (B, 1) int64."""
-        visible_slots = self.place_behind(given.shape[1], pads)
+        visible_slots = self.place_after(given.shape[1], pads)
         mask = self._mask_argument(visible_slots, unmasked=False)
         return self._forward(given, visible_slots, mask, keep=1, hidden=False, embedded=embedded)
 

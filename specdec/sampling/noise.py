@@ -84,7 +84,7 @@ class Noise:
             for column in [column for column in kept if column < columns]:
                 del kept[column]
 
-    def leave_behind(self) -> None:
+    def advance_generator(self) -> None:
         """Put the device's default generator into the state that plain decoding leaves after the settled columns."""
         set_generator_state(self.device, self._states[self.settled])
 
@@ -125,7 +125,7 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
         with _lock:
             _active.remove(me)
             if all(thread == me[1] for where, thread in _active if where == me[0]):
-                noise.leave_behind()
+                noise.advance_generator()
 
 
 def generator_state(device: torch.device) -> Tensor:

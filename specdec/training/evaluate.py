@@ -141,7 +141,7 @@ def evaluate(
 
 def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FollowingProposer:
     if isinstance(head, MtpTrainee):
-        return MtpProposer(head.beside(target), **shape)
+        return MtpProposer(head.for_target(target), **shape)
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
 
 

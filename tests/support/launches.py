@@ -57,7 +57,7 @@ def mtp_head() -> MtpHead:
     """An MTP layer for the same target, untrained: what its last layer says once more."""
     target, _, _ = models()
     on_host = copy.deepcopy(target).to("cpu")
-    return initialize_mtp(on_host, torch.arange(on_host.config.vocab_size)).to("cuda").beside(target)
+    return initialize_mtp(on_host, torch.arange(on_host.config.vocab_size)).to("cuda").for_target(target)
 
 
 def generator(name: str, automatic: bool) -> SpeculativeGenerator:

@@ -14,7 +14,7 @@ from torch import Tensor
 from specdec.heads.base import AT_ONCE
 from specdec.heads.block import Block
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import BorrowedEmbeddings, beside
+from specdec.heads.embeddings import BorrowedEmbeddings, to_device_of
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
 from specdec.models.linear import with_fast_linears
@@ -69,20 +69,20 @@ class DFlashRunner(CachedRows):
             self._fast.remember(part, visible_slots.positions, self.cache)
             self.commit([width - pad for pad in part_pads])
         self.block = self._pass(tokens[:, -1:])
-        return self.behind(0, tokens[:, -1:], None)
+        return self.logits_after(0, tokens[:, -1:], None)
 
     @torch.no_grad()
-    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+    def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.pending = 0
-        visible_slots = self.place_behind(tokens.shape[1], pads)
+        visible_slots = self.place_after(tokens.shape[1], pads)
         self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
-        return self.behind(0, tokens[:, -1:], None)
+        return self.logits_after(0, tokens[:, -1:], None)
 
-    def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
         """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        logits, self.block = self.block.behind(depth, tokens, above)
+        logits, self.block = self.block.logits_after(depth, tokens, above)
         return logits
 
     def drop_draft(self) -> None:
@@ -130,4 +130,4 @@ class DFlashRunner(CachedRows):
             assert self._fast.lm_head is not None
             return self._fast.lm_head(h)
         weight = next(self.lm_head.parameters())
-        return self.lm_head(beside(weight, h.to(weight.dtype))).to(h.device)
+        return self.lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)

@@ -156,11 +156,11 @@ class FusingLayer(nn.Module):
     ) -> Tensor:
         normed = self.hidden_norm(h)
         residual = normed if self.norm_before_residual else h
-        h = residual + self.self_attn(self._beside(embeds, normed), rotation, visible, cache)
+        h = residual + self.self_attn(self._concatenated(embeds, normed), rotation, visible, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
     def remember(self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache) -> None:
-        self.self_attn.remember(self._beside(embeds, self.hidden_norm(h)), rotation, cache)
+        self.self_attn.remember(self._concatenated(embeds, self.hidden_norm(h)), rotation, cache)
 
-    def _beside(self, embeds: Tensor, normed: Tensor) -> Tensor:
+    def _concatenated(self, embeds: Tensor, normed: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeds), normed], -1)

@@ -26,18 +26,18 @@ class ParallelRunner(HeadRunner):
         return self._drafted(super().extend(tokens, states, pads))
 
     @torch.no_grad()
-    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
-        """See `HeadRunner.extend_behind`, and `extend`."""
-        return self._drafted(super().extend_behind(tokens, states, pads))
+    def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+        """See `HeadRunner.extend_after`, and `extend`."""
+        return self._drafted(super().extend_after(tokens, states, pads))
 
     def _drafted(self, first: Tensor) -> Tensor:
         masks = self.head.config.block_size - 1
         self.block = Block(torch.cat([first, self._masked(len(first), masks)], 1) if masks else first)
         return first
 
-    def behind(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
         """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        logits, self.block = self.block.behind(depth, tokens, above)
+        logits, self.block = self.block.logits_after(depth, tokens, above)
         return logits
 
     def _masked(self, rows: int, n: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.heads.base import AT_ONCE, PROMPT
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.embeddings import BorrowedEmbeddings, beside
+from specdec.heads.embeddings import BorrowedEmbeddings, to_device_of
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
 from specdec.models.linear import with_fast_linears
@@ -68,10 +68,10 @@ class HeadRunner(CachedRows):
         return self._logits(self._last)
 
     @torch.no_grad()
-    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+    def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.drop_draft()
-        visible_slots = self.place_behind(tokens.shape[1], pads)
+        visible_slots = self.place_after(tokens.shape[1], pads)
         self._last = self._pass(tokens, self._fused(states), visible_slots, sees_all=False)[:, -1:]
         return self._logits(self._last)
 
@@ -138,4 +138,4 @@ class HeadRunner(CachedRows):
         if self.lm_head is None:
             return self._fast.logits(h)
         weight = next(self.lm_head.parameters())
-        return self.lm_head(beside(weight, h.to(weight.dtype))).to(h.device)
+        return self.lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)

@@ -46,7 +46,7 @@ class HydraRunner:
         return self._fast.heads[0](self._paths)
 
     @torch.no_grad()
-    def behind(self, depth: int, tokens: Tensor, parents: Tensor | None) -> Tensor:
+    def logits_after(self, depth: int, tokens: Tensor, parents: Tensor | None) -> Tensor:
         """Compute the logits after n drafted tokens.
 
         Args:

@@ -30,7 +30,7 @@ from transformers.utils import cached_file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 OUTER = r"^(?:model\.|language_model\.|llm\.|backbone\.)*"
 OWN = re.compile(OUTER + r"mtp(?:_layers)?\.(?:(?:layers\.)?(\d+)\.)?(.+)$")
-BEHIND = re.compile(OUTER + r"layers\.(\d+)\.(.+)$")
+EXTRA_LAYER = re.compile(OUTER + r"layers\.(\d+)\.(.+)$")
 INNER = re.compile(r"^(?:transformer_block|mtp_block|transformer)\.")
 EMBED_NORM, STATE_NORM, FUSE, NORM = "embed_norm.weight", "state_norm.weight", "fuse.weight", "norm.weight"
 ROLES = {
@@ -174,9 +174,9 @@ def _place(name: str, target_layers: int) -> tuple[int | None, str] | None:
     if own:
         index, rest = own.groups()
         return (None if index is None else int(index)), INNER.sub("", rest)
-    behind = BEHIND.match(name)
-    if behind and int(behind[1]) >= target_layers:
-        return int(behind[1]) - target_layers, INNER.sub("", behind[2])
+    extra = EXTRA_LAYER.match(name)
+    if extra and int(extra[1]) >= target_layers:
+        return int(extra[1]) - target_layers, INNER.sub("", extra[2])
     return None
 
 

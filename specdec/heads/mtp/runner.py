@@ -98,10 +98,10 @@ class MtpRunner:
         return runner
 
     @torch.no_grad()
-    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+    def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` the only layer by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         (layer,), (runner,), embeds = self.head.layers, self.layers, self._embedded(tokens)
-        out = runner.extend_behind(layer.fused(embeds, states.to(embeds)), pads, embedded=True).features
+        out = runner.extend_after(layer.fused(embeds, states.to(embeds)), pads, embedded=True).features
         assert out is not None
         self._last = [out[:, -1:]]
         self._start_draft()

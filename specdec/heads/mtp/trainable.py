@@ -61,6 +61,6 @@ class MtpTrainee(nn.Module):
             layers.append(MtpLayer(*norms, copy.deepcopy(layer.fuse), copy.deepcopy(layer.block), layer.states_first))
         return MtpTrainee(layers, self.draft_to_target).to(dtype).eval()
 
-    def beside(self, target: PreTrainedModel) -> MtpHead:
+    def for_target(self, target: PreTrainedModel) -> MtpHead:
         """Return an `MtpHead` of these layers with the target's embedding and LM head."""
         return MtpHead(self.layers, target.get_input_embeddings(), target.get_output_embeddings())

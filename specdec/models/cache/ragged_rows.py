@@ -133,7 +133,7 @@ class CachedRows:
         self.cache.place(base, 0, base + place.remainder(width), pads, width, draft=False)
         return VisibleSlots(self.cache, (base + place.clamp(min=-1)).clamp(min=0), base)
 
-    def place_behind(self, width: int, pads: Tensor) -> VisibleSlots:
+    def place_after(self, width: int, pads: Tensor) -> VisibleSlots:
         """Place known tokens after the rows of `device_lengths`, which then grow; pads: (B, 1) int64."""
         assert self.device_lengths is not None
         place = torch.arange(width, device=pads.device) - pads

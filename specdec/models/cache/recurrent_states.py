@@ -79,7 +79,7 @@ class States:
         self._given: dict[Place, Tensor] = {}  # imported states, whose kind is known once a layer reads them
         self._pass: Known | Drafted = Known([0] * batch_size)
         self._at = [0] * batch_size  # number of tokens that the states include
-        self._behind = [0] * batch_size  # committed nodes that still wait (the first ones), as they may be rolled back
+        self._waiting = [0] * batch_size  # committed nodes that still wait (the first ones), as they may be rolled back
         self._pending = 0  # draft nodes that wait after these
         self._chosen: Tensor | None = None  # (B, D) int64, committed path through the pending nodes
         self._window: Place = (0, 0)  # window that a layer used last
@@ -113,12 +113,12 @@ class States:
             return
         if ancestors.shape[1] == ancestors.shape[2]:  # a new draft: the last one has been verified
             self.settle(lengths, floors)
-        held = max(self._behind)
+        held = max(self._waiting)
         if held:
-            real = torch.arange(held, device=ancestors.device) < _column(self._behind, ancestors.device)
+            real = torch.arange(held, device=ancestors.device) < _column(self._waiting, ancestors.device)
             ancestors = torch.cat([real[:, None].expand(-1, ancestors.shape[1], -1), ancestors], -1)
         before = held + self._pending
-        self._pass = Drafted(ancestors, before, chain and len(set(self._behind)) == 1)
+        self._pass = Drafted(ancestors, before, chain and len(set(self._waiting)) == 1)
         self._pending = ancestors.shape[-1] - held
 
     def commit(self, source: Tensor | None) -> None:
@@ -130,7 +130,7 @@ class States:
 
         Committed nodes after the floor keep waiting. Nodes that were not committed are dropped.
         """
-        if not self.parts or not (self._pending or any(self._behind)):
+        if not self.parts or not (self._pending or any(self._waiting)):
             return
         counts = [max(0, length - at) for length, at in zip(lengths, self._at, strict=True)]
         floors = lengths if floors is None else floors
@@ -142,28 +142,28 @@ class States:
         else:
             for part in self.parts:
                 part.drop()
-        self._behind = [n - k for n, k in zip(counts, taken, strict=True)]
+        self._waiting = [n - k for n, k in zip(counts, taken, strict=True)]
         self._at = [at + k for at, k in zip(self._at, taken, strict=True)]
         self._pending, self._chosen = 0, None
 
     def _line(self, device: torch.device) -> Tensor | None:
         """Waiting nodes on each row's committed path, (B, D) int64, then arbitrary ones; None if already in order."""
-        held = max(self._behind)
-        if self._chosen is None and (held == min(self._behind) or not self._pending):
+        held = max(self._waiting)
+        if self._chosen is None and (held == min(self._waiting) or not self._pending):
             return None
         if self._chosen is None:
             chosen = torch.arange(self._pending, device=device)[None]
         else:
             chosen = self._chosen.to(device)
-        chosen = (held + chosen).expand(len(self._behind), -1)
-        own = _column(self._behind, device)
+        chosen = (held + chosen).expand(len(self._waiting), -1)
+        own = _column(self._waiting, device)
         column = torch.arange(held + chosen.shape[1], device=device)
         behind = chosen.gather(1, (column - own).clamp(0, chosen.shape[1] - 1))
         return torch.where(column < own, column, behind)
 
     def _taken(self, taken: Sequence[int], rest: int) -> Taken:
         """Take the first `taken[b]` waiting nodes of each row's path; at most `rest` nodes keep waiting."""
-        device, count = self.parts[0].state.device, max(self._behind) + self._pending
+        device, count = self.parts[0].state.device, max(self._waiting) + self._pending
         line, many = self._line(device), _column(taken, device)
         column = torch.arange(count, device=device)
         if line is None:
@@ -309,7 +309,7 @@ class States:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows. Call `settle` first."""
         self._at = [self._at[row] for row in rows]
-        self._behind = [0] * len(rows)
+        self._waiting = [0] * len(rows)
         for part in self.parts:
             part.state = part.state[list(rows)]
 

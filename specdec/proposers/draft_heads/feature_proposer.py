@@ -48,7 +48,7 @@ class RecordableFollower(Follower, Protocol):
     def rows(self) -> CachedRows:
         """The cached rows with the runner's keys and values."""
 
-    def extend_behind(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
+    def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """Like `extend`, for a few tokens after the rows' `device_lengths`. pads: (B, 1) int64."""
 
 
@@ -115,10 +115,10 @@ class FollowingProposer(RecordedDrafts):
         self._waiting = [[] for _ in missing]
         return missing, context.features
 
-    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+    def _read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         assert self.recordable is not None
         assert states is not None
-        return self.recordable.extend_behind(tokens, states, pads).to(tokens.device)
+        return self.recordable.extend_after(tokens, states, pads).to(tokens.device)
 
     def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
         if self.recordable is not None and not any(self._waiting):

@@ -61,5 +61,5 @@ class HydraProposer(HeadProposer):
         return min(super()._deepest(pacer), self.head.config.drafted)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.behind(stepped.levels, stepped.tokens[:, -n:], parents)
+        logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)

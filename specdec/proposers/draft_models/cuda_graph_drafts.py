@@ -67,7 +67,7 @@ class RecordedDrafts(AutoregressiveProposer):
         """
 
     @abstractmethod
-    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+    def _read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         """Process tokens (B, W) after the rows, whose lengths are `device_lengths`; logits (B, 1, K) after them.
 
         Args:
@@ -238,7 +238,7 @@ class RecordedDrafts(AutoregressiveProposer):
         )
         rows.device_lengths, rows.pending = begins[:, None], 0
         try:
-            logits = self._read_behind(tokens, states, pads[:, None])
+            logits = self._read_after(tokens, states, pads[:, None])
             draft = self._grown(still, logits, depth)
         finally:
             rows.device_lengths = None

@@ -163,8 +163,8 @@ class DraftModelProposer(RecordedDrafts):
         missing = self._missing(context)
         return (missing, None) if 0 < max(missing) <= most else None
 
-    def _read_behind(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        return self.runner.extend_behind(self._readable(tokens), pads).logits
+    def _read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        return self.runner.extend_after(self._readable(tokens), pads).logits
 
     def begin(self, context: Context) -> None:
         super().begin(context)
@@ -179,7 +179,7 @@ class DraftModelProposer(RecordedDrafts):
         masks = context.masks if able is None else able.masks
         self.runner = self.new_runner(masks, sized=context.recorder is not None)
         self.runner.encoder_outputs = (
-            None if context.encoder_outputs is None else context.encoder_outputs.beside(in_eval_mode(self.model))
+            None if context.encoder_outputs is None else context.encoder_outputs.for_model(in_eval_mode(self.model))
         )
         self.runner.start(context.batch_size)
 

@@ -169,7 +169,7 @@ class Eagle3Objective(Objective):
         self.flex = flex
 
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        return behind_every_token(self.steps, ids, learn, documents)
+        return after_every_token(self.steps, ids, learn, documents)
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         T = ids.shape[1]
@@ -190,7 +190,7 @@ class Eagle3Objective(Objective):
         return self.head.lm_head.weight
 
 
-def behind_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+def after_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
     """Implement `Objective.drafts` for heads that draft after every token."""
     found = learn.new_zeros(steps, *learn.shape, dtype=torch.bool)
     for step, first in enumerate(range(2, min(steps + 2, ids.shape[1]))):

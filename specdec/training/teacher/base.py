@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.data.packed_dataset import PADDING
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import beside, embed_tokens
+from specdec.heads.embeddings import embed_tokens, to_device_of
 from specdec.heads.kinds import Head
 from specdec.models.hidden_states import FINAL
 from specdec.models.introspection import decoder_layers
@@ -165,7 +165,7 @@ def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
         normed: see `embed_tokens`.
     """
     module = plain(target.get_input_embeddings())
-    rows = beside(module.weight, torch.arange(module.weight.shape[0]))
+    rows = to_device_of(module.weight, torch.arange(module.weight.shape[0]))
     return torch.cat([embed_tokens(module, part, normed) for part in rows.split(4096)])
 
 

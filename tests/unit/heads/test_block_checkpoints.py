@@ -94,7 +94,7 @@ def drafts(head):
     runner.start(1)
     tokens = torch.randint(1, 60, (1, 16), generator=generator)
     logits = [runner.extend(tokens, torch.randn(1, 16, 64, generator=generator), [0])]
-    logits += [runner.behind(depth, tokens[:, :1], None) for depth in range(1, head.config.drafted)]
+    logits += [runner.logits_after(depth, tokens[:, :1], None) for depth in range(1, head.config.drafted)]
     return torch.cat(logits, 1)
 
 

@@ -67,7 +67,7 @@ class Rows:
         """All of a block, along `path`."""
         self.check(logits[:, 0], ends, [()] * len(ends))
         for depth in range(1, self.head.config.drafted):
-            logits = self.runner.behind(depth, self.path[:, depth - 1 : depth], None)
+            logits = self.runner.logits_after(depth, self.path[:, depth - 1 : depth], None)
             self.check(logits[:, 0], ends, self.path[:, :depth].tolist())
 
     def check_rounds(self):
@@ -111,12 +111,12 @@ def test_siblings_have_children_of_their_own(name):
     rows = Rows(blocks.head(name), (9, 4))
     rows.extend([9, 4], [9, 4])
     first, second = torch.tensor([[5, 9], [9, 7]]), torch.tensor([[3, 8, 4], [1, 2, 6]])
-    logits = rows.runner.behind(1, first, None)
+    logits = rows.runner.logits_after(1, first, None)
     for n in range(2):
         for b, end in enumerate((9, 4)):
             wanted, _ = rows.reference.draft(rows.states[b, :end], int(rows.tokens[b, end]), [int(first[b, n])])
             torch.testing.assert_close(logits[b, n].double(), wanted, rtol=1e-4, atol=1e-4)
-    logits = rows.runner.behind(2, second, torch.tensor([[0, 1, 1], [0, 1, 1]]))
+    logits = rows.runner.logits_after(2, second, torch.tensor([[0, 1, 1], [0, 1, 1]]))
     for n, above in enumerate((0, 1, 1)):
         for b, end in enumerate((9, 4)):
             path = [int(first[b, above]), int(second[b, n])]
@@ -166,9 +166,9 @@ def stale(monkeypatch):
 
 def one_place_early(monkeypatch):
     """Each token is drafted from the place before its own."""
-    behind = DFlashRunner.behind
+    logits_after = DFlashRunner.logits_after
     monkeypatch.setattr(
-        DFlashRunner, "behind", lambda self, d, tokens, above: behind(self, max(0, d - 1), tokens, above)
+        DFlashRunner, "logits_after", lambda self, d, tokens, above: logits_after(self, max(0, d - 1), tokens, above)
     )
 
 

@@ -70,11 +70,11 @@ class Rows:
         rows = torch.arange(B, device=tiny.DEVICE)[:, None]
         first = (torch.tensor([[5, 9]], device=tiny.DEVICE) + rows) % tiny.VOCAB
         second = (torch.tensor([[3, 8, 4]], device=tiny.DEVICE) + 2 * rows) % tiny.VOCAB
-        logits = self.runner.behind(1, first, None)
+        logits = self.runner.logits_after(1, first, None)
         for n in range(2):
             self.check(logits[:, n], ends, first[:, n : n + 1].tolist())
         above = torch.tensor([[0, 1, 1]], device=tiny.DEVICE).expand(B, -1)
-        logits = self.runner.behind(2, second, above)
+        logits = self.runner.logits_after(2, second, above)
         for n, parent in enumerate((0, 1, 1)):
             self.check(logits[:, n], ends, torch.stack([first[:, parent], second[:, n]], 1).tolist())
 
@@ -97,9 +97,9 @@ def test_a_fourth_token_knows_its_ancestors():
     rows = Rows(blocks.hydra(heads=4), (9,))
     rows.extend([9], [9])
     device = tiny.DEVICE
-    rows.runner.behind(1, torch.tensor([[5, 9]], device=device), None)
-    rows.runner.behind(2, torch.tensor([[3, 8, 4]], device=device), torch.tensor([[0, 1, 1]], device=device))
-    logits = rows.runner.behind(3, torch.tensor([[6, 7]], device=device), torch.tensor([[2, 4]], device=device))
+    rows.runner.logits_after(1, torch.tensor([[5, 9]], device=device), None)
+    rows.runner.logits_after(2, torch.tensor([[3, 8, 4]], device=device), torch.tensor([[0, 1, 1]], device=device))
+    logits = rows.runner.logits_after(3, torch.tensor([[6, 7]], device=device), torch.tensor([[2, 4]], device=device))
     rows.check(logits[:, 0], [9], [(5, 3, 6)])
     rows.check(logits[:, 1], [9], [(9, 4, 7)])
 
@@ -130,8 +130,10 @@ def forgetful(monkeypatch):
 
 def orphaned(monkeypatch):
     """All nodes are children of the last one of the depth before."""
-    behind = HydraRunner.behind
-    monkeypatch.setattr(HydraRunner, "behind", lambda self, depth, tokens, parents: behind(self, depth, tokens, None))
+    logits_after = HydraRunner.logits_after
+    monkeypatch.setattr(
+        HydraRunner, "logits_after", lambda self, depth, tokens, parents: logits_after(self, depth, tokens, None)
+    )
 
 
 def one_place_early(monkeypatch):
