@@ -11,6 +11,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = ("heads/README.md", "heads/*/README.md", "heads/*/*.png", "heads/*/*.json", "heads/*/recipe.sh")
 BESIDE = ("benchmarks/results/*.md", *HEADS, "examples/*")
+DOCS = re.compile(r"\]\((?:\.\./)+docs/")
 FOLDERS = re.compile(r"\]\((?:\.\./)+(benchmarks|heads|examples)/")
 
 
@@ -25,4 +26,4 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """In the site, `docs/` is the root."""
     up = "../" * page.file.src_uri.count("/")
-    return FOLDERS.sub(rf"]({up}\1/", markdown)
+    return DOCS.sub(rf"]({up}", FOLDERS.sub(rf"]({up}\1/", markdown))

@@ -31,6 +31,8 @@ class Replay(Proposer):
         behind: optional proposer that drafts chains at its own cost; its tokens are then replaced.
     """
 
+    paces_itself = True
+
     def __init__(
         self,
         texts: Sequence[Sequence[int]],

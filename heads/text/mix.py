@@ -17,9 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 
 from shards import Entry, texts
-from examples.demo.loading import locate
 from transformers import AutoTokenizer
 
+from examples.demo.loading import locate
 from specdec.data.conversations import Encoder
 
 

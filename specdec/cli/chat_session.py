@@ -30,8 +30,10 @@ class Chat:
         ValueError: the tokenizer has no chat template.
 
     Example:
+        ```python
         chat = Chat(SpeculativeGenerator(model, "ngram"), tokenizer, max_new_tokens=256)
         report = chat.say("Hello!", ColourStreamer(tokenizer, Console()))
+        ```
     """
 
     def __init__(

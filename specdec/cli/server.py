@@ -35,8 +35,10 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
         ImportError: the server's packages are not installed.
 
     Example:
+        ```python
         server = serve(path, lambda model: SpeculativeGenerator(model, "ngram"), port=8000, non_blocking=True)
         server.kill_server()
+        ```
     """
     from transformers.utils.import_utils import is_serve_available
 

@@ -27,7 +27,9 @@ class ColourStreamer(BaseStreamer):
         times: `time.perf_counter()` at each token.
 
     Example:
+        ```python
         spec.generate(**inputs, streamer=ColourStreamer(tokenizer, Console(highlight=False)))
+        ```
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):

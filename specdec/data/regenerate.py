@@ -117,8 +117,10 @@ def regenerate(
         ValueError: `out` is not an output of this run; or none of the prompts can be answered.
 
     Example:
+        ```python
         model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
         regenerate(model, tokenizer, "prompts.jsonl", Path("answers.jsonl"))
+        ```
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")

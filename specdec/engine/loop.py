@@ -20,15 +20,13 @@ from specdec.engine.verifier import Verification, Verified
 from specdec.models.cuda_graphs import Recorder
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
-from specdec.proposers.base import Context, Proposer, is_foreign
+from specdec.proposers.base import Context, Proposer
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.sampling.results import Outcome, features_at
 from specdec.utils.device_copies import HOST, uploaded
-
-FOREIGN = "foreign"  # confidence bins of proposers without bins of their own, by depth
 
 
 @dataclass
@@ -72,7 +70,7 @@ class Loop:
             prefill: logits (B, 1, V) after the prompts, which the cache holds, and features of the tokens just read.
             fresh: number of tokens just read in each row.
         """
-        self._unseen = is_foreign(self.proposer)  # its first draft in the call is checked on the host
+        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # third-party, not checked yet
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
         self._fresh, self._features = list(fresh), prefill.features
@@ -92,7 +90,7 @@ class Loop:
         passes, report = self.pacer.passes, self.stopwatch.report
         count, seconds = passes.count, passes.seconds
         context = self._context()
-        proposed = self._proposed(context)
+        proposed = self._checked(self.proposer.paced_draft(context), context.root)
         draft = self._pad_finished(proposed)
         self.stopwatch.mark("draft")
         report.num_draft_passes += passes.count - count
@@ -118,11 +116,6 @@ class Loop:
         floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
         self.target.truncate(ends, floors)
         self._book(proposed, outcome, active, accepted, took, start)
-
-    def _proposed(self, context: Context) -> DraftTree:
-        if self.pacer.length == 0 and is_foreign(self.proposer):
-            return DraftTree.root_only(context.root)
-        return self._paced(self._checked(self.proposer.propose(context), context.root))
 
     def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
         """Run the target over the draft and verify it.
@@ -255,27 +248,6 @@ class Loop:
             draft = draft.first(1 + max(most))
         return draft.up_to_depth(uploaded(text.budget, draft.tokens.device))
 
-    def _paced(self, draft: DraftTree) -> DraftTree:
-        """Limit the depth of a draft whose proposer may not have asked the pacer."""
-        if draft.size == 1 or not is_foreign(self.proposer):
-            return draft
-        if self.pacer.length is not None:
-            return draft.up_to_depth(self.pacer.length)
-        height_is_known = draft.chain or draft.levels is not None or draft.tokens.device.type == HOST.type
-        if height_is_known and draft.height > 0:  # else finding it is a host sync
-            return draft.up_to_depth(self._depth_that_pays(draft))
-        return draft
-
-    def _depth_that_pays(self, draft: DraftTree) -> int:
-        """The depth up to which verifying a draft is expected to pay, by how often past drafts were accepted."""
-        rows = max(1, sum(self.text.active))
-        per_level = -(-(draft.size - 1) // draft.height)  # nodes, on average
-        gains, chance = [], float(rows)
-        for depth in range(draft.height):
-            chance *= self.pacer.acceptance.rate((FOREIGN, depth), like=self.pacer.expected_rate)
-            gains += [chance / per_level] * per_level
-        return self.pacer.best_length(gains, rows) // per_level
-
     def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
         """Check the values of a draft. On a device this is a host sync: only a third-party's first draft is checked."""
         if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
@@ -320,11 +292,9 @@ class Loop:
     ) -> None:
         """Report the round to the pacer and the stopwatch's report."""
         rows = [b for b, alive in enumerate(active) if alive]
-        for b in rows:
-            if outcome.confidence_bins is not None:
+        if outcome.confidence_bins is not None:
+            for b in rows:
                 self.pacer.observe_confidence(outcome.confidence_bins[b][1 : outcome.deepest[b] + 1], accepted[b])
-            elif is_foreign(self.proposer):
-                self.pacer.observe_confidence([(FOREIGN, i) for i in range(outcome.deepest[b])], accepted[b])
         self.stopwatch.mark_end("other")
         seconds = self.stopwatch.elapsed() - start
         if rows:  # otherwise the round wrote padding only. Time in streamers and criteria ("other") is left out

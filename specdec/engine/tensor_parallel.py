@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from specdec.models.compat import tensor_parallel_mesh
-from specdec.proposers.base import Context, Proposer, is_foreign
+from specdec.proposers.base import Context, Proposer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.noise import generator_state, set_generator_state
 from specdec.sampling.results import Verdict
@@ -90,6 +90,8 @@ class Message:
 class Leading(Proposer):
     """Drafts with `proposer` in rank 0 and broadcasts the drafts."""
 
+    paces_itself = True
+
     def __init__(self, proposer: Proposer, group: Group):
         self._proposer, self._group = proposer, group
 
@@ -99,9 +101,7 @@ class Leading(Proposer):
 
     def propose(self, context: Context) -> DraftTree:
         with self._telling_errors():
-            draft = self._proposer.propose(context)
-            if is_foreign(self._proposer) and context.pacer.length is not None:
-                draft = draft.up_to_depth(context.pacer.length)
+            draft = self._proposer.paced_draft(context)
             random = generator_state(context.tokens.device) if context.sampling else None
             message = Message(_fields(draft), self.drafted_by, random)
         self._group.firsts(message)
@@ -130,6 +130,8 @@ class Leading(Proposer):
 
 class Following(Proposer):
     """Receives rank 0's drafts in the other ranks."""
+
+    paces_itself = True
 
     def __init__(self, group: Group):
         self._group, self._drafted_by = group, ""

@@ -43,7 +43,9 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         The axes.
 
     Example:
-        `plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")`
+        ```python
+        plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")
+        ```
     """
     depths, heights = round.depths, _heights(round.parents)
     bonus = len(depths)  # the bonus or recovered token is drawn as one more node, after the accepted path
@@ -88,7 +90,9 @@ def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
         The axes.
 
     Example:
-        `plots.acceptance_per_position({"ngram": ngram.report, "eagle3": eagle3.report})`
+        ```python
+        plots.acceptance_per_position({"ngram": ngram.report, "eagle3": eagle3.report})
+        ```
     """
     ax = _new_axes(6, 3.5) if ax is None else ax
     for name, report in _named(reports).items():
@@ -113,7 +117,9 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
         The axes.
 
     Example:
-        `plots.time_per_part(spec.last_report)`
+        ```python
+        plots.time_per_part(spec.last_report)
+        ```
     """
     named = _named(reports)
     ax = _new_axes(6, 1.2 + 0.4 * len(named)) if ax is None else ax
@@ -140,7 +146,9 @@ def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) 
         The axes.
 
     Example:
-        `plots.speed_ups(bench(model, proposers, prompts).speed_ups)`
+        ```python
+        plots.speed_ups(bench(model, proposers, prompts).speed_ups)
+        ```
     """
     ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
     for height, speeds in enumerate(by_prompt.values()):

@@ -35,8 +35,10 @@ def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads
         ValueError: the checkpoint is missing, damaged or of an unknown layout.
 
     Example:
+        ```python
         drafter = load("z-lab/Qwen3-4B-DFlash-b16")
         generator = SpeculativeGenerator(target, BlockProposer(drafter))
+        ```
     """
     return read(path).head()
 

@@ -41,10 +41,12 @@ class Taps:
         ValueError: the model has fewer layers than a tap needs.
 
     Example:
+        ```python
         taps = Taps(model, at=(2, 14, 25))
         with taps.listening() as taken:
             model(input_ids)
         features = taps.features(taken)  # (B, T, 3 * hidden_size)
+        ```
     """
 
     def __init__(self, model: PreTrainedModel, at: Sequence[int], device: torch.device | None = None):

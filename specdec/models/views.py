@@ -29,7 +29,9 @@ def view(model: M, swap: Swap) -> M:
         swap: returns the replacement of a module, or the module itself.
 
     Example:
+        ```python
         gelu = view(model, lambda module: nn.GELU() if isinstance(module, nn.SiLU) else module)
+        ```
     """
     return _view(model, swap, {})
 

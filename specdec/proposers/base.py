@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -226,6 +226,8 @@ class Proposer(ABC):
         ```
     """
 
+    paces_itself = False  # True if `propose` asks `context.pacer` how far to draft
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "follow" in vars(cls) and "sync" not in vars(cls):
@@ -278,6 +280,31 @@ class Proposer(ABC):
             One tree per row. `DraftTree.root_only(context.root)` drafts nothing.
         """
 
+    def paced_draft(self, context: Context) -> DraftTree:
+        """Return the draft of `propose`, limited in depth if the proposer leaves that to its caller.
+
+        Without a fixed `draft_length`, tokens are cut that are not expected to pay, by how often past drafts of this
+        call's kind were accepted at their depth.
+        """
+        pacer = context.pacer
+        if self.paces_itself:
+            return self.propose(context)
+        draft = DraftTree.root_only(context.root) if pacer.length == 0 else self.propose(context)
+        if not isinstance(draft, DraftTree) or draft.size == 1:
+            return draft
+        if pacer.length is not None:
+            return draft.up_to_depth(pacer.length)
+        height_is_known = draft.chain or draft.levels is not None or draft.tokens.device.type == "cpu"
+        if not height_is_known or draft.height == 0:  # finding the height would be a host sync
+            return draft
+        rows, per_level = max(1, len(context.rows)), -(-(draft.size - 1) // draft.height)
+        gains, chance = [], float(rows)
+        for depth in range(1, draft.height + 1):
+            chance *= pacer.acceptance.rate(depth, like=pacer.expected_rate)
+            gains += [chance / per_level] * per_level
+        draft = draft.up_to_depth(pacer.best_length(gains, rows) // per_level)
+        return draft if draft.size == 1 else replace(draft, confidence_bins=draft.depth)
+
     def sync(self, context: Context) -> None:
         """Keep up with a round in which another proposer drafts (see `HybridProposer`).
 
@@ -314,8 +341,3 @@ class Proposer(ABC):
         Args:
             context: the final state of the batch: `context.row(b)` is the whole text of row b.
         """
-
-
-def is_foreign(proposer: Proposer) -> bool:
-    """Return whether a proposer's class was written outside of this package."""
-    return type(proposer).__module__.partition(".")[0] != "specdec"

@@ -77,6 +77,8 @@ class HybridProposer(Proposer):
         ```
     """
 
+    paces_itself = True
+
     def __init__(self, other: Proposer, ngram: Lookup | None = None):
         if not isinstance(other, Proposer):
             raise TypeError(
@@ -120,7 +122,7 @@ class HybridProposer(Proposer):
             self.sync(context)
             return self.ngram.draft(context, gains)
         self._in_a_row = 0
-        return self.other.propose(replace(context, pacer=self._pacer_of(context)))
+        return self.other.paced_draft(replace(context, pacer=self._pacer_of(context)))
 
     def _stats_of(self, pacer: Pacer) -> ProposerStats:
         return self._rounds.setdefault(pacer.estimates, ProposerStats(pacer.estimates.apart()))

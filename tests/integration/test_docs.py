@@ -63,6 +63,33 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{name(page)} links to {link}"
 
 
+NAMED = sorted({*PAGES, *ROOT.glob("benchmarks/*.md"), *ROOT.glob("hub/*.md")} - {ROOT / "CHANGELOG.md"})
+FOLDERS = "specdec|tests|benchmarks|examples|docs|heads|hub"
+FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./{{}},*-]*\w\.(?:py|md|sh|json|ipynb|txt|svg))")
+MODULE = re.compile(rf"-m ((?:{FOLDERS})(?:\.\w+)+)")
+
+
+def alternatives(path):
+    """`a/{b,c}.py` as a/b.py and a/c.py."""
+    found = re.search(r"\{([^}]*)\}", path)
+    return [path[: found.start()] + name + path[found.end() :] for name in found[1].split(",")] if found else [path]
+
+
+@pytest.mark.parametrize("page", NAMED, ids=name)
+def test_files_and_modules_that_are_named_exist(page):
+    """Capitals stand for a name of the reader's. Pages on removed scripts say so."""
+    text = page.read_text(encoding="utf-8")
+    if "was removed. `git log" in text:
+        text = re.sub(r"benchmarks/\w+\.py", "", text)
+    for path in (
+        one for found in FILE.findall(text) if not re.search(r"/[A-Z]+\b", found) for one in alternatives(found)
+    ):
+        assert [*ROOT.glob(path), *(ROOT / "specdec").glob(path)], path
+    for module in MODULE.findall(text):
+        file = ROOT / module.replace(".", "/")
+        assert file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
     """One after the other, with tiny models in place of those that are named, and what a reader would have by then."""

@@ -935,7 +935,7 @@ class Saying(Proposer):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda c: c.chain([1, 2, 3]), TypeError, "a list of tokens for each of the 2 rows, got .1, 2, 3."),
+        (lambda c: c.chain([1, 2, 3]), TypeError, "one list of tokens for each of the 2 rows, got .1, 2, 3."),
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
         (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
         (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),

@@ -32,7 +32,7 @@ class DFlashConfig(LayerConfig):
     Raises:
         ValueError: fields contradict each other.
 
-    Example:
+    Examples:
         >>> shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)
         >>> shape |= dict(vocab_size=9, draft_vocab_size=9, target_hidden_size=32, mask_token_id=8)
         >>> DFlashConfig(**shape, tap_ids=(1, 3), windows=(None,), block_size=8).drafted

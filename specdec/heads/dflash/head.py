@@ -36,8 +36,10 @@ class DFlashHead(StateHead):
         d2t: (K,) int64, target id minus draft id of each draft token. None if the target's LM head is used.
 
     Example:
+        ```python
         drafter = specdec.heads.loading.load("z-lab/Qwen3-4B-DFlash-b16")
         generator = SpeculativeGenerator(target, BlockProposer(drafter))
+        ```
     """
 
     d2t: Tensor | None

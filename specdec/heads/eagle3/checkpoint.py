@@ -51,8 +51,10 @@ def load(path: str | Path) -> Eagle3Head:
         ValueError: the checkpoint is missing or damaged, a tensor is unexpected, or it is not an EAGLE head.
 
     Example:
+        ```python
         head = load("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
         generator = SpeculativeGenerator(target, Eagle3Proposer(head))
+        ```
     """
     return read(path).head()
 

@@ -33,7 +33,7 @@ class Eagle3Config(LayerConfig):
     Raises:
         ValueError: a field has an unsupported value.
 
-    Example:
+    Examples:
         >>> shape = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=48)
         >>> config = Eagle3Config(**shape, vocab_size=100, draft_vocab_size=40, target_hidden_size=64)
         >>> config.taps(num_target_layers=28)

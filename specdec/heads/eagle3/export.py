@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
@@ -29,7 +31,9 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
         ValueError: the layout is unknown, it is not an EAGLE-3 head, or the folder holds another model.
 
     Example:
+        ```python
         save(load("heads/mine"), "exported", layout="speculators", target="Qwen/Qwen3-8B")
+        ```
     """
     check_choice("layout", layout, HeadLayout)
     c = head.config
@@ -45,18 +49,44 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
         del weights["d2t"]
     else:
         weights["t2d"] = among_all(head.draft_to_target, c.vocab_size)
-    if layout != "int8" and c.attention_bias and not c.output_bias:
-        # vLLM reads either layout, expects a bias in all four projections, and does not report missing tensors.
-        weights["layers.0.self_attn.o_proj.bias"] = torch.zeros(c.hidden_size, dtype=head.dtype)
-    if layout != "speculators":
-        weights = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
-    if layout == "int8":
-        weights = as_int8(weights)
-    described = _speculators_config(c, target) if layout == "speculators" else _sglang_config(c)
-    dtype = str(head.dtype).removeprefix("torch.")
-    if layout == "int8":
-        dtype, described = "bfloat16", described | {"quantization_config": {"quant_method": "specdec-int8"}}
-    write(folder, described | {"torch_dtype": dtype}, weights)
+    described, weights = WRITERS[layout](head, weights, target)
+    write(folder, {"torch_dtype": str(head.dtype).removeprefix("torch.")} | described, weights)
+
+
+def _sglang(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return _sglang_config(head.config), _with_midlayer(_with_output_bias(head, weights))
+
+
+def _speculators(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return _speculators_config(head.config, target), _with_output_bias(head, weights)
+
+
+def _int8(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = _sglang_config(head.config) | {"quantization_config": {"quant_method": "specdec-int8"}}
+    return config | {"torch_dtype": "bfloat16"}, as_int8(_with_midlayer(weights))
+
+
+# For each of `choices.HeadLayout`: config.json and tensors, from the head, its tensors and the target's name.
+WRITERS: dict[HeadLayout, Callable[[Eagle3Head, dict[str, Tensor], str], tuple[dict[str, Any], dict[str, Tensor]]]] = {
+    "sglang": _sglang,
+    "speculators": _speculators,
+    "int8": _int8,
+}
+
+
+def _with_midlayer(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in weights.items()}
+
+
+def _with_output_bias(head: Eagle3Head, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Add a bias of zeros to the output projection if the other projections have one.
+
+    vLLM reads either layout, expects a bias in all four projections, and does not report missing tensors.
+    """
+    c = head.config
+    if not c.attention_bias or c.output_bias:
+        return weights
+    return weights | {"layers.0.self_attn.o_proj.bias": torch.zeros(c.hidden_size, dtype=head.dtype)}
 
 
 def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:

@@ -31,8 +31,10 @@ class Eagle3Head(StateHead):
         d2t: (K,) int64, target id minus draft id of each draft token.
 
     Example:
+        ```python
         head = specdec.heads.eagle3.checkpoint.load("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B")
         generator = SpeculativeGenerator(target, Eagle3Proposer(head))
+        ```
     """
 
     d2t: Tensor

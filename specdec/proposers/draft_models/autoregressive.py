@@ -51,6 +51,8 @@ class AutoregressiveProposer(Proposer):
         ValueError: `branching` is empty or has an entry below 1, or both `branching` and `tree` are given.
     """
 
+    paces_itself = True
+
     def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
         if branching is not None and (not branching or any(not isinstance(n, int) or n < 1 for n in branching)):
             raise ValueError(f"branching needs at least one child at every depth, e.g. (3, 2, 1), got {branching!r}")

@@ -27,6 +27,8 @@ LIKELY = (0.23, 0.52, 0.62, 0.72, 0.79, 0.87, 0.97)
 class Lookup(Proposer):
     """A proposer without draft passes: it finds candidates first, then decides how many are worth verifying."""
 
+    paces_itself = True
+
     def propose(self, context: Context) -> DraftTree:
         return self.draft(context, self.expect(context))
 

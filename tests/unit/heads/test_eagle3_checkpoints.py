@@ -18,7 +18,7 @@ from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.heads.eagle3.checkpoint import load, read
 from specdec.heads.eagle3.config import default_taps, infer_convention
-from specdec.heads.eagle3.export import save
+from specdec.heads.eagle3.export import WRITERS, save
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.widen import widened
 from specdec.heads.hydra.checkpoint import read as read_hydra
@@ -701,7 +701,7 @@ def test_a_head_is_not_exported_over_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["export", "one", str(tmp_path / "one"), "--layout", "int8"])
     assert result.exit_code == 2
-    assert "is the head itself" in result.output
+    assert "is the folder of the head itself" in result.output
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == before
 
 
@@ -766,3 +766,13 @@ def test_a_trainers_files_beside_the_weights(tmp_path):
     written(tmp_path, midlayer(eagle3.head()), LLAMA, "pytorch_model.bin")
     (tmp_path / "training_args.bin").write_bytes(b"something else")
     assert same(load(tmp_path), eagle3.head())
+
+
+def test_every_layout_has_a_writer_of_its_own(tmp_path):
+    assert WRITERS.keys() == {*get_args(HeadLayout)}
+    written = set()
+    for layout in WRITERS:
+        save(eagle3.head(), tmp_path / layout, layout)
+        config = (tmp_path / layout / "config.json").read_bytes()
+        written.add((config, (tmp_path / layout / "model.safetensors").read_bytes()))
+    assert len(written) == len(WRITERS)

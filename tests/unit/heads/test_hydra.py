@@ -350,7 +350,7 @@ def test_they_are_inspected(tmp_path):
     assert "the config says 5" in result.output
     assert "hydra_mlp.2.3.linear.bias" in result.output
     assert "embed_tokens.weight (the target's is used)" in result.output
-    assert "It fits" in result.output
+    assert "It is compatible with" in result.output
 
 
 @pytest.mark.parametrize(

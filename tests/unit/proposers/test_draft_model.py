@@ -146,8 +146,8 @@ def test_integers_alone_multiply_in_three_ways(dtype, bias):
     linear, x = nn.Linear(96, 33, bias=bias).to(dtype), torch.randn(9, 96).to(dtype)
     alone = Int8Alone.of(linear)
     assert alone.weight.device.type == "meta"
-    for way in alone.ways:
-        torch.testing.assert_close(way(x, alone), by_int8(x, Int8Linear.of(linear)), atol=0.02, rtol=0.02)
+    for kernel in alone.kernels:
+        torch.testing.assert_close(kernel(x, alone), by_int8(x, Int8Linear.of(linear)), atol=0.02, rtol=0.02)
     with torch.no_grad():
         assert alone(x[None]).shape == (1, 9, 33)
 

@@ -173,3 +173,24 @@ def test_a_draft_model_ends_nothing():
     for proposer in (NgramProposer(), DraftModelProposer(model)):
         out = SpeculativeGenerator(model, proposer, draft_length=3).generate(**tiny.prompts(5), max_new_tokens=4)
         assert out.shape == (1, 9)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_draft_length_limits_a_proposer_that_takes_turns_with_n_grams(length):
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
+    spec = SpeculativeGenerator(model, HybridProposer(Remembering(plain, 7)), draft_length=length)
+    with spec.watch() as rounds:
+        out = spec.generate(**inputs, max_new_tokens=20, do_sample=False)
+    assert out.tolist() == plain.tolist()
+    assert max(len(found.path) - 1 for found in rounds) == length
+
+
+def test_every_proposer_of_the_library_paces_itself():
+    """A new one that does not is limited as a user's own is."""
+    todo, found = [Proposer], []
+    while todo:
+        todo += (kinds := [kind for kind in todo.pop().__subclasses__() if kind.__module__.startswith("specdec.")])
+        found += kinds
+    assert len(found) > 15
+    assert all(kind.paces_itself for kind in found)

@@ -41,9 +41,9 @@ def test_numbers_that_are_slow_are_0():
 
 @pytest.fixture
 def fresh():
-    precision._race.cache_clear()
+    precision._timings.cache_clear()
     yield
-    precision._race.cache_clear()
+    precision._timings.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -59,7 +59,7 @@ def test_another_program_does_not_decide(monkeypatch):
     monkeypatch.setattr(precision, "_product", product)
     assert precision.pays(CPU)
     assert len(asked) == 20
-    precision._race.cache_clear()
+    precision._timings.cache_clear()
     asked.clear()
     taken[torch.bfloat16] = [220.0] * 20
     assert not precision.pays(CPU)

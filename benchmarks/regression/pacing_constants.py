@@ -1,0 +1,91 @@
+"""Sensitivity of pacing to its constants: simulated speed-ups with each of them halved and doubled.
+
+    python -m benchmarks.regression.pacing_constants > benchmarks/results/pacing-constants.md
+
+Recorded costs and simulated texts (`tests/support/simulated.py`), no model and no clock: the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from benchmarks.harness.table import table
+from specdec.proposers import hybrid
+from specdec.proposers.pacing import estimates, pacer
+from tests.support.simulated import KINDS, TABLES, speedups, text
+
+CALLS, TOKENS = 8, 64
+TEXTS = {
+    "good": text(CALLS * TOKENS, repeats=0.7, knows=0.75, seed=5).parts(TOKENS),
+    "very good": text(CALLS * TOKENS, repeats=1.0, knows=0.92, seed=7).parts(TOKENS),
+    "switching": [text(TOKENS, 0.9 * (i % 2), 0.15 + 0.65 * (i % 2), seed=i) for i in range(CALLS)],
+    "hopeless": text(CALLS * TOKENS, repeats=0.0, knows=0.15, seed=3).parts(TOKENS),
+    "overconfident": text(CALLS * TOKENS, repeats=0.0, knows=0.5, seed=4, vain=0.9).parts(TOKENS),
+}
+CONSTANTS: list[tuple[Any, str]] = [
+    *((estimates.PassCost, name) for name in ("PRIOR", "TILT", "STEP", "SHARED", "OUTLIER", "FAMILIAR_OUTLIER")),
+    *((estimates.PassCost, name) for name in ("LIKELY", "FAMILIAR", "LEVELLING")),
+    *((estimates.Acceptance, name) for name in ("STEP", "WEIGHT", "LIKE_WEIGHT", "UNKNOWN")),
+    *((estimates.Budget, name) for name in ("SHARE", "FIRST", "MOST", "LEAST")),
+    *((estimates, name) for name in ("STEPS", "PRIOR_STEP")),
+    *((pacer, name) for name in ("TRIAL_LENGTH", "FEW_TOKENS", "CALL_SHARE", "CALL_LENGTH", "LONGEST")),
+    *((hybrid, name) for name in ("IN_A_ROW", "FAR_AHEAD")),
+]
+
+
+@contextmanager
+def scaled(owner: Any, name: str, factor: float) -> Iterator[None]:
+    """Multiply a constant; a whole number stays one, and at least one."""
+    old = getattr(owner, name)
+    setattr(owner, name, max(1, round(old * factor)) if isinstance(old, int) else old * factor)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+def measured() -> dict[tuple[str, str, str], float]:
+    """Speed-up over all calls, by kind of proposer, table of costs and text."""
+    found = {}
+    for kind in KINDS:
+        for costs in TABLES:
+            for name, calls in TEXTS.items():
+                each = speedups(kind, costs, calls)
+                found[kind, costs, name] = len(each) / sum(1 / speed for speed in each)
+    return found
+
+
+def compared(now: dict[Any, float], before: dict[Any, float]) -> list[str]:
+    """Mean change, worst change and slowest case, in percent and as a speed-up."""
+    changes = [now[case] / before[case] for case in before]
+    mean = math.exp(sum(map(math.log, changes)) / len(changes))
+    return [f"{100 * (mean - 1):+.2f}%", f"{100 * (min(changes) - 1):+.1f}%", f"{min(now.values()):.3f}"]
+
+
+def main() -> None:
+    before = measured()
+    rows = [["constant", "value", "halved: mean", "worst", "slowest", "doubled: mean", "worst", "slowest"]]
+    for owner, name in CONSTANTS:
+        row = [f"`{owner.__name__.rpartition('.')[2]}.{name}`", f"{getattr(owner, name):g}"]
+        for factor in (0.5, 2.0):
+            with scaled(owner, name, factor):
+                row += compared(measured(), before)
+        rows.append(row)
+    mean = math.exp(sum(math.log(speed) for speed in before.values()) / len(before))
+    print("# Sensitivity of pacing to its constants\n")
+    print(f"    {__doc__.splitlines()[2].strip()}\n")
+    print(f"{len(before)} simulated cases of {CALLS} calls of {TOKENS} tokens; mean speed-up {mean:.3f}, slowest case")
+    print(
+        f"{min(before.values()):.3f}. Change of the speed-up with one constant halved or doubled: mean and worst over"
+    )
+    print("the cases, and the slowest case then.\n")
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
