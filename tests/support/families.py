@@ -322,10 +322,10 @@ def table(rows: list[Row], encoders: list[Row]) -> str:
         "",
         f"Every causal-LM family of transformers {transformers.__version__}, as a tiny random model in float32 on the "
         "CPU. The output is compared with plain `generate()` at T = 0, at batch 1 and in a left-padded batch of 2. "
-        "Drafts are n-grams, random drafts and mostly right drafts (chains and trees) of up to 4 tokens. The last rows are "
-        "models whose RoPE frequencies change after a limit, with texts before, across and behind it. The last column "
-        "gives the reason from the model's code, or the result of the probe. `python -m tests.support.families > "
-        "docs/families.md` writes this page.",
+        "Drafts are n-grams, random drafts and mostly right drafts (chains and trees) of up to 4 tokens. The last "
+        "rows are models whose RoPE frequencies change after a limit, with texts before, across and behind it. The "
+        "last column gives the reason from the model's code, or the result of the probe. "
+        "`python -m tests.support.families > docs/families.md` writes this page.",
         "",
         "How they run: "
         + ", ".join(f"{way} {count}" for way, count in sorted(counts.items(), key=lambda c: -c[1]))
