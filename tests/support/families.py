@@ -320,11 +320,12 @@ def table(rows: list[Row], encoders: list[Row]) -> str:
     lines = [
         "# Causal-LM families",
         "",
-        f"Every causal-LM family of transformers {transformers.__version__}, and at the end RoPE whose frequencies "
-        "change behind a limit, with texts before, across and behind it; tiny and random, in float32 on the CPU: "
-        "T = 0, batch 1 and a left-padded batch of 2, n-gram drafts, random drafts and mostly right drafts (chains and "
-        "trees) of up to 4 tokens, against plain `generate()`. Why a family runs with less is what its file says, else "
-        "what the probe saw. Made by `python -m tests.support.families > docs/families.md`.",
+        f"Every causal-LM family of transformers {transformers.__version__}, as a tiny random model in float32 on the "
+        "CPU. The output is compared with plain `generate()` at T = 0, at batch 1 and in a left-padded batch of 2. "
+        "Drafts are n-grams, random drafts and mostly right drafts (chains and trees) of up to 4 tokens. The last "
+        "rows are models whose RoPE frequencies change after a limit, with texts before, across and behind it. The "
+        "last column gives the reason from the model's code, or the result of the probe. "
+        "`python -m tests.support.families > docs/families.md` writes this page.",
         "",
         "How they run: "
         + ", ".join(f"{way} {count}" for way, count in sorted(counts.items(), key=lambda c: -c[1]))
@@ -334,8 +335,8 @@ def table(rows: list[Row], encoders: list[Row]) -> str:
         "",
         "## Encoder-decoder models",
         "",
-        "The same of models whose encoder reads a text, sound or a picture: T = 0, and T = 1 by the same seed, batches "
-        "of 1 and 3, n-gram drafts in trees.",
+        "The same for models whose encoder reads text, audio or an image: at T = 0 and at T = 1 with the same seed, "
+        "batches of 1 and 3, n-gram drafts in trees.",
         "",
         *_lines(encoders),
     ]
