@@ -9,12 +9,28 @@ import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from html import escape
 from typing import Any
 
 LATENCIES = 100_000  # kept for means and percentiles: 3 MB
 PHASES = ("prefill", "draft", "verify", "accept", "other")
+NOT_EXPORTED = ("num_row_rounds", "num_draft_tokens_per_pos", "latencies", "times_to_first_token")  # see `to_dict`
+EXPORTED_RATES = (
+    "draft_acceptance_rate",
+    "mean_acceptance_length",
+    "tokens_per_round",
+    "acceptance_rate_per_pos",
+    "conditional_acceptance_rate_per_pos",
+    "time_to_first_token",
+    "time_per_output_token",
+    "time_per_output_token_p50",
+    "time_per_output_token_p99",
+    "tokens_per_second",
+    "seconds_per_draft_pass",
+    "building_share",
+    "overhead",
+)
 
 
 @dataclass(repr=False)
@@ -207,21 +223,17 @@ class Report:
 
     def add(self, other: Report) -> None:
         """Add another report's counts to this one."""
-        for name in (
-            "num_calls num_failed_calls num_plain_calls num_rows num_output_tokens num_rounds num_row_rounds "
-            "num_drafts num_draft_tokens num_accepted_tokens num_draft_passes draft_pass_seconds total_seconds"
-        ).split():
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("plain_reasons", "num_drafts_by", "num_accepted_tokens_by"):
-            _add(getattr(self, name), getattr(other, name))
-        for name in ("num_accepted_tokens_per_pos", "num_draft_tokens_per_pos"):
+        for name in (one.name for one in fields(self)):
             mine, theirs = getattr(self, name), getattr(other, name)
-            mine += [0] * (len(theirs) - len(mine))
-            mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
-        for phase, spent in other.seconds.items():
-            self.seconds[phase] += spent
-        self.latencies += other.latencies
-        self.times_to_first_token += other.times_to_first_token
+            if isinstance(mine, dict):
+                _add(mine, theirs)
+            elif isinstance(mine, deque):
+                mine += theirs
+            elif isinstance(mine, list):
+                mine += [0] * (len(theirs) - len(mine))
+                mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
+            else:
+                setattr(self, name, mine + theirs)
 
     def reset(self) -> None:
         """Set all counters to zero."""
@@ -229,14 +241,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates as JSON-serialisable values; undefined rates are None."""
-        names = (
-            "num_calls num_failed_calls num_plain_calls plain_reasons num_rows num_output_tokens num_rounds num_drafts "
-            "num_draft_tokens num_accepted_tokens num_accepted_tokens_per_pos num_drafts_by num_accepted_tokens_by "
-            "draft_acceptance_rate mean_acceptance_length tokens_per_round acceptance_rate_per_pos "
-            "conditional_acceptance_rate_per_pos time_to_first_token time_per_output_token "
-            "time_per_output_token_p50 time_per_output_token_p99 tokens_per_second num_draft_passes "
-            "draft_pass_seconds seconds_per_draft_pass building_share total_seconds seconds overhead"
-        ).split()
+        names = [one.name for one in fields(self) if one.name not in NOT_EXPORTED] + [*EXPORTED_RATES]
         return {name: _finite(getattr(self, name)) for name in names}
 
     def to_json(self) -> str:
@@ -316,7 +321,7 @@ def _count(counts: list[int], length: int, by: int = 1) -> None:
         counts[i] += by
 
 
-def _add(counts: dict[str, int], more: Mapping[str, int]) -> None:
+def _add(counts: dict[str, Any], more: Mapping[str, float]) -> None:
     for name, count in more.items():
         counts[name] = counts.get(name, 0) + count
 
