@@ -122,7 +122,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
             if guess is not None:
                 following = text[end:]
                 same = agreeing(guess.tokens, following)
-                for place, (_, kind) in enumerate(guess.keys[: min(same + 1, len(following))]):
+                for place, (_, kind) in enumerate(guess.confidence_bins[: min(same + 1, len(following))]):
                     checked[kind] += 1
                     right[kind] += place < same
     names = [f"to {length}" for length in LENGTHS] + ["longer"]

@@ -69,7 +69,7 @@ def compared(now: dict[Any, float], before: dict[Any, float]) -> list[str]:
 
 def main() -> None:
     before = measured()
-    rows = [["constant", "value", "halved: mean", "worst", "slowest", "doubled: mean", "worst", "slowest"]]
+    header, rows = ["constant", "value", "halved: mean", "worst", "slowest", "doubled: mean", "worst", "slowest"], []
     for owner, name in CONSTANTS:
         row = [f"`{owner.__name__.rpartition('.')[2]}.{name}`", f"{getattr(owner, name):g}"]
         for factor in (0.5, 2.0):
@@ -84,7 +84,7 @@ def main() -> None:
         f"{min(before.values()):.3f}. Change of the speed-up with one constant halved or doubled: mean and worst over"
     )
     print("the cases, and the slowest case then.\n")
-    print("\n".join(table(rows)))
+    print(table(header, rows))
 
 
 if __name__ == "__main__":

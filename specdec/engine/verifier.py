@@ -209,7 +209,8 @@ class RejectionVerifier:
                 rows whose root fails wait for the rows before them.
         """
         scores, failed = _node_by_node(self.processors, draft, output, text)
-        ends = [end for end, active in zip(text.ends, text.active, strict=True) if active]
+        growing = [active or padding for active, padding in zip(text.active, text.padding, strict=True)]
+        ends = [end for end, grows in zip(text.ends, growing, strict=True) if grows]
         waiting = [text.ends[b] for b, fails in enumerate(failed[:, 0].tolist()) if fails]
         if waiting and min(waiting) <= min(ends, default=0):
             raise error

@@ -283,26 +283,25 @@ class Proposer(ABC):
     def paced_draft(self, context: Context) -> DraftTree:
         """Return the draft of `propose`, limited in depth if the proposer leaves that to its caller.
 
-        Without a fixed `draft_length`, tokens are cut that are not expected to pay, by how often past drafts of this
-        call's kind were accepted at their depth.
+        Without a fixed `draft_length`, tokens of a chain are cut that are not expected to pay, by how often past
+        drafts were accepted at their depth.
         """
         pacer = context.pacer
         if self.paces_itself:
             return self.propose(context)
         draft = DraftTree.root_only(context.root) if pacer.length == 0 else self.propose(context)
-        if not isinstance(draft, DraftTree) or draft.size == 1:
+        if not isinstance(draft, DraftTree) or draft.size <= 1:
             return draft
         if pacer.length is not None:
             return draft.up_to_depth(pacer.length)
-        height_is_known = draft.chain or draft.levels is not None or draft.tokens.device.type == "cpu"
-        if not height_is_known or draft.height == 0:  # finding the height would be a host sync
+        if not draft.chain or draft.confidence_bins is not None:  # trees are verified as they are
             return draft
-        rows, per_level = max(1, len(context.rows)), -(-(draft.size - 1) // draft.height)
+        rows = max(1, len(context.rows))
         gains, chance = [], float(rows)
-        for depth in range(1, draft.height + 1):
+        for depth in range(1, draft.size):
             chance *= pacer.acceptance.rate(depth, like=pacer.expected_rate)
-            gains += [chance / per_level] * per_level
-        draft = draft.up_to_depth(pacer.best_length(gains, rows) // per_level)
+            gains.append(chance)
+        draft = draft.up_to_depth(pacer.best_length(gains, rows))
         return draft if draft.size == 1 else replace(draft, confidence_bins=draft.depth)
 
     def sync(self, context: Context) -> None:

@@ -39,6 +39,7 @@ MOVED = {  # old module -> name -> new module
         "EarlyExitProposer": "specdec",
         "HybridProposer": "specdec",
         "HydraProposer": "specdec",
+        "Lookup": "specdec.proposers.lookup.base",
         "MtpProposer": "specdec",
         "NgramProposer": "specdec",
         "Proposer": "specdec",

@@ -93,7 +93,7 @@ class SuffixProposer(Lookup):
         rows = range(context.batch_size)
         self._numbers = [self.memory.new() for _ in rows]
         self._known = [0 for _ in rows]  # tokens of each row already written to the memory
-        for b in context.rows:
+        for b in rows:
             self.memory.write(self._numbers[b], context.source_text(b))
         self._matches: list[list[Match]] = [[] for _ in rows]
         self._found = [Node(-1, 0, True) for _ in rows]  # this round's trees, by their root nodes

@@ -97,7 +97,7 @@ def test_where_one_cannot_speculate_all_decode_plainly(found):
         assert text == plain
         assert len(reasons) == 1
     assert "may follow the text" in found[1]["plain"][2][0]
-    assert "another process's call runs so" in found[0]["plain"][2][0]
+    assert "another process runs its call as plain decoding" in found[0]["plain"][2][0]
 
 
 def test_models_in_fsdp1s_wrapper_decode_plainly(found):
