@@ -76,16 +76,18 @@ def package_of(module: str) -> str:
 
 
 def is_before(name: str, other: str, order: tuple[str | tuple[str, ...], ...]) -> bool:
-    """Whether a name comes before another. "*" stands for all that are not listed, and these may import each other."""
+    """Return True if a name comes before another in an order.
+
+    "*" stands for all names that are not listed, which may import each other. An inner order without "*" says nothing
+    about names that are not listed; `ORDER` allows none.
+    """
     lines = [(line,) if isinstance(line, str) else line for line in order]
-    listed = {name for line in lines for name in line}
-    place, other_place = (
-        next((i for i, line in enumerate(lines) if (name if name in listed else "*") in line), None)
-        for name in (name, other)
-    )
-    if place is None or other_place is None:  # an order without "*" says nothing about names that are not listed
+    places = {one: place for place, line in enumerate(lines) for one in line}
+    unlisted = places.get("*")
+    place, other_place = places.get(name, unlisted), places.get(other, unlisted)
+    if place is None or other_place is None:
         return order is not ORDER
-    return place < other_place or (place == other_place and "*" in lines[place])
+    return place < other_place or place == other_place == unlisted
 
 
 def violations(imports: dict[str, set[str]]) -> list[str]:

@@ -81,7 +81,7 @@ def ragged():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Of the words of `tests.support.training`."""
+    """A tokenizer with the words of `tests.support.training`."""
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", unk_token="<unk>")

@@ -17,16 +17,8 @@ import typer
 from benchmarks.harness.table import table
 from specdec.proposers import hybrid
 from specdec.proposers.pacing import estimates, pacer
-from tests.support.simulated import KINDS, TABLES, speedups, text
+from tests.support.simulated import CALLS, HOPELESS, KINDS, TABLES, TEXTS, TOKENS, over_all, speedups
 
-CALLS, TOKENS = 8, 64
-TEXTS = {
-    "good": text(CALLS * TOKENS, repeats=0.7, knows=0.75, seed=5).parts(TOKENS),
-    "very good": text(CALLS * TOKENS, repeats=1.0, knows=0.92, seed=7).parts(TOKENS),
-    "switching": [text(TOKENS, 0.9 * (i % 2), 0.15 + 0.65 * (i % 2), seed=i) for i in range(CALLS)],
-    "hopeless": text(CALLS * TOKENS, repeats=0.0, knows=0.15, seed=3).parts(TOKENS),
-    "overconfident": text(CALLS * TOKENS, repeats=0.0, knows=0.5, seed=4, vain=0.9).parts(TOKENS),
-}
 CONSTANTS: list[tuple[Any, str]] = [
     *((estimates.PassCost, name) for name in ("PRIOR", "TILT", "STEP", "SHARED", "OUTLIER", "FAMILIAR_OUTLIER")),
     *((estimates.PassCost, name) for name in ("LIKELY", "FAMILIAR", "LEVELLING")),
@@ -54,9 +46,8 @@ def measured() -> dict[tuple[str, str, str], float]:
     found = {}
     for kind in KINDS:
         for costs in TABLES:
-            for name, calls in TEXTS.items():
-                each = speedups(kind, costs, calls)
-                found[kind, costs, name] = len(each) / sum(1 / speed for speed in each)
+            for name, calls in (TEXTS | HOPELESS).items():
+                found[kind, costs, name] = over_all(speedups(kind, costs, calls))
     return found
 
 

@@ -118,6 +118,11 @@ class Transcript:
         return [closed and self.records.wanted and self._has_budget(b) for b, closed in enumerate(self.closed)]
 
     @property
+    def growing(self) -> list[bool]:
+        """True for each row that gets tokens in a round: active rows, and rows that continue with padding."""
+        return [active or padding for active, padding in zip(self.active, self.padding, strict=True)]
+
+    @property
     def finished(self) -> list[bool]:
         """True for rows that are no longer run: padding follows their text."""
         return [closed and not padding for closed, padding in zip(self.closed, self.padding, strict=True)]
@@ -137,8 +142,7 @@ class Transcript:
         """
         if self.reach is None:
             return None
-        growing = [alive or padding for alive, padding in zip(self.active, self.padding, strict=True)]
-        return [budget if grows else -1 for budget, grows in zip(self.budget, growing, strict=True)]
+        return [budget if grows else -1 for budget, grows in zip(self.budget, self.growing, strict=True)]
 
     def append(
         self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None = None

@@ -101,8 +101,8 @@ class _Step:
         written: number of tokens appended to the text so far (only if processors must see the text grow).
     """
 
-    def __init__(self, walker: SequentialVerifier, draft: DraftTree, output: Output, text: Transcript):
-        self.walker, self.draft, self.output, self.text = walker, draft, output, text
+    def __init__(self, verifier: SequentialVerifier, draft: DraftTree, output: Output, text: Transcript):
+        self.verifier, self.draft, self.output, self.text = verifier, draft, output, text
         self.ends = list(text.ends)
         self.rows = torch.arange(text.batch_size, device=output.logits.device)
         finished = uploaded([text.padding, text.active], self.rows.device).bool()
@@ -127,7 +127,7 @@ class _Step:
             try:
                 return self._chosen(path, alive & self.alive)
             except Exception:
-                if path.shape[1] > 1 and self.walker.processors.known:
+                if path.shape[1] > 1 and self.verifier.processors.known:
                     return None
                 ends = [end for end, alive in zip(self.ends, self.alive.tolist(), strict=True) if alive]
                 if min(ends) == max(ends):
@@ -138,10 +138,10 @@ class _Step:
     def _chosen(self, path: Tensor, alive: Tensor) -> Tensor:
         text, depth = self.text, path.shape[1] - 1
         logits = self.output.logits[self.rows, path[:, -1]]  # (B, V)
-        scores = self.walker.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
+        scores = self.verifier.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
         taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # avoids a host sync
         columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
-        token = self.walker.chosen_tokens(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
+        token = self.verifier.chosen_tokens(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
         self.scores.append(scores)
         return torch.where(self.padding, text.filler, token)  # finished rows get padding
 
@@ -209,8 +209,7 @@ class RejectionVerifier:
                 rows whose root fails wait for the rows before them.
         """
         scores, failed = _node_by_node(self.processors, draft, output, text)
-        growing = [active or padding for active, padding in zip(text.active, text.padding, strict=True)]
-        ends = [end for end, grows in zip(text.ends, growing, strict=True) if grows]
+        ends = [end for end, grows in zip(text.ends, text.growing, strict=True) if grows]
         waiting = [text.ends[b] for b, fails in enumerate(failed[:, 0].tolist()) if fails]
         if waiting and min(waiting) <= min(ends, default=0):
             raise error
@@ -344,27 +343,23 @@ def _node_by_node(
         Processed scores (B, N, V), raw where processing failed; and the failed nodes (B, N) bool.
     """
     scores, texts = output.logits.float().clone(), _node_texts(text, draft)
-    failed = torch.zeros_like(draft.tokens, dtype=torch.bool)
-    reachable: list[list[bool]] = [[] for _ in texts]
-    wanted = [active or padding for active, padding in zip(text.active, text.padding, strict=True)]
+    failed, processed = torch.zeros((2, *draft.tokens.shape), dtype=torch.bool)
+    growing, finished, rows = text.growing, text.finished, range(len(texts))
     for n, parents in enumerate(draft.parents.T.tolist()):
         for b, parent in enumerate(parents):
-            from_parent = n == 0 or (parent >= 0 and reachable[b][parent] and not failed[b, parent])
-            possible = from_parent and (n == 0 or float(scores[b, parent, draft.tokens[b, n]]) > float("-inf"))
-            reachable[b].append(wanted[b] and possible)
-            if not reachable[b][n]:
+            below = parent >= 0 and processed[b, parent] and scores[b, parent, draft.tokens[b, n]] > float("-inf")
+            if not growing[b] or not (n == 0 or below):
                 continue
             columns = len(texts[b][n])
-            prefixes = [
-                [text.padded(row, columns) if over else texts[row][0]] for row, over in enumerate(text.finished)
-            ]
+            prefixes = [[text.padded(row, columns) if finished[row] else texts[row][0]] for row in rows]
             prefixes[b] = [texts[b][n]]
-            others = torch.tensor([[row != b] for row in range(len(texts))])
+            others = torch.tensor([[row != b] for row in rows])
             try:
                 scores[b, n] = processors(output.logits[:, n : n + 1], lambda: prefixes, others)[b, 0]  # noqa: B023
+                processed[b, n] = True
             except Exception:
                 failed[b, n] = True
-    return scores, failed
+    return scores, failed.to(draft.tokens.device)
 
 
 def _node_texts(text: Transcript, draft: DraftTree) -> list[list[Tensor]]:

@@ -95,7 +95,7 @@ def _cpu() -> str:
 def format_for(
     dtype: NumberFormat | str, saved: torch.dtype, device: torch.device, numbers: int = 0
 ) -> tuple[torch.dtype, str]:
-    """The dtype to compute in for weights saved as `saved`, and the reason in words.
+    """The dtype to compute in for weights saved as `saved`, and the reason.
 
     Args:
         dtype: name of the dtype. "auto" replaces bfloat16 with the fastest dtype, and keeps any other as saved.
@@ -129,7 +129,7 @@ def available_memory() -> int | None:
 
 
 def summary(device: torch.device) -> str:
-    """The timings that decide `best_dtype` on a CPU, in words: "1 and 8 tokens take ... ms in float32"; else empty."""
+    """Describe the timings that decide `best_dtype` on a CPU: "1 and 8 tokens take ... ms in float32", or ""."""
     if device.type != "cpu":
         return ""
     taken = [

@@ -59,7 +59,7 @@ class Outline:
             return sum(weight.numel() for weight in matrices(self._head()))
 
     @property
-    def estimates_per_row(self) -> int:
+    def trained_per_row(self) -> int:
         """Maximum number of tokens in a row after which drafts are trained: all, or the anchors."""
         every = self.length - 2
         return min(self.anchors, every) if isinstance(self.config, DFlashConfig) else every
@@ -102,7 +102,7 @@ class Outline:
             ids, states = torch.zeros(rows, T, dtype=torch.long), torch.empty(rows, T, wide)
             steps = min(self.drafted, T - 2)
             if isinstance(head, DFlashHead):
-                return torch.cat(list(_of_blocks(head, ids, states, steps, self.estimates_per_row)), 1)
+                return torch.cat(list(_of_blocks(head, ids, states, steps, self.trained_per_row)), 1)
             return torch.cat(list(_of_eagle3(head, ids, states, steps)), 1)
 
 

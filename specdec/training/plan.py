@@ -209,7 +209,7 @@ class Arithmetic:
         passes = 1.0 if self.recipe.cache_states else epochs
         here = 0 if self.recipe.teacher else passes
         readout = parameters(self.target.get_output_embeddings())
-        scored = min(self.learned_tokens, self.rows * self.outline.estimates_per_row)  # drafts per step
+        scored = min(self.learned_tokens, self.rows * self.outline.trained_per_row)  # drafts per step
         return {
             "the target's passes": 2 * (parameters(self.target) - readout) * self.tokens * here,
             "logits of its whole vocabulary": 2 * V * H * self.learned_tokens * passes,

@@ -187,7 +187,7 @@ def test_the_readme_is_read_in_ten_minutes():
 
 
 def test_every_public_name_is_on_the_api_page():
-    """What the package exports, and what users are told to import from a file."""
+    """Names that the package exports, and those that users import from a file."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     shown = re.findall(r"^::: (.*)$", page, re.M)
     public = {f"specdec.{name}" for name in specdec.__all__}

@@ -1,4 +1,4 @@
-"""What depends on where a file of the package lies, and would break without an error if the file moved."""
+"""Code that depends on where a file of the package is. If the file moved, it would break without an error."""
 
 import runpy
 import warnings

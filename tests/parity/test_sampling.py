@@ -243,30 +243,34 @@ def outcome(generate, seed=1, **kwargs):
     return wrote, streamer.puts, torch.get_rng_state().tolist()
 
 
+def calls_with_a_processor_that_raises():
+    """Arguments of calls whose processor raises in one row, from a length on, unless the row has ended."""
+    for lengths, eos in (((7,), None), ((7, 4, 9), None), ((7, 4, 9), [5, 9, 11, 17, 23, 44])):
+        inputs, width = tiny.prompts(*lengths), max(lengths)
+        for row, after in itertools.product(range(len(lengths)), (0, 2, 5)):
+
+            def allowed(b, ids, row=row, length=width + after, eos=eos, width=width):
+                over = eos is not None and any(token in eos for token in ids[width:].tolist())
+                if b == row and len(ids) >= length and not over:
+                    raise RuntimeError(f"no tokens for row {b} of {len(ids)}")
+                return list(range(1, tiny.VOCAB))
+
+            yield {**inputs, "prefix_allowed_tokens_fn": allowed, "eos_token_id": eos}
+
+
 @pytest.mark.parametrize(
     ("proposer", "do_sample"),
     diagonal(["itself", "fixed tree", "draft tree", "medusa", "garbage"], {"sampled": True, "greedy": False}),
 )
 def test_a_processor_that_raises(proposer, do_sample):
     """In one row, at a length: a round that is there already ends before it, and rows that are ahead wait."""
-    model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]
+    model = tiny.model("llama")
     spec = SpeculativeGenerator(model, PROPOSERS[proposer](model, "llama"), draft_length=4, on_unsupported="error")
     raised = 0
-    for lengths, eos in (((7,), None), ((7, 4, 9), None), ((7, 4, 9), ends)):
-        inputs, width = tiny.prompts(*lengths), max(lengths)
-        for row in range(len(lengths)):
-            for after in (0, 2, 5):
-
-                def allowed(b, ids, row=row, length=width + after, eos=eos, width=width):
-                    over = eos is not None and any(token in eos for token in ids[width:].tolist())
-                    if b == row and len(ids) >= length and not over:
-                        raise RuntimeError(f"no tokens for row {b} of {len(ids)}")
-                    return list(range(1, tiny.VOCAB))
-
-                arguments = {**inputs, "do_sample": do_sample, "prefix_allowed_tokens_fn": allowed, "eos_token_id": eos}
-                expected = outcome(model.generate, **arguments)
-                assert outcome(spec.generate, **arguments) == expected
-                raised += expected[0][0] is RuntimeError
+    for arguments in calls_with_a_processor_that_raises():
+        expected = outcome(model.generate, do_sample=do_sample, **arguments)
+        assert outcome(spec.generate, do_sample=do_sample, **arguments) == expected
+        raised += expected[0][0] is RuntimeError
     assert raised > 12
     if proposer in ("itself", "fixed tree"):
         assert spec.report.num_accepted_tokens > 20
@@ -283,26 +287,16 @@ def test_a_processor_that_raises(proposer, do_sample):
 )
 def test_a_processor_that_raises_under_a_rule_over_all_nodes(proposer, rule):
     """`top_k=1` leaves one text to sample, so it, what was streamed and the error are plain decoding's."""
-    model, ends = tiny.model("llama"), [5, 9, 11, 17, 23, 44]
+    model = tiny.model("llama")
     drafts = PROPOSERS[proposer](model, "llama")
     spec = SpeculativeGenerator(model, drafts, draft_length=4, rule=rule, on_unsupported="error")
     raised = accepted = 0
-    for lengths, eos in (((7,), None), ((7, 4, 9), None), ((7, 4, 9), ends)):
-        inputs, width = tiny.prompts(*lengths), max(lengths)
-        for row in range(len(lengths)):
-            for after in (0, 2, 5):
-
-                def allowed(b, ids, row=row, length=width + after, eos=eos, width=width):
-                    over = eos is not None and any(token in eos for token in ids[width:].tolist())
-                    if b == row and len(ids) >= length and not over:
-                        raise RuntimeError(f"no tokens for row {b} of {len(ids)}")
-                    return list(range(1, tiny.VOCAB))
-
-                arguments = {**inputs, "do_sample": True, "top_k": 1, "prefix_allowed_tokens_fn": allowed}
-                expected = outcome(model.generate, eos_token_id=eos, **arguments)
-                assert outcome(spec.generate, eos_token_id=eos, **arguments)[:2] == expected[:2]
-                raised += expected[0][0] is RuntimeError
-                accepted += spec.report.num_accepted_tokens
+    for arguments in calls_with_a_processor_that_raises():
+        arguments |= {"do_sample": True, "top_k": 1}
+        expected = outcome(model.generate, **arguments)
+        assert outcome(spec.generate, **arguments)[:2] == expected[:2]
+        raised += expected[0][0] is RuntimeError
+        accepted += spec.report.num_accepted_tokens
     assert raised > 12
     if proposer in ("itself", "fixed tree"):
         assert accepted > 20

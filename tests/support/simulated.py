@@ -68,12 +68,12 @@ class Text:
     """What a text holds for proposers, position by position.
 
     Attributes:
-        found: length of the match that is found there, 0: none. embed_tokens: is what follows it right?
+        found: length of the match that is found there, 0: none. is_right: is what follows it right?
         confidence: the draft model's in its best token. rank: of the right token among its children, WIDTH: not there.
     """
 
     found: list[int]
-    embed_tokens: list[bool]
+    is_right: list[bool]
     confidence: list[float]
     rank: list[int]
 
@@ -112,8 +112,8 @@ def text(
         repeating, match = random.random() < repeats, 3
         for _ in range(random.randint(12, 36)):
             out.found.append(match if repeating else int(random.random() < 0.6))
-            out.embed_tokens.append(random.random() < (0.95 if repeating else n_grams))
-            match = match + 1 if out.embed_tokens[-1] else 3
+            out.is_right.append(random.random() < (0.95 if repeating else n_grams))
+            match = match + 1 if out.is_right[-1] else 3
             confidence = min(0.99, max(0.02, random.betavariate(3 * knows, 3 * (1 - knows))))
             out.confidence.append(confidence)
             ranks = [p * (1 - vain) for p in _children(confidence)]
@@ -217,7 +217,7 @@ class Lookup(Proposer):
         n = context.text.found[here]
         if n == 0 or context.budget[0] <= 0:
             return []
-        right = _run(context.text.embed_tokens, here)
+        right = _run(context.text.is_right, here)
         keys = [("ngram", kind_of(n + depth)) for depth in range(min(pacer.limit, 32))]
         self._guess = (here, right, keys)
         return _gains(pacer, keys)[: context.budget[0]]
@@ -390,3 +390,21 @@ def speedups(
         decode(None, t, machine, estimates) / decode(proposer, t, machine, estimates, length=length, prompt=prompt)
         for t in texts
     ]
+
+
+# Texts of all kinds, as several calls: those that drafts pay for, and those that they never do.
+CALLS, TOKENS = 8, 64
+TEXTS = {
+    "good": text(CALLS * TOKENS, repeats=0.7, knows=0.75, seed=5).parts(TOKENS),
+    "very good": text(CALLS * TOKENS, repeats=1.0, knows=0.92, seed=7).parts(TOKENS),
+    "switching": [text(TOKENS, 0.9 * (i % 2), 0.15 + 0.65 * (i % 2), seed=i) for i in range(CALLS)],
+}
+HOPELESS = {
+    "hopeless": text(CALLS * TOKENS, repeats=0.0, knows=0.15, seed=3).parts(TOKENS),
+    "sure in vain": text(CALLS * TOKENS, repeats=0.0, knows=0.5, seed=4, vain=0.9).parts(TOKENS),
+}
+
+
+def over_all(each: Sequence[float]) -> float:
+    """Speed-up over several calls of one length, by their own."""
+    return len(each) / sum(1 / speed for speed in each)

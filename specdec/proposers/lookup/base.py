@@ -46,10 +46,10 @@ class Lookup(Proposer):
         """Draft the part of the candidates found by `expect` that is worth verifying. gains: its return value."""
 
 
-def new_tokens(context: Context, known: Sequence[int]) -> dict[int, list[int]]:
-    """The tokens after the first `known[b]` of each row to draft for, by row."""
+def new_tokens(context: Context, known: Sequence[int], rows: Sequence[int] | None = None) -> dict[int, list[int]]:
+    """The tokens after the first `known[b]` of each row, by row. rows: those to draft for by default."""
     lengths = context.lengths
-    return {b: context.recent(b, lengths[b] - known[b]) for b in context.rows}
+    return {b: context.recent(b, max(0, lengths[b] - known[b])) for b in (context.rows if rows is None else rows)}
 
 
 def longest(context: Context, row: int) -> int:

@@ -120,8 +120,8 @@ class SuffixProposer(Lookup):
         return gains
 
     def end(self, context: Context) -> None:
-        for b, known in enumerate(self._known):
-            self.memory.write(self._numbers[b], context.recent(b, max(0, context.lengths[b] - known)))
+        for b, tokens in new_tokens(context, self._known, range(context.batch_size)).items():
+            self.memory.write(self._numbers[b], tokens)
 
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
         size = context.pacer.best_length(gains, context.batch_size)

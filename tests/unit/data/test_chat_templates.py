@@ -23,7 +23,7 @@ def read(tokenizer, *entries, **options):
 
 
 def as_ids(tokenizer, *texts):
-    return [(ids(tokenizer, whole), ids(tokenizer, estimates)) for whole, estimates in texts]
+    return [(ids(tokenizer, whole), ids(tokenizer, learned)) for whole, learned in texts]
 
 
 CHATML = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
@@ -73,31 +73,31 @@ def test_an_answer_is_learnt_up_to_the_token_that_ends_its_turn(kind):
     tokenizer = templated.tokenizer(kind)
     messages, expected = turns("a", "b c", "d", "e"), as_ids(tokenizer, *TWO_TURNS[kind])
     assert read(tokenizer, {"messages": messages}) == expected
-    *_, (whole, estimates) = expected
+    *_, (whole, learned) = expected
     count = len(ids(tokenizer, END[kind]))
     *_, last = read(tokenizer, {"messages": messages, "finish": "length"})
-    assert last == (whole[: len(whole) - count], estimates[: len(estimates) - count])
+    assert last == (whole[: len(whole) - count], learned[: len(learned) - count])
 
 
 @pytest.mark.parametrize("kind", templated.KINDS)
 def test_a_response_ends_as_answers_in_messages_do(kind):
     tokenizer = templated.tokenizer(kind)
     pair = {"prompt": "a", "response": "b c"}
-    [(whole, estimates)] = read(tokenizer, pair)
-    assert estimates == ids(tokenizer, "b c" + END[kind])
+    [(whole, learned)] = read(tokenizer, pair)
+    assert learned == ids(tokenizer, "b c" + END[kind])
     assert tokenizer.decode(whole).endswith("b c" + END[kind])
-    [(_, estimates)] = read(tokenizer, pair | {"finish": "length"})
-    assert estimates == ids(tokenizer, "b c")
-    [(_, estimates)] = read(tokenizer, {"prompt": "a", "response": "b c" + END[kind]})  # it is there already
-    assert estimates == ids(tokenizer, "b c" + END[kind])
+    [(_, learned)] = read(tokenizer, pair | {"finish": "length"})
+    assert learned == ids(tokenizer, "b c")
+    [(_, learned)] = read(tokenizer, {"prompt": "a", "response": "b c" + END[kind]})  # it is there already
+    assert learned == ids(tokenizer, "b c" + END[kind])
 
 
 def test_a_response_ends_in_the_tokenizer_s_token_where_the_template_tells_nothing():
     for template in (None, "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"):
         tokenizer = templated.tokenizer("chatml")
         tokenizer.chat_template = template
-        [(_, estimates)] = read(tokenizer, {"prompt": "a", "response": "b c"})
-        assert estimates == ids(tokenizer, "b c<|im_end|>")
+        [(_, learned)] = read(tokenizer, {"prompt": "a", "response": "b c"})
+        assert learned == ids(tokenizer, "b c<|im_end|>")
 
 
 def test_the_target_s_own_end_tokens_come_first():
@@ -107,8 +107,8 @@ def test_the_target_s_own_end_tokens_come_first():
     tokenizer.add_tokens(["</a>"], special_tokens=True)
     entry = {"messages": turns("b", "c")}
     ends = ids(tokenizer, "<|im_end|>")
-    assert [estimates for _, estimates in read(tokenizer, entry)] == [ids(tokenizer, "c</a>")]
-    assert [estimates for _, estimates in read(tokenizer, entry, ends=ends)] == [ids(tokenizer, "c</a><|im_end|>")]
+    assert [learned for _, learned in read(tokenizer, entry)] == [ids(tokenizer, "c</a>")]
+    assert [learned for _, learned in read(tokenizer, entry, ends=ends)] == [ids(tokenizer, "c</a><|im_end|>")]
 
 
 def test_a_run_asks_the_target_s_generation_config_for_its_ends(tmp_path):
@@ -150,7 +150,7 @@ def test_answers_that_a_template_does_not_show_as_they_were_written_are_said(kin
     tokenizer = templated.tokenizer(kind)
     with pytest.warns(UserWarning, match=f"{missed} of 3 answers in conversations are not trained on"):
         found = read(tokenizer, {"messages": THOUGHTS}, {"messages": turns("a", "c")}, {"prompt": "a", "response": "g"})
-    assert [estimates for _, estimates in found][-1] == ids(tokenizer, "g" + END[kind])
+    assert [learned for _, learned in found][-1] == ids(tokenizer, "g" + END[kind])
     assert len(found) == 4 - missed
 
 
@@ -196,7 +196,7 @@ def test_blanks_that_a_template_leaves_out_are_said(kind):
     tokenizer = templated.tokenizer(kind)
     with pytest.warns(UserWarning, match="1 of 2 answers in conversations are trained on without some whitespace"):
         found = read(tokenizer, {"messages": turns("a", " b \n", "d", "e")})
-    assert [estimates for _, estimates in found] == [ids(tokenizer, "b" + END[kind] + "e" + END[kind])]
+    assert [learned for _, learned in found] == [ids(tokenizer, "b" + END[kind] + "e" + END[kind])]
 
 
 # Token ids

@@ -271,7 +271,7 @@ def test_an_early_exit_drafts_within_the_target_s_positions(lengths, name):
     ],
 )
 def test_padded_passes_stay_within_the_positions(proposer, name, monkeypatch):
-    """Of static_forward: nodes that fill a pass up stand somewhere, too."""
+    """Nodes that pad a captured pass have positions, too."""
     static.switch_on(monkeypatch)
     for kwargs in ({"max_new_tokens": LAST}, {"end": LAST - 1}):
         plain, ours, spec = texts(short(name), proposer, (PROMPT, 7), **kwargs)

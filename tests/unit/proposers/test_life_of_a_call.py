@@ -1,4 +1,4 @@
-"""What a proposer is called with over a `generate()` call: begin, propose and observe in each round, end."""
+"""Hooks of a proposer over a `generate()` call: begin, propose and observe in each round, end."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tests.support import tiny
 
 
 class Remembering(Proposer):
-    """Drafts what plain decoding wrote, and keeps the tokens that each hook is told about."""
+    """Drafts the text of plain decoding and stores the tokens that each hook receives."""
 
     def __init__(self, answer, width, wrong=()):
         self.answer, self.width, self.wrong = answer, width, wrong

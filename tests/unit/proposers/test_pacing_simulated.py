@@ -4,24 +4,10 @@ length. Simulated: no model, no clock."""
 import pytest
 
 from specdec.proposers.pacing.estimates import Estimates, PassCost
-from tests.support.simulated import KINDS, TABLES, speedups, text
+from tests.support.simulated import CALLS, HOPELESS, KINDS, TABLES, TEXTS, TOKENS, over_all, speedups, text
 
-CALLS, TOKENS = 8, 64
-TEXTS = {
-    "good": text(CALLS * TOKENS, repeats=0.7, knows=0.75, seed=5).parts(TOKENS),
-    "very good": text(CALLS * TOKENS, repeats=1.0, knows=0.92, seed=7).parts(TOKENS),
-    "switching": [text(TOKENS, 0.9 * (i % 2), 0.15 + 0.65 * (i % 2), seed=i) for i in range(CALLS)],
-}
-HOPELESS = {
-    "hopeless": text(CALLS * TOKENS, repeats=0.0, knows=0.15, seed=3).parts(TOKENS),
-    "sure in vain": text(CALLS * TOKENS, repeats=0.0, knows=0.5, seed=4, vain=0.9).parts(TOKENS),
-}
 FIXED = {"lookup": ["lookup"], "draft model": ["draft model"], "head": ["head"], "hybrid": ["lookup", "draft model"]}
 LENGTHS = (0, 2, 4, 7, 15)
-
-
-def over_all(each: list[float]) -> float:
-    return len(each) / sum(1 / speed for speed in each)
 
 
 @pytest.mark.parametrize("table", TABLES)
