@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,10 +22,12 @@ from specdec import (
     NgramProposer,
     SpeculativeGenerator,
 )
+from specdec.engine import cuda_graph_round
 from specdec.engine.loop import Loop
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.mtp.head import MtpHead
+from specdec.models import cuda_graphs
 from specdec.models.runner import ModelRunner
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.initialization.mtp import initialize_mtp
@@ -97,8 +100,8 @@ def counted(spec: SpeculativeGenerator, **kwargs: Any) -> list[pretend.Ledger]:
 
 
 def settled(books: list[pretend.Ledger]) -> list[pretend.Ledger]:
-    """Those in which nothing was captured or recorded, which is looked at."""
-    making = ("recording.py", "graphs.py")
+    """The rounds in which no CUDA graph was captured: a capture waits for the device."""
+    making = tuple(Path(module.__file__).name for module in (cuda_graph_round, cuda_graphs))
     return [book for book in books if not any(place.startswith(making) for _, _, place in book.waits)]
 
 
@@ -121,10 +124,10 @@ def _in_regions(books: list[pretend.Ledger]) -> Iterator[None]:
     run_round, forward = Loop._round, ModelRunner._forward
 
     def in_round(loop: Loop) -> None:
-        drafts = loop.watch.report.num_drafts
+        drafts = loop.stopwatch.report.num_drafts
         with pretend.ledger() as book, pretend.region(OUTSIDE):
             run_round(loop)
-        if loop.watch.report.num_drafts > drafts:
+        if loop.stopwatch.report.num_drafts > drafts:
             books.append(book)
 
     def in_pass(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
