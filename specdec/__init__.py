@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from specdec.engine.lenient import Lenient
     from specdec.engine.report import Report
     from specdec.engine.trace import RoundTrace
-    from specdec.proposers.base import Context, Proposer
+    from specdec.proposers.base import Proposer
+    from specdec.proposers.context import Context
     from specdec.proposers.draft_heads.block import BlockProposer
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
     from specdec.proposers.draft_heads.hydra import HydraProposer
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from specdec.proposers.lookup.text_memory import TextMemory
     from specdec.sampling.draft_tree import DraftTree
     from specdec.sampling.dynamic_tree import DynamicTree
-    from specdec.sampling.results import Verdict
+    from specdec.sampling.results import RoundResult
 else:
     _FILES = {
         "BlockProposer": "proposers.draft_heads.block",
-        "Context": "proposers.base",
+        "Context": "proposers.context",
         "DraftModelProposer": "proposers.draft_models.draft_model",
         "DraftTree": "sampling.draft_tree",
         "DynamicTree": "sampling.dynamic_tree",
@@ -57,13 +58,15 @@ else:
         "TextMemory": "proposers.lookup.text_memory",
         "TranslatedDraftProposer": "proposers.draft_models.translated",
         "Unsupported": "engine.hf.eligibility",
-        "Verdict": "sampling.results",
+        "RoundResult": "sampling.results",
     }
 
+    _RENAMED = {"Round": "RoundTrace", "Verdict": "RoundResult"}  # old names work for one release
+
     def __getattr__(name):
-        if name == "Round":  # for one release
-            warnings.warn("specdec.Round is now specdec.RoundTrace", DeprecationWarning, stacklevel=2)
-            name = "RoundTrace"
+        if name in _RENAMED:
+            warnings.warn(f"specdec.{name} is now specdec.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+            name = _RENAMED[name]
         if name not in _FILES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         try:
@@ -93,11 +96,11 @@ __all__ = [
     "NgramProposer",
     "Proposer",
     "Report",
+    "RoundResult",
     "RoundTrace",
     "SpeculativeGenerator",
     "SuffixProposer",
     "TextMemory",
     "TranslatedDraftProposer",
     "Unsupported",
-    "Verdict",
 ]

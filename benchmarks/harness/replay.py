@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from specdec import Context, DraftTree, Proposer
 from specdec.models.hidden_states import Taps
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 
 
@@ -77,9 +77,9 @@ class Replay(Proposer):
     def drafting_model(self) -> nn.Module | None:
         return None if self.behind is None else self.behind.drafting_model()
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         if self.behind is not None:
-            self.behind.observe(draft, verdict, accepted)
+            self.behind.observe(draft, result, accepted)
 
     def __copy__(self) -> Replay:
         """Copy the proposer for one call, together with `behind`."""

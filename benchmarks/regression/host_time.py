@@ -26,8 +26,9 @@ from benchmarks.harness.table import table
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.engine import cuda_graph_round, generator, rules, verifier
+from specdec.engine import generator, rules, verifier
 from specdec.models import cuda_graphs, static_forward
+from specdec.sampling.results import HostResult, RoundResult
 from tests.support import eagle3, tiny
 
 NEW, LENGTH = 400, 5
@@ -73,23 +74,19 @@ def main() -> None:
 
 
 def switch_on(patch: pytest.MonkeyPatch) -> None:
-    """Use capture and batched verification as on a GPU, and record when verdicts arrive."""
+    """Use capture and batched verification as on a GPU, and record when results arrive."""
     patch.setattr(generator, "Recorder", Remembering)
     patch.setattr(generator.SpeculativeGenerator, "_launches", True)
     patch.setattr(rules, "SequentialVerifier", verifier.BatchedVerifier)
     patch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
-    sent = cuda_graph_round.outcome_sent
+    host = RoundResult.host
 
-    def noted(*args: Any) -> Callable[[], Any]:
-        arriving = sent(*args)
-
-        def arrived() -> Any:
+    def noted(result: RoundResult) -> HostResult:
+        if "_host" not in vars(result):  # the first call waits
             arrivals.append(("arrival", perf_counter()))
-            return arriving()
+        return host(result)
 
-        return arrived
-
-    patch.setattr(cuda_graph_round, "outcome_sent", noted)
+    patch.setattr(RoundResult, "host", noted)
 
 
 def generators() -> dict[str, SpeculativeGenerator]:

@@ -25,12 +25,11 @@ from benchmarks.harness.table import table
 from benchmarks.regression.repeated import JOBS
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
-from specdec.proposers.base import Context
+from specdec.proposers.context import CallState, Context
 from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, agreeing
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.logits_processors import NodeProcessors
 
 # Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
 COSTS = "1:1 2:0.98 4:0.97 8:1.07 12:1.25 16:1.31 24:1.56 32:1.73 64:2.6"
@@ -191,9 +190,8 @@ def context_of(text: list[int], prompt: int, end: int, pacer: Pacer) -> Context:
         sampling=False,
         chains_only=False,
         vocab_size=1 << 24,
-        processors=NodeProcessors([]),
         pacer=pacer,
-        written=[text[prompt:end]],
+        call=CallState(written=[text[prompt:end]]),
     )
 
 

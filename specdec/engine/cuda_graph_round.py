@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,36 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from specdec.engine.transcript import Transcript
-from specdec.engine.verifier import BatchedVerifier, Verified, outcome_sent, written
+from specdec.engine.verifier import BatchedVerifier
 from specdec.models.cuda_graphs import WARM, Named, Recorder
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import nodes_of_size
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import NewTokens, Verdict, features_at
+from specdec.sampling.results import NewTokens, RoundResult, features_at
 from specdec.utils.device_copies import uploaded
 
 SELDOM = 4  # a size wanted in at most so many rounds of a call is padded to a captured one instead
 Shape = tuple[bool, int | None]  # of a draft: `chain` and `levels`
-
-
-@dataclass(frozen=True)
-class LaunchedPass:
-    """A round that was launched on the device.
-
-    Attributes:
-        verdict: on the device, as are the others.
-        new_tokens: tokens accepted per row, left-padded, for `Proposer.draft_ahead`.
-        new: (B, D) int64, see `Verdict.new_tokens`.
-    """
-
-    verdict: Verdict
-    new_tokens: NewTokens
-    new: Tensor
-
-    def sent(self, draft: DraftTree, text: Transcript) -> Callable[[], Verified]:
-        """Start copying the verdict to the host; the function returned waits for it and appends to the text."""
-        outcome = outcome_sent(draft, self.verdict, self.new)
-        return lambda: written(self.verdict, outcome(), self.new, text, moved=True)
 
 
 @dataclass
@@ -71,8 +50,8 @@ class RecordedPass:
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
         return known and scores_only and not self.recorder.refused and scores <= BatchedVerifier.MOST
 
-    def launched(self, draft: DraftTree, text: Transcript) -> LaunchedPass:
-        """Launch the round, by a replay if one was captured for its shape."""
+    def __call__(self, draft: DraftTree, text: Transcript) -> RoundResult:
+        """Launch the round, by a replay if one was captured for its shape, and start copying its result."""
         full, target = _filled_up(draft, self._size(draft)), self.target
         sizes = target.reserve(full.size)
         rows = {"lengths": target.lengths} | ({} if text.deepest is None else {"deepest": text.deepest})
@@ -84,9 +63,11 @@ class RecordedPass:
         key = ("pass", self.verify.processors.names, full.chain, full.levels, sizes)
         made = self.recorder(self, key, partial(self._made, full.chain, full.levels), inputs)
         target.pending = full.size
-        verdict = Verdict(made["path"], made["accepted"], made["next_token"])
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
-        return LaunchedPass(verdict, new_tokens, made["new"])
+        path = made["path"], made["accepted"], made["next_token"], made["new"]
+        result = RoundResult(draft, *path, new_tokens=new_tokens)
+        result.send()
+        return result
 
     def _size(self, draft: DraftTree) -> int:
         """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.
@@ -130,21 +111,20 @@ class RecordedPass:
             output = target.grow(draft.tokens, depth, draft.ancestors, chain=chain)
         finally:
             target.device_lengths, target.pending = None, 0
-        verdict = self.verify.chosen(draft, self.verify.processors(output.logits, list), noise)
+        result = self.verify.chosen(draft, self.verify.processors(output.logits, list), noise)
         if not chain:
-            target.cache.move(lengths, verdict.path)
-        made = {"path": verdict.path, "accepted": verdict.accepted, "next_token": verdict.next_token}
-        made["new"] = verdict.new_tokens(draft)
-        return made | _new_tokens(verdict, made["new"], output.features)
+            target.cache.move(lengths, result.path)
+        made = {"path": result.path, "accepted": result.accepted, "next_token": result.next_token, "new": result.tokens}
+        return made | _new_tokens(result, output.features)
 
 
-def _new_tokens(verdict: Verdict, new: Tensor, features: Tensor | None) -> Named:
-    """Tensors of a `NewTokens`, from new tokens (B, D) and features (B, N, C) of the draft's nodes."""
-    most = new.shape[1]
-    pads = most - 1 - verdict.accepted
-    place = (torch.arange(most, device=new.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
-    states = None if features is None else features_at(features, verdict.path.gather(1, place))
-    new_tokens = NewTokens(new.gather(1, place), pads, states).padded(nodes_of_size(most))
+def _new_tokens(result: RoundResult, features: Tensor | None) -> Named:
+    """Tensors of a `NewTokens`, from a round's result and the features (B, N, C) of the draft's nodes."""
+    most = result.tokens.shape[1]
+    pads = most - 1 - result.accepted
+    place = (torch.arange(most, device=pads.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
+    states = None if features is None else features_at(features, result.path.gather(1, place))
+    new_tokens = NewTokens(result.tokens.gather(1, place), pads, states).padded(nodes_of_size(most))
     made = {"tokens": new_tokens.tokens, "pads": new_tokens.pads}
     return made if new_tokens.states is None else made | {"states": new_tokens.states}
 

@@ -412,7 +412,7 @@ class SpeculativeGenerator:
                     trees=able.trees,
                     traces=self._traces,
                     recorder=recorder,
-                    recorded=RecordedPass.of(target, verify, recorder),
+                    captured_round=RecordedPass.of(target, verify, recorder),
                 )
                 try:
                     loop.run(read, fresh)

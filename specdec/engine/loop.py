@@ -1,7 +1,7 @@
 """The speculative decoding loop: propose a draft, run one target pass, verify, commit.
 
 A round is algorithm 1 of Leviathan et al. (arXiv 2211.17192), for B rows whose drafts may be trees. `Loop` fixes the
-order of these steps; proposers, `models.runner` and `engine.verifier` implement them.
+order of these steps; proposers, `models.runner` and `engine.verifier` implement them. Only the loop writes the text.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from specdec.engine.cuda_graph_round import RecordedPass
 from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.trace import RoundTrace, trace_rounds
 from specdec.engine.transcript import Transcript
-from specdec.engine.verifier import Verification, Verified
+from specdec.engine.verifier import Verification
 from specdec.models.cuda_graphs import Recorder
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import CallState, Context
+from specdec.proposers.draft_check import checked
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
-from specdec.sampling.results import Outcome, features_at
-from specdec.utils.device_copies import HOST, uploaded
+from specdec.sampling.results import HostResult, RoundResult, features_at
+from specdec.utils.device_copies import uploaded
 
 
 @dataclass
@@ -46,7 +48,7 @@ class Loop:
         trees: True if the target can verify trees.
         traces: lists to which every round is appended.
         recorder: captures drafts as CUDA graphs; None to launch each kernel separately.
-        recorded: captures whole target passes likewise; None to run them eagerly.
+        captured_round: captures whole target passes likewise; None to run them eagerly.
     """
 
     target: ModelRunner
@@ -61,7 +63,7 @@ class Loop:
     trees: bool
     traces: Sequence[list[RoundTrace]] = ()
     recorder: Recorder | None = None
-    recorded: RecordedPass | None = None
+    captured_round: RecordedPass | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int]) -> None:
         """Decode until all rows have stopped.
@@ -70,10 +72,11 @@ class Loop:
             prefill: logits (B, 1, V) after the prompts, which the cache holds, and features of the tokens just read.
             fresh: number of tokens just read in each row.
         """
-        self._unseen = type(self.proposer).__module__.partition(".")[0] != "specdec"  # third-party, not checked yet
+        self._values_checked = type(self.proposer).__module__.partition(".")[0] == "specdec"
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
         self._vocab_size = prefill.logits.shape[-1]
-        self._fresh, self._features = list(fresh), prefill.features
+        self._fresh: Sequence[int] = fresh
+        self._features = prefill.features
         self._first_token(prefill)
         self.proposer.begin(self._context())
         while not self.text.done:
@@ -82,98 +85,125 @@ class Loop:
         if self.text.streamer is not None:
             self.text.streamer.end()
 
-    def _round(self) -> None:
-        """Run one round: propose, one target pass, verify, commit."""
-        text, start = self.text, self.stopwatch.elapsed()
-
-        # Propose a draft.
-        passes, report = self.pacer.passes, self.stopwatch.report
-        count, seconds = passes.count, passes.seconds
-        context = self._context()
-        proposed = self._checked(self.proposer.paced_draft(context), context.root)
-        draft = self._pad_finished(proposed)
-        self.stopwatch.mark("draft")
-        report.num_draft_passes += passes.count - count
-
-        # Run one target pass over it and verify: the accepted path and one more token go into the text.
-        active, before = text.active, list(text.ends)
-        features, verified = self._verified(draft, proposed, context)
-        took = self.stopwatch.mark_end("accept")
-        verdict, outcome, kept = verified.verdict, verified.outcome, verified.kept
-        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(outcome.accepted, kept, active, strict=True)]
-        self.pacer.observe_drafting(took["draft"])
-        report.draft_pass_seconds += passes.seconds - seconds
-
-        # Commit the accepted path to the cache, roll the rest back, and let the proposer observe the verdict.
-        in_order = verified.moved or all(path[:n] == list(range(n)) for path, n in zip(outcome.path, kept, strict=True))
-        self.target.commit(kept, None if in_order else verdict.path)
-        self._fresh, self._features = kept, features if verified.moved else _along_path(features, verdict.path, kept)
-        self._settle()
-        new = [max(0, end - start) for end, start in zip(text.ends, before, strict=True)]
-        in_text = replace(outcome, tokens=[row[:count] for row, count in zip(outcome.tokens, new, strict=True)])
-        self.proposer.observe(proposed, replace(verdict, outcome=in_text), accepted)
-        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
-        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
-        self.target.truncate(ends, floors)
-        self._book(proposed, outcome, active, accepted, took, start)
-
-    def _verified(self, draft: DraftTree, proposed: DraftTree, context: Context) -> tuple[Tensor | None, Verified]:
-        """Run the target over the draft and verify it.
-
-        Returns:
-            Features (B, N, C) of the draft's nodes, or after a captured pass (B, W, C) of the tokens committed; and
-            the result of the verification.
-        """
-        text = self.text
-        if self.recorded is not None and not self.traces and self.recorded.takes(draft, text):
-            launched = self.recorded.launched(draft, text)
-            self.stopwatch.mark("verify")
-            arrived, states = launched.sent(draft, text), launched.new_tokens.states
-            self.stopwatch.mark_next()
-            self.proposer.draft_ahead(context, launched.new_tokens)
-            verified = arrived()  # host sync
-            # Cloned, because a proposer may keep features over rounds and the next replay overwrites this buffer.
-            return None if states is None else states[:, -max(verified.kept) :].clone(), verified
-        active = text.active
-        output = self.target.grow(
-            draft.tokens,
-            self._depth(draft),
-            draft.ancestors,
-            chain=draft.chain,
-            hidden_states=text.records.hidden_states is not None,
-        )
-        self.stopwatch.mark("verify")
-        verified = self.verify(draft, output.on(text.tokens.device), text)  # host sync
-        if self.traces:
-            self._show(proposed, output, verified, active)
-        return output.features, verified
-
-    def _depth(self, draft: DraftTree) -> Tensor:
-        """Return the depths (B, N) int64 at which the target runs the nodes, limited to positions that it has."""
-        deepest = self.text.deepest
-        if deepest is None or min(deepest) >= draft.size - 1:
-            return draft.depth
-        return torch.minimum(draft.depth, uploaded(deepest, draft.tokens.device)[:, None])
-
     def _first_token(self, prefill: Output) -> None:
         """Choose the token after the prompt: a round whose draft is a root, and whose target pass was the prefill."""
         text, logits = self.text, prefill.logits
         self.stopwatch.mark("prefill")
         draft = DraftTree.root_only(torch.zeros(len(logits), dtype=torch.long, device=text.tokens.device))
         text.records.prompt_hidden_states = prefill.hidden_states
-        self.verify(draft, replace(prefill, hidden_states=None).on(text.tokens.device), text)
+        self._verify(draft, replace(prefill, hidden_states=None))
         self._settle()
         took = self.stopwatch.mark_end("accept")
         self.pacer.observe_prefill(len(logits) * max(self._fresh), took["prefill"])
         self.stopwatch.report.times_to_first_token.append(self.stopwatch.elapsed())
+
+    def _round(self) -> None:
+        """Run one round: propose, one target pass, verify, commit."""
+        text, start = self.text, self.stopwatch.elapsed()
+        active, before = text.active, list(text.ends)
+
+        context = self._context()
+        proposed = self._propose(context)
+        draft = self._pad_finished(proposed)
+        self.stopwatch.mark("draft")
+
+        if self.captured_round is not None and not self.traces and self.captured_round.takes(draft, text):
+            result, features = self._replay(draft, context), None
+        else:
+            output = self._target_pass(draft)
+            result, features = self._verify(draft, output), output.features
+        took = self.stopwatch.mark_end("accept")
+
+        kept = self._new(before)
+        if self.traces:
+            self._trace(proposed, output, result, kept, active, before)
+        self._commit(result, kept, features)
+        self._settle()
+        host = result.host()
+        accepted = [min(n, k) if alive else 0 for n, k, alive in zip(host.accepted, kept, active, strict=True)]
+        self.pacer.observe_drafting(took["draft"])
+        self.proposer.observe(proposed, result.in_text(accepted, self._new(before, text.text_ends)), accepted)
+        self._roll_back()
+        self._book(proposed, host, active, accepted, took, start)
+
+    def _propose(self, context: Context) -> DraftTree:
+        """Ask the proposer for a draft and check it."""
+        draft = self.proposer.paced_draft(context)
+        draft = checked(draft, context, f"{self.proposer.drafted_by}.propose", values=not self._values_checked)
+        self._values_checked |= draft.size > 1
+        return self._within_reach(draft)
+
+    def _target_pass(self, draft: DraftTree) -> Output:
+        """Run the target over the draft."""
+        output = self.target.grow(
+            draft.tokens,
+            self._depth(draft),
+            draft.ancestors,
+            chain=draft.chain,
+            hidden_states=self.text.records.hidden_states is not None,
+        )
+        self.stopwatch.mark("verify")
+        return output
+
+    def _verify(self, draft: DraftTree, output: Output) -> RoundResult:
+        """Verify the draft, and append the accepted tokens and one more to the text. This is the host sync of a round.
+
+        Stateful processors must see the text grow: for them each token is appended before the next is chosen.
+        """
+        text, output = self.text, output.on(self.text.tokens.device)
+
+        def on_token(result: RoundResult) -> bool:
+            text.write(result, output)
+            text.settle()
+            return not text.done
+
+        result = self.verify(draft, output, text, on_token)
+        text.write(result, output)
+        return result
+
+    def _replay(self, draft: DraftTree, context: Context) -> RoundResult:
+        """Run the target pass and the verification as one captured CUDA graph."""
+        assert self.captured_round is not None
+        result = self.captured_round(draft, self.text)
+        self.stopwatch.mark("verify")
+        result.send()
+        self.stopwatch.mark_next()
+        assert result.new_tokens is not None
+        self.proposer.draft_ahead(context, result.new_tokens)
+        self.text.write(result)  # host sync
+        return result
+
+    def _new(self, before: Sequence[int], ends: Sequence[int] | None = None) -> list[int]:
+        """Number of tokens that each row's text got since it ended at `before`."""
+        return [max(0, end - start) for end, start in zip(ends or self.text.ends, before, strict=True)]
+
+    def _commit(self, result: RoundResult, kept: Sequence[int], features: Tensor | None) -> None:
+        """Commit the accepted path to the target's cache, and keep its features (B, N, C) for the proposer."""
+        self._fresh, path = kept, result.path
+        if result.new_tokens is not None:
+            states = result.new_tokens.states
+            # Cloned, because a proposer may keep features over rounds and the next replay overwrites this buffer.
+            self._features = None if states is None else states[:, -max(kept) :].clone()
+            self.target.commit(kept)
+            return
+        in_order = all(path[:n] == list(range(n)) for path, n in zip(result.host().path, kept, strict=True))
+        self.target.commit(kept, None if in_order else path)
+        self._features = _along_path(features, path, kept)
 
     def _settle(self) -> None:
         self.text.settle()
         if self.noise is not None:
             self.noise.settle(self.text.settled - self.text.start)
 
-    def _context(self) -> Context:
+    def _roll_back(self) -> None:
+        """Cut the target's cache to the rows' texts, which stopping criteria may have shortened."""
         text = self.text
+        ends = [base + end - text.start for base, end in zip(self.cache_base, text.ends, strict=True)]
+        floors = [base + text.settled - text.start for base in self.cache_base] if text.records.wanted else None
+        self.target.truncate(ends, floors)
+
+    def _context(self) -> Context:
+        text, target = self.text, self.target
         return Context(
             tokens=text.padded_left,
             pads=text.pads,
@@ -183,58 +213,35 @@ class Loop:
             sampling=self.sampling,
             chains_only=not self.trees,
             vocab_size=self._vocab_size,
-            processors=self.processors,
-            noise=self.noise,
-            start=self.text.start,
             pacer=self.pacer,
-            target=self.target.model,
-            masks=self.target.masks,
+            target=target.model,
             fresh=self._fresh,
             features=self._features,
-            written=text.written,
-            cache=self.target.cache,
-            encoder_outputs=self.target.encoder_outputs,
-            recorder=self.recorder,
+            call=CallState(
+                processors=self.processors,
+                noise=self.noise,
+                masks=target.masks,
+                cache=target.cache,
+                encoder_outputs=target.encoder_outputs,
+                recorder=self.recorder,
+                start=text.start,
+                written=text.written,
+            ),
         )
 
     def _final_context(self) -> Context:
-        """The context with the final texts: without tokens of rows that ran ahead of the last column."""
-        text = self.text
-        written = [row[: text.settled - text.start] for row in text.written]
-        return replace(self._context(), ends=[min(end, text.settled) for end in text.ends], written=written)
+        """The context with the final texts: without padding, nor tokens of rows that ran ahead of the last column."""
+        text, context = self.text, self._context()
+        ends = [min(end, text.settled) for end in text.text_ends]
+        written = [row[: end - text.start] for row, end in zip(text.written, ends, strict=True)]
+        return replace(context, ends=ends, call=replace(context.call, written=written))
 
-    def _checked(self, draft: DraftTree, root: Tensor) -> DraftTree:
-        """Check a draft, which may come from third-party code, and move it to the root's device.
-
-        Node 0 is always replaced by the root (B,) int64.
-
-        Raises:
-            TypeError: not a `DraftTree`.
-            ValueError: wrong batch size, dtype, token or parent. The message names the proposer.
-        """
-        who = f"{self.proposer.drafted_by}.propose"
-        if not isinstance(draft, DraftTree):
-            raise TypeError(
-                f"{who} must return a DraftTree, got {type(draft).__name__}: build one with context.chain(drafts)"
-            )
-        B, N = draft.tokens.shape
-        if len(root) != B or N == 0:
-            raise ValueError(
-                f"{who} returned {B} rows of {N} nodes for a batch of {len(root)} rows: each row needs at least a root"
-            )
-        if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
-            raise ValueError(
-                f"{who} returned tokens of {draft.tokens.dtype} and parents of {draft.parents.dtype}: use int64"
-            )
-        tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
-        if N == 1:
-            return DraftTree.root_only(root)
-        tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
-        if tokens.device.type == HOST.type or self._unseen:
-            self._check_nodes(tokens.to(HOST), parents.to(HOST), draft.chain, who)
-            self._unseen = False
-        probs = None if draft.probs is None else draft.probs.to(root.device)
-        return self._within_reach(replace(draft, tokens=tokens, parents=parents, probs=probs))
+    def _depth(self, draft: DraftTree) -> Tensor:
+        """Return the depths (B, N) int64 at which the target runs the nodes, limited to positions that it has."""
+        deepest = self.text.deepest
+        if deepest is None or min(deepest) >= draft.size - 1:
+            return draft.depth
+        return torch.minimum(draft.depth, uploaded(deepest, draft.tokens.device)[:, None])
 
     def _within_reach(self, draft: DraftTree) -> DraftTree:
         """Drop nodes beyond a row's budget, for which the target may have no position."""
@@ -248,19 +255,6 @@ class Loop:
             draft = draft.first(1 + max(most))
         return draft.up_to_depth(uploaded(text.budget, draft.tokens.device))
 
-    def _check_nodes(self, tokens: Tensor, parents: Tensor, chain: bool, who: str) -> None:
-        """Check the values of a draft. On a device this is a host sync: only a third-party's first draft is checked."""
-        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self._vocab_size:
-            raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {self._vocab_size}")
-        node = torch.arange(tokens.shape[1])
-        if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
-            raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
-        orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)
-        if bool(orphan.any()):
-            raise ValueError(f"{who} drafted a node whose parent is padding (parent -1)")
-        if chain and bool(((parents >= 0) & (parents != node - 1)).any()):
-            raise ValueError(f"{who} set chain=True, but the parent of some node is not the node before it")
-
     def _pad_finished(self, draft: DraftTree) -> DraftTree:
         """Replace the drafts of finished rows whose scores are still recorded by chains of pad tokens."""
         rows = [b for b, padding in enumerate(self.text.padding) if padding]
@@ -273,36 +267,46 @@ class Loop:
             parents[b] = torch.where(chain < self.text.budget[b], chain, -1)
         return replace(draft, tokens=tokens, parents=parents, levels=None)
 
-    def _show(self, draft: DraftTree, output: Output, verified: Verified, active: Sequence[bool]) -> None:
+    def _trace(
+        self,
+        draft: DraftTree,
+        output: Output,
+        result: RoundResult,
+        kept: Sequence[int],
+        active: Sequence[bool],
+        before: Sequence[int],
+    ) -> None:
         """Append the round's traces. Called before the text settles, which may truncate rows."""
-        positions = [end - new - self.text.start for end, new in zip(self.text.ends, verified.kept, strict=True)]
+        positions = [end - self.text.start for end in before]
         rows = [b for b, alive in enumerate(active) if alive]
-        made = trace_rounds(draft, output.logits, verified, positions, rows, self.proposer.drafted_by)
-        for kept in self.traces:
-            kept += made
+        made = trace_rounds(draft, output.logits, result.host(), kept, positions, rows, self.proposer.drafted_by)
+        for traces in self.traces:
+            traces += made
 
     def _book(
         self,
         draft: DraftTree,
-        outcome: Outcome,
+        result: HostResult,
         active: Sequence[bool],
         accepted: Sequence[int],
         took: Mapping[str, float],
         start: float,
     ) -> None:
         """Report the round to the pacer and the stopwatch's report."""
+        report, passes = self.stopwatch.report, self.pacer.passes
+        report.num_draft_passes, report.draft_pass_seconds = passes.count, passes.seconds
         rows = [b for b, alive in enumerate(active) if alive]
-        if outcome.confidence_bins is not None:
+        if result.confidence_bins is not None:
             for b in rows:
-                self.pacer.observe_confidence(outcome.confidence_bins[b][1 : outcome.deepest[b] + 1], accepted[b])
+                self.pacer.observe_confidence(result.confidence_bins[b][1 : result.deepest[b] + 1], accepted[b])
         self.stopwatch.mark_end("other")
         seconds = self.stopwatch.elapsed() - start
         if rows:  # otherwise the round wrote padding only. Time in streamers and criteria ("other") is left out
             drafting, passing = took["draft"], took["verify"] + took["accept"]
             self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
-        self.stopwatch.report.record_round(
-            [outcome.nodes[b] for b in rows],
-            [outcome.deepest[b] for b in rows],
+        report.record_round(
+            [result.nodes[b] for b in rows],
+            [result.deepest[b] for b in rows],
             [accepted[b] for b in rows],
             seconds,
             self.proposer.drafted_by,

@@ -13,7 +13,7 @@ from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from specdec.utils.choices import COUPLED, RuleName
 
 
@@ -59,7 +59,7 @@ class RejectionRule:
     tree: Rule = acceptance.recursive_rejection
     chosen: Rule = acceptance.point_mass
 
-    def __call__(self, draft: DraftTree, scores: Tensor) -> Verdict:
+    def __call__(self, draft: DraftTree, scores: Tensor) -> RoundResult:
         """Decide by processed scores (B, N, V)."""
         rule = self.chosen if draft.probs is None else self.chain if draft.chain else self.tree
         return rule(draft, scores.softmax(-1))

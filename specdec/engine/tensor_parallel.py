@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from specdec.models.compat import tensor_parallel_mesh
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import Context
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.noise import generator_state, set_generator_state
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 
 BY_TEXT_ALONE = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)  # give the same result in every process
 
@@ -111,9 +112,9 @@ class Leading(Proposer):
     def drafted_by(self) -> str:
         return self._proposer.drafted_by
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         with self._telling_errors():
-            self._proposer.observe(draft, verdict, accepted)
+            self._proposer.observe(draft, result, accepted)
 
     def end(self, context: Context) -> None:
         self._proposer.end(context)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.engine.verifier import Verified
 from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.results import HostResult, depths_of
 
 TOP = 5  # most probable target tokens recorded per node
 
@@ -56,10 +56,7 @@ class RoundTrace:
     @property
     def depths(self) -> list[int]:
         """Distance of each node from the root."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        return depths
+        return depths_of(self.parents)
 
     @property
     def new_tokens(self) -> list[int]:
@@ -96,28 +93,35 @@ def shown(token: int, tokenizer: Any = None) -> str:
 
 
 def trace_rounds(
-    draft: DraftTree, logits: Tensor, verified: Verified, positions: Sequence[int], rows: Sequence[int], drafted_by: str
+    draft: DraftTree,
+    logits: Tensor,
+    result: HostResult,
+    kept: Sequence[int],
+    positions: Sequence[int],
+    rows: Sequence[int],
+    drafted_by: str,
 ) -> list[RoundTrace]:
     """Build the traces of a round for the given rows.
 
     Args:
         draft: the verified draft, (B, N).
         logits: (B, N, V) target logits after each node.
-        verified: result of the verification.
+        result: the result of the round.
+        kept: number of tokens that the text of each of the B rows got.
         positions: number of new tokens of each of the B rows before the round.
         rows: indices of the rows to trace.
         drafted_by: name of the proposer.
     """
     found = []
     for b in rows:
-        parents = verified.outcome.parents[b]
+        parents = result.parents[b]
         nodes = [0, *(node for node, parent in enumerate(parents) if parent >= 0)]  # padding left out
         place = {node: i for i, node in enumerate(nodes)} | {-1: -1}
         tokens = draft.tokens[b, nodes].tolist()
         probs = logits[b, nodes].float().softmax(-1)  # (n, V)
         best = probs.topk(min(TOP, probs.shape[-1]), -1)
         above = [place[parents[node]] for node in nodes]
-        accepted, kept = verified.outcome.accepted[b], verified.kept[b]
+        accepted, count = result.accepted[b], kept[b]
         found.append(
             RoundTrace(
                 row=b,
@@ -130,8 +134,8 @@ def trace_rounds(
                     list(zip(ids, chances, strict=True))
                     for ids, chances in zip(best.indices.tolist(), best.values.tolist(), strict=True)
                 ],
-                path=[place[node] for node in verified.outcome.path[b][: min(accepted, kept) + 1]],
-                next_token=verified.outcome.tokens[b][-1] if kept > accepted else None,
+                path=[place[node] for node in result.path[b][: min(accepted, count) + 1]],
+                next_token=result.tokens[b][-1] if count > accepted else None,
             )
         )
     return found

@@ -16,6 +16,7 @@ from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from specdec.models.output import Output
+from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 
 
@@ -82,10 +83,11 @@ class Transcript:
         self.written: list[list[int]] = [[] for _ in range(B)]  # new tokens of each row, on the host
         self.ends = [T] * B  # column after each row's last token
         self.closed = [False] * B  # rows that have ended: padding follows
+        self._ended_at: list[int | None] = [None] * B  # column after the last token of each of these
         self.done = False
         self._drafted: list[list[bool]] = [[] for _ in range(B)]
         self._unfinished = [True] * B
-        self._held: int | None = None  # column at which rows wait for the others
+        self._hold: int | None = None  # column at which rows wait for the others
         self._settled_scores: list[Tensor] = []
         on_tokens = [criterion for criterion in self.criteria if _ends_on_tokens_alone(criterion)]
         self._others = [criterion for criterion in self.criteria if not _ends_on_tokens_alone(criterion)]
@@ -106,6 +108,11 @@ class Transcript:
     def filler(self) -> int:
         """Token that fills the columns after a row's end."""
         return 0 if self.pad_token is None else self.pad_token
+
+    @property
+    def text_ends(self) -> list[int]:
+        """Column after each row's last token that is not padding."""
+        return [end if at is None else min(end, at) for end, at in zip(self.ends, self._ended_at, strict=True)]
 
     @property
     def active(self) -> list[bool]:
@@ -144,9 +151,22 @@ class Transcript:
             return None
         return [budget if grows else -1 for budget, grows in zip(self.budget, self.growing, strict=True)]
 
-    def append(
-        self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None = None
-    ) -> list[int]:
+    def write(self, result: RoundResult, output: Output | None = None) -> None:
+        """Append a round's tokens that the text does not have yet, and record the outputs that the caller requested.
+
+        Args:
+            result: the result of the round.
+            output: output of its target pass; None if no outputs were requested.
+        """
+        host, first = result.host(), result.written
+        if result.hold is not None:
+            self._hold = result.hold
+        accepted = [count - first for count in host.accepted]
+        if output is not None and self.records.wanted:
+            self._record([path[first:] for path in host.path], accepted, output, result.scores[first:])
+        self._append([row[first:] for row in host.tokens], accepted, None if first else result.tokens)
+
+    def _append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None) -> None:
         """Append new tokens to the rows, up to the first end token of each.
 
         Args:
@@ -154,9 +174,6 @@ class Transcript:
             drafted: number of accepted draft tokens among them, which come first.
             device_tokens: (B, D) int64, the same tokens on the text's device, with anything after each row's own; None
                 to copy them from the host.
-
-        Returns:
-            Number of tokens appended to each row.
         """
         kept, writing, padding, before = [], self.active, self.padding, list(self.ends)
         for b, new in enumerate(tokens):
@@ -166,26 +183,21 @@ class Transcript:
             for i, token in enumerate(new):
                 if token in self._end_tokens and not self.closed[b]:
                     new = new[: i + 1]
-                    self.closed[b] = True
+                    self.closed[b], self._ended_at[b] = True, self.ends[b] + i + 1
                     self.records.truncate(b, self.ends[b] - self.start + i + 1)
                     break
             kept.append(len(new))
             self.written[b] += new
             self._drafted[b] += [i < drafted[b] for i in range(len(new))]
             self.ends[b] += len(new)
-        self._write(before, kept, device_tokens)
-        return kept
-
-    def hold(self, column: int) -> None:
-        """Pause rows that have reached a column until all rows have, because its token cannot be chosen before."""
-        self._held = column
+        self._copy(before, kept, device_tokens)
 
     def padded(self, b: int, columns: int) -> Tensor:
         """Text (columns,) int64 of a finished row, with padding."""
         self._reserve(columns)
         return self.tokens[b, :columns]
 
-    def _write(self, before: Sequence[int], kept: Sequence[int], device_tokens: Tensor | None) -> None:
+    def _copy(self, before: Sequence[int], kept: Sequence[int], device_tokens: Tensor | None) -> None:
         """Copy the last `kept[b]` tokens of each row into `tokens`, starting at column `before[b]`."""
         device = self.tokens.device
         if device_tokens is None or device.type == "cpu":
@@ -200,10 +212,10 @@ class Transcript:
         new = torch.where(place < count, device_tokens.to(device), self.filler)  # the rest is filler already
         self.tokens.scatter_(1, first + place, new)
 
-    def record(
+    def _record(
         self, path: Sequence[Sequence[int]], accepted: Sequence[int], output: Output, scores: Sequence[Tensor]
     ) -> None:
-        """Record the requested outputs for the tokens that the next `append` adds.
+        """Record the requested outputs for the tokens that the next `_append` adds.
 
         Args:
             path: (B, D) node indices: token i of row b was chosen after node path[b][i], i from 0 to accepted[b].
@@ -212,8 +224,6 @@ class Transcript:
             scores: processed scores (B, V), one per token.
         """
         records = self.records
-        if not records.wanted:
-            return
         for b, (wanted, padding) in enumerate(zip(self.active, self.padding, strict=True)):
             for i, node in enumerate(path[b][: accepted[b] + 1] if wanted or padding else ()):
                 if records.scores is not None:
@@ -243,7 +253,7 @@ class Transcript:
                 for b in (b for b, now in enumerate(ended) if now):
                     self._close(b)
         if self._stuck:
-            self._held = None  # all rows have reached the column
+            self._hold = None  # all rows have reached the column
         if self._stuck:
             raise RuntimeError(
                 f"no row can grow after column {self.settled}, but the stopping criteria do not end the text: "
@@ -295,7 +305,7 @@ class Transcript:
         """Finish row b at the column just settled, and drop the tokens that it has after it, end tokens included."""
         if self.closed[b] and self._column(self.settled - 1)[b] in self._end_tokens:
             return  # only padding follows
-        self.closed[b] = True
+        self.closed[b], self._ended_at[b] = True, self.settled
         self.tokens[b, self.settled :] = self.filler
         del self.written[b][self.settled - self.start :]
         self.ends[b] = self.settled
@@ -304,7 +314,7 @@ class Transcript:
 
     def _has_budget(self, b: int) -> bool:
         end = self.ends[b]
-        if any(limit is not None and end >= limit for limit in (self.max_length, self._held)):
+        if any(limit is not None and end >= limit for limit in (self.max_length, self._hold)):
             return False
         # A row without further positions waits until its column settles, since a criterion may end it there. Otherwise
         # its next pass fails as in plain decoding.
@@ -332,7 +342,7 @@ class Transcript:
     @property
     def num_output_tokens(self) -> int:
         """New tokens of all rows up to their ends, padding not counted."""
-        return sum(min(end, self.settled) - self.start for end in self.ends)
+        return sum(min(end, self.settled) - self.start for end in self.text_ends)
 
     def recorded(self) -> dict[str, Any]:
         """Return `scores`, `logits` and `hidden_states` in `generate()`'s format; None where not requested."""

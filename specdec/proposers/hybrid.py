@@ -15,13 +15,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from specdec.models.hidden_states import Taps
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import Context
 from specdec.proposers.lookup.base import Lookup
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.estimates import Estimates, PassCost
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 
 IN_A_ROW = 8  # rounds of n-grams, after which the other proposer is measured again unless n-grams are FAR_AHEAD
 FAR_AHEAD = 2.0  # times the other proposer's tokens per second
@@ -140,12 +141,12 @@ class HybridProposer(Proposer):
     def sync(self, context: Context) -> None:
         self.other.sync(context)
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         context = self._context
         if self._looking_up or context is None:
-            self.ngram.observe(draft, verdict, accepted)
+            self.ngram.observe(draft, result, accepted)
             return
-        self.other.observe(draft, verdict, accepted)
+        self.other.observe(draft, result, accepted)
         if draft.size > 1 and self._reads_prompt:
             self._reads_prompt = False  # a round with a prefill says little about later rounds
         else:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 
 
 def sample(probs: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def accept_sequentially(
     choose: Callable[[Tensor, Tensor], Tensor | None],
     alive: Tensor,
     go_on: Callable[[Tensor, Tensor], bool] | None = None,
-) -> Verdict:
+) -> RoundResult:
     """Follow the target's choices from the root for as long as a child carries the chosen token.
 
     The tokens are the target's choices in their order, independent of the draft. `choose` is called for reached nodes
@@ -74,8 +74,8 @@ def accept_sequentially(
     Examples:
         >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 7]]))
         >>> counting = lambda path, alive: tree.tokens.gather(1, path)[:, -1] + 1  # t is followed by t + 1
-        >>> verdict = accept_sequentially(tree, counting, torch.tensor([True]))
-        >>> verdict.accepted, verdict.next_token
+        >>> result = accept_sequentially(tree, counting, torch.tensor([True]))
+        >>> result.accepted, result.next_token
         (tensor([1]), tensor([3]))
     """
     node = torch.zeros_like(tree.tokens[:, 0])
@@ -100,10 +100,10 @@ def accept_sequentially(
         accepted = accepted + alive
         reached.append(node)
         places.append(torch.where(alive, child, depth))
-    return Verdict(torch.stack(places, 1), accepted, next_token)
+    return RoundResult.of(tree, torch.stack(places, 1), accepted, next_token)
 
 
-def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
+def longest_accepted_path(tree: DraftTree, choice: Tensor) -> RoundResult:
     """The longest path from the root on which every node carries the token that the target chose after its parent.
 
     Args:
@@ -112,15 +112,15 @@ def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
 
     Examples:
         >>> tree = DraftTree(tokens=torch.tensor([[1, 2, 3, 4]]), parents=torch.tensor([[-1, 0, 0, 2]]))
-        >>> verdict = longest_accepted_path(tree, torch.tensor([[3, 9, 4, 5]]))
-        >>> verdict.path, verdict.accepted, verdict.next_token
+        >>> result = longest_accepted_path(tree, torch.tensor([[3, 9, 4, 5]]))
+        >>> result.path, result.accepted, result.next_token
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
     if tree.chain:
         hits = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]  # (B, N - 1)
         accepted = hits.long().cumprod(-1).sum(-1)  # (B,) leading hits
         path = torch.arange(tree.size, device=choice.device).expand_as(tree.tokens)
-        return Verdict(path, accepted, choice.gather(1, accepted[:, None])[:, 0])
+        return RoundResult.of(tree, path, accepted, choice.gather(1, accepted[:, None])[:, 0])
     index = torch.arange(tree.size, device=choice.device)
     wanted = choice.gather(1, tree.parents.clamp(min=0))  # (B, N) the target's token after each node's parent
     siblings = tree.parents[:, :, None] == tree.parents[:, None]  # (B, N, N)
@@ -129,7 +129,7 @@ def longest_accepted_path(tree: DraftTree, choice: Tensor) -> Verdict:
     missed = ((tree.tokens != wanted) | (tree.parents < 0) | again.any(-1)) & (index > 0)
     reached = ~(tree.ancestors & missed[:, None]).any(-1)
     accepted, last = torch.where(reached, tree.depth, -1).max(-1)  # reached nodes form one path: its end is unique
-    return Verdict(_path_to(tree, last), accepted, choice.gather(1, last[:, None])[:, 0])
+    return RoundResult.of(tree, _path_to(tree, last), accepted, choice.gather(1, last[:, None])[:, 0])
 
 
 def _path_to(tree: DraftTree, node: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _path_to(tree: DraftTree, node: Tensor) -> Tensor:
     return index[: D + 1].repeat(B, 1).scatter(1, places, index[:N].expand(B, -1))[:, :D]
 
 
-def point_mass(tree: DraftTree, probs: Tensor) -> Verdict:
+def point_mass(tree: DraftTree, probs: Tensor) -> RoundResult:
     """Verify a deterministic draft at T > 0: sample the target at every node and follow the samples.
 
     Lossless. Rejection sampling accepts child x with p(x), else zeroes p(x), renormalises and tries the next child.
@@ -154,14 +154,14 @@ def point_mass(tree: DraftTree, probs: Tensor) -> Verdict:
     Examples:
         >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]))
         >>> probs = torch.eye(5)[torch.tensor([[2, 4, 0]])]  # a target that is sure of 2, then of 4
-        >>> verdict = point_mass(tree, probs)
-        >>> verdict.accepted, verdict.next_token
+        >>> result = point_mass(tree, probs)
+        >>> result.accepted, result.next_token
         (tensor([1]), tensor([4]))
     """
     return longest_accepted_path(tree, sample(probs))
 
 
-def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
+def speculative_sampling(tree: DraftTree, probs: Tensor) -> RoundResult:
     """Verify a drawn chain token by token: accept x with min(1, p(x) / q(x)), resample a rejected one from (p - q)+.
 
     Lossless by Leviathan et al. (2211.17192, theorem 3.5).
@@ -176,8 +176,8 @@ def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
     Examples:
         >>> q = torch.eye(5)[torch.tensor([[2, 3]])]
         >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]), probs=q)
-        >>> verdict = speculative_sampling(tree, torch.eye(5)[torch.tensor([[2, 4, 0]])])
-        >>> verdict.accepted, verdict.next_token
+        >>> result = speculative_sampling(tree, torch.eye(5)[torch.tensor([[2, 4, 0]])])
+        >>> result.accepted, result.next_token
         (tensor([1]), tensor([4]))
     """
     q = _drawn(tree)
@@ -192,10 +192,10 @@ def speculative_sampling(tree: DraftTree, probs: Tensor) -> Verdict:
     rows = torch.arange(B, device=probs.device)
     residual = _residual(probs[rows, accepted], q[rows, accepted])
     path = torch.arange(N, device=probs.device).expand(B, N)
-    return Verdict(path, accepted, sample(residual))
+    return RoundResult.of(tree, path, accepted, sample(residual))
 
 
-def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
+def block_verification(tree: DraftTree, probs: Tensor) -> RoundResult:
     """Verify a drawn chain as one block. Accepts at least as many tokens in expectation as `speculative_sampling`.
 
     Lossless and optimal by Sun et al. (2403.10444, theorems 1 and 2). With w_i = min(1, w_{i-1} p(x_i) / q(x_i)) and
@@ -211,8 +211,8 @@ def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
     Examples:
         >>> q = torch.eye(5)[torch.tensor([[2, 3]])]
         >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]), probs=q)
-        >>> verdict = block_verification(tree, torch.eye(5)[torch.tensor([[2, 3, 4]])])
-        >>> verdict.accepted, verdict.next_token
+        >>> result = block_verification(tree, torch.eye(5)[torch.tensor([[2, 3, 4]])])
+        >>> result.accepted, result.next_token
         (tensor([2]), tensor([4]))
     """
     q = _drawn(tree)
@@ -235,10 +235,10 @@ def block_verification(tree: DraftTree, probs: Tensor) -> Verdict:
     w = weight[rows, accepted][:, None]
     residual = _residual(w * probs[rows, accepted], q[rows, accepted])
     path = torch.arange(N, device=probs.device).expand(B, N)
-    return Verdict(path, accepted, sample(residual))
+    return RoundResult.of(tree, path, accepted, sample(residual))
 
 
-def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
+def recursive_rejection(tree: DraftTree, probs: Tensor) -> RoundResult:
     """Verify a drawn tree: try each node's children in the order in which they were drawn without replacement.
 
     Child x is accepted with min(1, p(x) / q(x)). After a rejection p becomes norm((p - q)+). x is removed from q, which
@@ -255,8 +255,8 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
     Examples:
         >>> q = torch.tensor([[[0.0, 0.0, 0.5, 0.5], [0.0] * 4, [0.0] * 4]])  # the root's children: 2, then 3
         >>> tree = DraftTree(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]), q)
-        >>> verdict = recursive_rejection(tree, torch.eye(4)[torch.tensor([[3, 0, 1]])])
-        >>> verdict.path, verdict.accepted, verdict.next_token
+        >>> result = recursive_rejection(tree, torch.eye(4)[torch.tensor([[3, 0, 1]])])
+        >>> result.path, result.accepted, result.next_token
         (tensor([[0, 2]]), tensor([1]), tensor([1]))
     """
     q_all = _drawn(tree)
@@ -288,10 +288,10 @@ def recursive_rejection(tree: DraftTree, probs: Tensor) -> Verdict:
         p = torch.where(moved, probs[rows, node], p)
         q = torch.where(moved, q_all[rows, node], q)
     # A row that stopped has tried all children of its node: p is now the residual after them.
-    return Verdict(path, accepted, sample(p))
+    return RoundResult.of(tree, path, accepted, sample(p))
 
 
-def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Verdict:
+def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> RoundResult:
     """Accept typical tokens: p(x) >= min(epsilon, delta * exp(-entropy(p))). LOSSY.
 
     Accepts the longest typical path and samples the token after it. The output is not distributed as the target's: its
@@ -305,8 +305,8 @@ def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float 
 
     Examples:
         >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 3]]))
-        >>> verdict = typical(tree, torch.tensor([[[0.0, 0.0, 0.2, 0.8], [0.0, 0.0, 1.0, 0.0], [0.25] * 4]]))
-        >>> verdict.accepted, verdict.next_token
+        >>> result = typical(tree, torch.tensor([[[0.0, 0.0, 0.2, 0.8], [0.0, 0.0, 1.0, 0.0], [0.25] * 4]]))
+        >>> result.accepted, result.next_token
         (tensor([1]), tensor([2]))
     """
     B = len(probs)
@@ -320,7 +320,7 @@ def typical(tree: DraftTree, probs: Tensor, epsilon: float = 0.09, delta: float 
     whole = (tree.ancestors <= typical_[:, None, :]).all(-1) & tree.valid  # the node and all its ancestors are typical
     last = torch.where(whole, tree.depth, -1).argmax(-1)  # (B,) deepest node of a typical path
     accepted = tree.depth[rows, last]
-    return Verdict(_path_to(tree, last), accepted, sample(probs[rows, last]))
+    return RoundResult.of(tree, _path_to(tree, last), accepted, sample(probs[rows, last]))
 
 
 def _drawn(tree: DraftTree) -> Tensor:

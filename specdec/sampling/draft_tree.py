@@ -28,7 +28,7 @@ class DraftTree:
         confidence_bins: (B, N) int64, the bin of the proposer's confidence in each node, for the pacing.
         levels: upper bound of the deepest node's depth. None: computed from `parents`, which takes a host sync.
         notes: (B, n) int64 or float32 tensors by name, for the proposer to read after the round. They reach the host
-            together with the verdict (`Outcome.notes`), in the round's one copy.
+            together with the result (`HostResult.notes`), in the round's one copy.
         keys: deprecated name of `confidence_bins`.
 
     Raises:

@@ -1,13 +1,14 @@
-"""The result of a round: `Verdict` on the device, `Outcome` on the host, and `NewTokens`, each row's new tokens.
+"""The result of verifying a draft: `RoundResult` on the device, `HostResult` on the host.
 
-A proposer that needs only `NewTokens` can draft before the host has read the verdict (`Proposer.draft_ahead`).
-Transcript, report, pacing and proposers read the `Outcome`, which reaches the host in one copy.
+Transcript, report, pacing and proposers read the `HostResult`, which reaches the host in one copy. A proposer that
+needs only each row's `NewTokens` can draft before the host has read them (`Proposer.draft_ahead`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,23 +17,24 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.sampling.draft_tree import DraftTree
+from specdec.utils.device_copies import sent
 
 
 @dataclass(frozen=True)
-class Outcome:
+class HostResult:
     """A round's result on the host, as lists of B rows.
 
     Attributes:
         accepted: (B,), number of accepted draft tokens.
         tokens: each row's new tokens: the accepted ones, then the bonus or recovered one.
-        path: (B, D), as in `Verdict`.
+        path: (B, D), as in `RoundResult`.
         parents: (B, N), as in `DraftTree`.
         confidence_bins: (B, N), as in `DraftTree`; None if the draft has none.
         notes: lists (B, n) by name, as in `DraftTree`.
 
     Examples:
-        >>> outcome = Outcome([1], [[7, 4]], [[0, 1]], [[-1, 0, 0]], None, {})
-        >>> outcome.nodes, outcome.deepest
+        >>> result = HostResult([1], [[7, 4]], [[0, 1]], [[-1, 0, 0]], None, {})
+        >>> result.nodes, result.deepest
         ([2], [1])
     """
 
@@ -68,37 +70,6 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of a verification rule. Each row gets `accepted + 1` new tokens.
-
-    Args:
-        path: (B, D) int64, node indices from the root (column 0) down the accepted path. Beyond a row's accepted
-            length each column holds its own index, so that moving node path[d] to slot d changes nothing there.
-        accepted: (B,) int64, number of accepted draft tokens, < D.
-        next_token: (B,) int64, the token after the path: the bonus token if the whole path was accepted, else the
-            recovered one.
-        outcome: the same on the host, once the loop has read it.
-
-    Examples:
-        >>> tree = DraftTree(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]))
-        >>> verdict = Verdict(path=torch.tensor([[0, 2]]), accepted=torch.tensor([1]), next_token=torch.tensor([4]))
-        >>> verdict.new_tokens(tree)
-        tensor([[3, 4]])
-    """
-
-    path: Tensor
-    accepted: Tensor
-    next_token: Tensor
-    outcome: Outcome | None = None
-
-    def new_tokens(self, tree: DraftTree) -> Tensor:
-        """(B, D) int64, the accepted tokens, then `next_token`; row b's first `accepted[b] + 1` entries count."""
-        accepted_tokens = tree.tokens.gather(1, self.path)[:, 1:]  # (B, D - 1)
-        tokens = torch.cat([accepted_tokens, self.next_token[:, None]], dim=1)
-        return tokens.scatter(1, self.accepted[:, None], self.next_token[:, None])
-
-
-@dataclass(frozen=True)
 class NewTokens:
     """New tokens of B rows, padded on the left to D.
 
@@ -123,6 +94,96 @@ class NewTokens:
             return self
         states = None if self.states is None else pad(self.states, (0, 0, more, 0))
         return NewTokens(pad(self.tokens, (more, 0)), self.pads + more, states)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """The result of verifying a draft, on the device. Each row gets `accepted + 1` new tokens.
+
+    Attributes:
+        draft: the draft.
+        path: (B, D) int64, node indices from the root (column 0) down the accepted path. Beyond a row's accepted
+            length each column holds its own index, so that moving node path[d] to slot d changes nothing there.
+        accepted: (B,) int64, number of accepted draft tokens, < D.
+        next_token: (B,) int64, the token after the path: the bonus token if the whole path was accepted, else the
+            recovered one.
+        tokens: (B, D) int64, the accepted tokens, then `next_token`; row b's first `accepted[b] + 1` entries count.
+        scores: (B, V) float32 each, the processed scores that each new token was chosen from. Empty if not recorded.
+        written: number of tokens that the text has already, because stateful processors must see it grow.
+        hold: column at which rows wait for the others, because its token cannot be chosen before; None for none.
+        new_tokens: the same tokens, left-padded, of a captured round, which has moved the path in the cache as well.
+
+    Examples:
+        >>> tree = DraftTree(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]))
+        >>> result = RoundResult.of(tree, torch.tensor([[0, 2]]), torch.tensor([1]), torch.tensor([4]))
+        >>> result.tokens
+        tensor([[3, 4]])
+        >>> result.host().tokens
+        [[3, 4]]
+    """
+
+    draft: DraftTree
+    path: Tensor
+    accepted: Tensor
+    next_token: Tensor
+    tokens: Tensor
+    scores: Sequence[Tensor] = ()
+    written: int = 0
+    hold: int | None = None
+    new_tokens: NewTokens | None = None
+
+    @classmethod
+    def of(cls, draft: DraftTree, path: Tensor, accepted: Tensor, next_token: Tensor) -> RoundResult:
+        """The result of accepting a path; arguments as for the class."""
+        tokens = torch.cat([draft.tokens.gather(1, path)[:, 1:], next_token[:, None]], dim=1)
+        return cls(draft, path, accepted, next_token, tokens.scatter(1, accepted[:, None], next_token[:, None]))
+
+    def send(self) -> None:
+        """Start copying the result to the host, so that `host` waits for less."""
+        self._arriving  # noqa: B018
+
+    def host(self) -> HostResult:
+        """The result on the host. The first call waits for the copy: the only host sync of a round."""
+        return self._host
+
+    @cached_property
+    def _arriving(self) -> Callable[[], dict[str, list[Any]]]:
+        draft = self.draft
+        parts = {"accepted": self.accepted, "tokens": self.tokens, "path": self.path, "parents": draft.parents}
+        if draft.confidence_bins is not None:
+            parts["confidence_bins"] = draft.confidence_bins
+        return sent(parts | {f"note {name}": note for name, note in draft.notes.items()})
+
+    @cached_property
+    def _host(self) -> HostResult:
+        lists = self._arriving()
+        return HostResult(
+            accepted=lists["accepted"],
+            tokens=[row[: 1 + count] for row, count in zip(lists["tokens"], lists["accepted"], strict=True)],
+            path=lists["path"],
+            parents=lists["parents"],
+            confidence_bins=lists.get("confidence_bins"),
+            notes={name: lists[f"note {name}"] for name in self.draft.notes},
+        )
+
+    def in_text(self, accepted: Sequence[int], counts: Sequence[int]) -> RoundResult:
+        """This result as proposers observe it: the host's lists end with the text.
+
+        Args:
+            accepted: (B,), number of accepted tokens that each row's text got.
+            counts: (B,), number of new tokens that it got.
+        """
+        host = self.host()
+        tokens = [row[:count] for row, count in zip(host.tokens, counts, strict=True)]
+        result = replace(self)
+        result.__dict__["_host"] = replace(host, accepted=list(accepted), tokens=tokens)
+        return result
+
+    @property
+    def outcome(self) -> HostResult:
+        """Deprecated name of `host()`."""
+        warnings.warn("Verdict.outcome is now RoundResult.host()", DeprecationWarning, stacklevel=2)
+        return self.host()
 
 
 def features_at(features: Tensor, nodes: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ def test_only_proposers_from_elsewhere_have_their_drafts_checked(monkeypatch):
     checked, first_token = [], Loop._first_token
 
     def noting(loop, prefill):
-        checked.append(loop._unseen)
+        checked.append(not loop._values_checked)
         first_token(loop, prefill)
 
     monkeypatch.setattr(Loop, "_first_token", noting)

@@ -58,7 +58,7 @@ def test_no_file_imports_itself_through_others():
         ("training/run.py", "from specdec import cli"),
         ("evaluation/bench.py", "from specdec.training.run import train"),
         ("models/cache/kv_cache.py", "from specdec.models.runner import ModelRunner"),
-        ("proposers/pacing/pacer.py", "from specdec.proposers.base import Context"),
+        ("proposers/pacing/pacer.py", "from specdec.proposers.context import Context"),
         ("proposers/lookup/base.py", "from specdec.proposers.draft_models.draft_model import DraftModelProposer"),
         ("engine/hf/call.py", "from specdec.engine.loop import Loop"),
         ("training/teacher/base.py", "from specdec.training.objectives.losses import LOSSES"),

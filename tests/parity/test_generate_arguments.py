@@ -37,6 +37,7 @@ from specdec import (
 from specdec.engine.transcript import Transcript
 from specdec.heads.eagle3.export import save
 from specdec.models.compat import CACHE, cache_in
+from specdec.sampling.results import RoundResult
 from specdec.utils.choices import HeadLayout
 from tests.support import eagle3, tiny
 from tests.support.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
@@ -206,7 +207,11 @@ def test_criteria_that_never_end_what_they_promised_to_end_raise(spec, single):
             return torch.zeros(len(input_ids), dtype=torch.bool)
 
     text = Transcript(single["input_ids"], [0], StoppingCriteriaList([Unending(11)]), pad_token=0, max_length=11)
-    text.append([[3, 4]], [1])
+    text.write(
+        RoundResult.of(
+            DraftTree.from_chain(torch.tensor([2]), torch.tensor([[3]])), *map(torch.tensor, ([[0, 1]], [1], [4]))
+        )
+    )
     with pytest.raises(RuntimeError, match="no row can grow after column 11.*Unending"):
         text.settle()
 

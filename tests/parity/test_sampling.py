@@ -302,6 +302,61 @@ def test_a_processor_that_raises_under_a_rule_over_all_nodes(proposer, rule):
         assert accepted > 20
 
 
+class Raises:
+    """A stateless processor that raises `message` for some texts."""
+
+    stateless = True
+
+    def __init__(self, message, refuses):
+        self.message, self.refuses = message, refuses
+
+    def __call__(self, ids, scores):
+        if self.refuses(ids):
+            raise RuntimeError(self.message)
+        return scores
+
+
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_the_first_of_two_processors_that_raise(rule):
+    """One refuses texts that are only drafted, before the other refuses the text that is there."""
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4, 9)
+    processors = [Raises("late", lambda ids: ids.shape[1] >= 15), Raises("early", lambda ids: ids.shape[1] >= 13)]
+    spec = SpeculativeGenerator(model, DraftModelProposer(model), draft_length=4, rule=rule, on_unsupported="error")
+    arguments = {**inputs, "do_sample": True, "top_k": 1, "logits_processor": processors}
+    assert outcome(spec.generate, **arguments)[:2] == outcome(model.generate, **arguments)[:2]
+
+
+@pytest.mark.parametrize("rule", ["block", "token", COUPLED])
+def test_scores_of_rows_that_go_on_with_padding_when_a_processor_raises(rule):
+    """Finished rows are recorded with padding, whose probability may be 0, up to the text that a processor refuses."""
+    model, inputs, ends = tiny.model("llama"), tiny.prompts(7, 4, 9), [5, 9, 11, 17, 23, 44]
+    asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    penalty = {"repetition_penalty": 1.7, "suppress_tokens": [0]}
+    spec = SpeculativeGenerator(model, tiny.Garbage(), draft_length=4, rule=rule, on_unsupported="error")
+    wrote = 0
+    for token in range(1, 40, 3):
+        refuses = lambda ids, token=token: bool((ids[:, 9:] == token).any())  # noqa: E731
+        arguments = {**inputs, **asked, **penalty, "do_sample": True, "top_k": 1, "eos_token_id": ends}
+        arguments |= {"pad_token_id": 0, "max_new_tokens": NEW, "logits_processor": [Raises("no", refuses)]}
+        found = []
+        for generate in (model.generate, spec.generate):
+            torch.manual_seed(token)
+            try:
+                found.append(generate(**arguments))
+            except RuntimeError as error:
+                found.append(str(error))
+        plain, ours = found
+        if isinstance(plain, str):
+            assert ours == plain
+            continue
+        wrote += 1
+        assert ours.sequences.tolist() == plain.sequences.tolist()
+        for name in ("scores", "logits"):
+            for mine, expected in zip(ours[name], plain[name], strict=True):
+                torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-4)
+    assert wrote > 2
+
+
 @pytest.mark.parametrize("lengths", [(7,), (7, 4, 9)], ids=["one row", "ragged"])
 def test_scores_that_break_in_one_row(lengths):
     class Broken:
@@ -325,7 +380,7 @@ def test_scores_that_break_in_one_row(lengths):
             assert outcome(spec.generate, **arguments) == expected
 
 
-@pytest.mark.parametrize("proposer", ["head", "medusa", "hydra", "block"])
+@pytest.mark.parametrize("proposer", ["head", "medusa", "hydra", "block", "draft", "draft tree", "early exit"])
 def test_a_row_that_waits_for_one_that_ends(proposer):
     """Then it is alone in the next round, and has gained nothing in the last one for a head to read."""
     model, inputs, ends = tiny.model("llama"), tiny.prompts(9, 5), [5, 9, 11, 17, 23, 44]
@@ -347,8 +402,14 @@ def test_a_row_that_waits_for_one_that_ends(proposer):
 def test_rows_that_waited_go_on(proposer, monkeypatch):
     """Where a processor answers the second time: one that asks a server may."""
     model, inputs, held = tiny.model("llama"), tiny.prompts(7, 4, 9), []
-    hold = Transcript.hold
-    monkeypatch.setattr(Transcript, "hold", lambda text, column: (held.append(column), hold(text, column)))
+    write = Transcript.write
+
+    def noted(text, result, output=None):
+        if result.hold is not None:
+            held.append(result.hold)
+        write(text, result, output)
+
+    monkeypatch.setattr(Transcript, "write", noted)
 
     def allowed(b, ids):
         if watched and b == 1 and len(ids) == 14 and not held:

@@ -202,6 +202,8 @@ class Draft:
 class Lookup(Proposer):
     """As `NgramProposer` does: chances are known beforehand, drafting is free, guesses are booked, drafted or not."""
 
+    paces_itself = True
+
     def begin(self, context: Any) -> None:
         self._guess: tuple[int, int, list[Any]] | None = None  # place, right tokens, keys
 
@@ -247,6 +249,8 @@ def _run(right: Sequence[bool], start: int) -> int:
 
 class Model(Proposer):
     """As `AutoregressiveProposer` does: a pass per token, whose confidence is known before the token is drafted."""
+
+    paces_itself = True
 
     def begin(self, context: Any) -> None:
         self._read = False

@@ -175,7 +175,6 @@ def lone_row(tokens: Tensor, end: int, pacer: Pacer, *, budget: int, vocab_size:
         sampling=False,
         chains_only=False,
         vocab_size=vocab_size,
-        processors=None,
         pacer=pacer,
     )
 

@@ -17,7 +17,7 @@ from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.loading import load
 from specdec.heads.medusa import MedusaHeads, MedusaRunner
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
 from specdec.proposers.draft_models.acceptance_estimates import bin_of
 from specdec.proposers.draft_models.draft_nodes import Stepped
@@ -109,7 +109,7 @@ class BlockProposer(HeadProposer):
 
     def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
         """See `HeadProposer`. Without a Markov head, all nodes of a depth have the same children."""
-        if n == 1 or self.runner.block.markov is not None or not context.processors.read_scores_alone:
+        if n == 1 or self.runner.block.markov is not None or not context.call.processors.read_scores_alone:
             return super()._children(context, logits, stepped, n, k)
         tokens, log_probs = super()._children(context, logits[:, :1], stepped, 1, k)
         return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)

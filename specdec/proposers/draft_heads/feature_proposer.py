@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.models.cache.ragged_rows import CachedRows
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
 from specdec.proposers.pacing.pacer import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import NewTokens, Verdict
+from specdec.sampling.results import NewTokens, RoundResult
 from specdec.utils.timing import clock
 
 
@@ -81,8 +81,8 @@ class FollowingProposer(RecordedDrafts):
             if count and context.active[b] and context.pacer.limit:
                 self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        super().observe(draft, verdict, accepted)
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
+        super().observe(draft, result, accepted)
         self.follower.drop_draft()
 
     def _backlog(self, context: Context) -> int:

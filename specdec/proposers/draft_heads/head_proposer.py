@@ -28,7 +28,7 @@ from specdec.models.hidden_states import Taps
 from specdec.models.int8_linear import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.models.int8_linear import int8_pays, with_int8_linears
 from specdec.models.introspection import decoder_layers, device_of, is_sharded
-from specdec.proposers.base import LARGEST_PADDING, Context
+from specdec.proposers.context import LARGEST_PADDING, Context
 from specdec.proposers.draft_heads.feature_proposer import Follower, FollowingProposer, RecordableFollower
 from specdec.proposers.draft_models.autoregressive import top_children
 from specdec.proposers.draft_models.draft_nodes import Stepped
@@ -155,7 +155,7 @@ class HeadProposer(FollowingProposer):
         assert context.target is not None
         self._ids = None
         embeddings = self._embeddings.get(context.target) or BorrowedEmbeddings.by(context.target, self.head)
-        self.runner = self._runner(embeddings, sized=context.recorder is not None)
+        self.runner = self._runner(embeddings, sized=context.call.recorder is not None)
         self.runner.start(context.batch_size)
         super().begin(context)
 
@@ -177,9 +177,9 @@ class HeadProposer(FollowingProposer):
         Processors that suppress end tokens are skipped then: an end token drafted too early is rejected.
         """
         ids = self._targets(logits.device)
-        if ids is None or not context.processors.fit_any_vocabulary:
+        if ids is None or not context.call.processors.fit_any_vocabulary:
             return super()._children(context, logits, stepped, n, k)
-        scores = context.coupled_scores(context.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
+        scores = context.coupled_scores(context.call.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
         tokens, log_probs = top_children(scores, k)
         return ids[tokens], log_probs
 

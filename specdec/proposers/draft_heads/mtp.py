@@ -14,7 +14,7 @@ from specdec.heads.mtp.loading import load
 from specdec.heads.mtp.runner import MtpRunner
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.int8_linear import int8_pays, with_int8_linears
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.feature_proposer import Follower, FollowingProposer, RecordableFollower
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -70,7 +70,7 @@ class MtpProposer(FollowingProposer):
     def begin(self, context: Context) -> None:
         assert context.target is not None
         head = self._of(context.target)
-        self.runner = MtpRunner(head, sized=context.recorder is not None and len(head.layers) == 1)
+        self.runner = MtpRunner(head, sized=context.call.recorder is not None and len(head.layers) == 1)
         self.runner.start(context.batch_size)
         super().begin(context)
 

@@ -10,10 +10,10 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.dynamic_tree import Candidates, Ranking
-from specdec.sampling.results import Outcome
+from specdec.sampling.results import HostResult
 
 CONFIDENCES = 20  # bins of the draft's probability
 RECENT = 0.3  # weight of the last tree in the moving average
@@ -83,15 +83,15 @@ def record_chain(pacer: Pacer, confidence_bins: Sequence[Sequence[int]], size: i
         pacer.observe_expectation(sum(rates) / len(rates))
 
 
-def book_tree(pacer: Pacer, outcome: Outcome, accepted: Sequence[int], rows: Sequence[int]) -> None:
+def book_tree(pacer: Pacer, result: HostResult, accepted: Sequence[int], rows: Sequence[int]) -> None:
     """Record which nodes of a dynamic tree were accepted, by confidence bin, and how deep the accepted path goes."""
     for b in rows:
-        on_path = set(outcome.path[b][: accepted[b] + 1])
-        known = [1.0, *outcome.notes["chances"][b]]  # of the draft's nodes, then of candidates that were left out
-        for node, (parent, chance) in enumerate(zip(outcome.parents[b], known, strict=False)):
+        on_path = set(result.path[b][: accepted[b] + 1])
+        known = [1.0, *result.notes["chances"][b]]  # of the draft's nodes, then of candidates that were left out
+        for node, (parent, chance) in enumerate(zip(result.parents[b], known, strict=False)):
             if parent >= 0:
                 pacer.acceptance.observe(_bin(chance), node in on_path, prior=chance)
-        for depth in range(min(accepted[b] + 1, outcome.deepest[b])):
+        for depth in range(min(accepted[b] + 1, result.deepest[b])):
             pacer.observe_expectation(float(depth < accepted[b]))
 
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models import acceptance_estimates
 from specdec.proposers.draft_models.acceptance_estimates import TreeGains
 from specdec.proposers.draft_models.draft_nodes import Stepped
@@ -26,7 +27,7 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.acceptance import sample
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import Candidates, DynamicTree, Ranking
-from specdec.sampling.results import Outcome, Verdict
+from specdec.sampling.results import HostResult, RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
 
@@ -126,29 +127,29 @@ class AutoregressiveProposer(Proposer):
         """Return whether to draft chains."""
         return context.chains_only or (self.branching is None and self.tree is None)
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         """Record which nodes of a tree were accepted, and the confidence of a chain that was drafted on a device."""
-        outcome, pacer = verdict.outcome, self._pacer
-        if outcome is None or pacer is None:
+        host, pacer = result.host(), self._pacer
+        if pacer is None:
             return
         on_cpu = draft.tokens.device.type == "cpu"
-        if "chances" in outcome.notes:
-            acceptance_estimates.book_tree(pacer, outcome, accepted, self._rows)
+        if "chances" in host.notes:
+            acceptance_estimates.book_tree(pacer, host, accepted, self._rows)
             if not on_cpu:
-                self._gains.observe(pacer, outcome.notes["chances"], self._rows)
-        elif outcome.confidence_bins is not None and not on_cpu and self._rows:
-            acceptance_estimates.record_chain(pacer, outcome.confidence_bins, draft.size, self._rows)
+                self._gains.observe(pacer, host.notes["chances"], self._rows)
+        elif host.confidence_bins is not None and not on_cpu and self._rows:
+            acceptance_estimates.record_chain(pacer, host.confidence_bins, draft.size, self._rows)
 
-    def _accepted_steps(self, outcome: Outcome, accepted: Sequence[int]) -> list[list[int]]:
+    def _accepted_steps(self, result: HostResult, accepted: Sequence[int]) -> list[list[int]]:
         """The indices of each row's accepted nodes among the nodes that the draft model has processed.
 
         Nodes of the last depth have not been processed. If accepted, the next catch-up processes them.
         """
         steps = []
         for b, count in enumerate(accepted):
-            path = outcome.path[b][1 : count + 1]
-            if "steps" in outcome.notes:
-                known = [outcome.notes["steps"][b][node] for node in path]
+            path = result.path[b][1 : count + 1]
+            if "steps" in result.notes:
+                known = [result.notes["steps"][b][node] for node in path]
             else:
                 known = [node - 1 if node <= self._stepped else -1 for node in path]
             steps.append(list(takewhile(lambda step: step >= 0, known)))
@@ -156,7 +157,7 @@ class AutoregressiveProposer(Proposer):
 
     def _draws(self, context: Context) -> bool:
         """Return whether to draw tokens from q. With shared noise, the best of q / E is accepted more often."""
-        return context.sampling and self.draw and context.noise is None
+        return context.sampling and self.draw and context.call.noise is None
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
@@ -252,7 +253,7 @@ class AutoregressiveProposer(Proposer):
                 break
             frontier, above = candidates.frontier(tree.top_k)
             ruled_out = None
-            if not context.processors.read_scores_alone:
+            if not context.call.processors.read_scores_alone:
                 ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
             stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
             read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
@@ -319,10 +320,10 @@ class AutoregressiveProposer(Proposer):
 
         full = self._full(logits, context.vocab_size)
         try:
-            scores = context.processors(full, texts, stepped.dead)
+            scores = context.call.processors(full, texts, stepped.dead)
         except Exception:  # plain decoding may never reach this text; if it does, verification raises the error
             scores = full.float()
-        if context.processors.processors:
+        if context.call.processors.processors:
             # If the processors allow none of the draft's tokens, any token will do: it is going to be rejected.
             nothing = (scores == float("-inf")).all(-1, keepdim=True)
             scores = scores.masked_fill(nothing, 0.0)

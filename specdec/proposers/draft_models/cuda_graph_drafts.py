@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.models.cache.ragged_rows import CachedRows
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
@@ -112,8 +112,13 @@ class RecordedDrafts(AutoregressiveProposer):
 
     def _depth(self, context: Context, chain: bool) -> int:
         """The depth of the next captured draft, estimated from past rounds; 0: it cannot be captured."""
-        recorder, pacer = context.recorder, context.pacer
-        if recorder is None or recorder.refused or self._draws(context) or not context.processors.read_scores_alone:
+        recorder, pacer = context.call.recorder, context.pacer
+        if (
+            recorder is None
+            or recorder.refused
+            or self._draws(context)
+            or not context.call.processors.read_scores_alone
+        ):
             return 0
         limit = self._deepest(pacer)
         if not chain:
@@ -138,9 +143,9 @@ class RecordedDrafts(AutoregressiveProposer):
         if states is not None:
             more = width - states.shape[1]
             inputs["states"] = nn.functional.pad(states, (0, 0, more, 0)) if more >= 0 else states[:, -width:]
-        if context.noise is not None:
-            first = [end - context.start for end in context.ends]
-            inputs["noise"] = context.noise.ahead(first, depth)
+        if context.call.noise is not None:
+            first = [end - context.call.start for end in context.ends]
+            inputs["noise"] = context.call.noise.ahead(first, depth)
         return inputs
 
     def _inputs_ahead(self, context: Context, depth: int, new_tokens: NewTokens) -> dict[str, Tensor]:
@@ -151,9 +156,9 @@ class RecordedDrafts(AutoregressiveProposer):
         inputs = {"tokens": new_tokens.tokens, "begins": begins, "budget": budget, "pads": new_tokens.pads}
         if new_tokens.states is not None:
             inputs["states"] = new_tokens.states
-        if context.noise is not None:
-            first = [end - context.start + 1 for end in context.ends]
-            noise = context.noise.ahead(first, most - 1 + depth)
+        if context.call.noise is not None:
+            first = [end - context.call.start + 1 for end in context.ends]
+            noise = context.call.noise.ahead(first, most - 1 + depth)
             place = torch.arange(depth, device=noise.device) + (most - 1 - new_tokens.pads)[:, None]
             inputs["noise"] = noise.gather(1, place[..., None].expand(-1, -1, noise.shape[-1]))
         return inputs
@@ -170,13 +175,13 @@ class RecordedDrafts(AutoregressiveProposer):
 
     def _replayed(self, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]) -> LaunchedDraft:
         """Launch a draft with the call's recorder."""
-        assert context.recorder is not None
+        assert context.call.recorder is not None
         wide = 1 if chain or self.tree is None else self.tree.top_k
         sizes = self.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, self._widest_pass))
-        key = (type(self).__name__, context.processors.names, chain, depth, sizes)
+        key = (type(self).__name__, context.call.processors.names, chain, depth, sizes)
         function = partial(self._made, context, depth, chain, key)
         if self.rows.cache.filled:
-            return LaunchedDraft(context.recorder(self.rows, key, function, inputs), depth, key)
+            return LaunchedDraft(context.call.recorder(self.rows, key, function, inputs), depth, key)
         return LaunchedDraft(function(**inputs), depth, key)  # the first run allocates the buffers for replays
 
     def _taken(self, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]) -> DraftTree:
@@ -230,11 +235,14 @@ class RecordedDrafts(AutoregressiveProposer):
             ends=[W] * B,
             active=[True] * B,
             budget=[depth] * B,
-            device_budget=(budget - W + pads).clamp(min=0),
             pacer=Decided(depth, chain),
             features=None,
-            noise=None if noise is None else GivenNoise(noise),
-            start=W,
+            call=replace(
+                context.call,
+                noise=None if noise is None else GivenNoise(noise),
+                start=W,
+                device_budget=(budget - W + pads).clamp(min=0),
+            ),
         )
         rows.device_lengths, rows.pending = begins[:, None], 0
         try:

@@ -23,12 +23,12 @@ from specdec.models.loading import load
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
-from specdec.proposers.base import LARGEST_PADDING, Context
+from specdec.proposers.context import LARGEST_PADDING, Context
 from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
 
@@ -150,7 +150,11 @@ class DraftModelProposer(RecordedDrafts):
     def propose(self, context: Context) -> DraftTree:
         if self._idle:
             return DraftTree.root_only(context.root)
-        return super().propose(self._within_positions(context))
+        context = self._within_positions(context)
+        ready = [count > 0 for count in self._missing(context)]  # a row that waits for others has no new token
+        if not any(ready):
+            return DraftTree.root_only(context.root)
+        return super().propose(context if ready == list(context.active) else replace(context, active=ready))
 
     def _in_chains(self, context: Context) -> bool:
         return self.runner.masks == "own" or super()._in_chains(context)
@@ -176,18 +180,19 @@ class DraftModelProposer(RecordedDrafts):
         said = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         found = draft_positions(self.model) if able is None else able.positions
         self._positions = min((most for most in (said, found) if most is not None), default=None)
-        masks = context.masks if able is None else able.masks
-        self.runner = self.new_runner(masks, sized=context.recorder is not None)
+        masks = context.call.masks if able is None else able.masks
+        self.runner = self.new_runner(masks, sized=context.call.recorder is not None)
         self.runner.encoder_outputs = (
-            None if context.encoder_outputs is None else context.encoder_outputs.for_model(in_eval_mode(self.model))
+            None
+            if context.call.encoder_outputs is None
+            else context.call.encoder_outputs.for_model(in_eval_mode(self.model))
         )
         self.runner.start(context.batch_size)
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        super().observe(draft, verdict, accepted)
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
+        super().observe(draft, result, accepted)
         if self.runner.pending:  # the root is committed already
-            assert verdict.outcome is not None
-            self.runner.commit_path(self._accepted_steps(verdict.outcome, accepted), self.runner.device)
+            self.runner.commit_path(self._accepted_steps(result.host(), accepted), self.runner.device)
 
     def _within_positions(self, context: Context) -> Context:
         """The context with each row's budget limited by the draft model's positions."""

@@ -17,12 +17,12 @@ from specdec.models.introspection import decoder_layers, is_sharded
 from specdec.models.recurrent_layers import has_states
 from specdec.models.runner import ModelRunner
 from specdec.models.views import view
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
 
@@ -85,14 +85,14 @@ class EarlyExitProposer(AutoregressiveProposer):
     def begin(self, context: Context) -> None:
         super().begin(context)
         assert context.target is not None
-        assert context.cache is not None
+        assert context.call.cache is not None
         self.runner = ModelRunner(
-            shorter(context.target, self.layers), context.masks, encoder_outputs=context.encoder_outputs
+            shorter(context.target, self.layers), context.call.masks, encoder_outputs=context.call.encoder_outputs
         )
-        self.runner.cache = context.cache
+        self.runner.cache = context.call.cache
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
-        super().observe(draft, verdict, accepted)
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
+        super().observe(draft, result, accepted)
         self.runner.pending = 0
 
     def _backlog(self, context: Context) -> int:

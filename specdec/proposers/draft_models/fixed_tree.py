@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.sampling.draft_tree import DraftTree
 from specdec.utils.device_copies import uploaded
 

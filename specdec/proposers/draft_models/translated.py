@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.models.int8_linear import with_int8_linears, with_trimmed_head
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models.draft_model import DraftModelProposer, decide_int8
 from specdec.proposers.draft_models.token_translation import Translation
 from specdec.proposers.pacing.pacer import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
 
@@ -109,9 +109,9 @@ class TranslatedDraftProposer(DraftModelProposer):
                 self._sent[b] = end - pad
         return super().propose(context)
 
-    def observe(self, draft: DraftTree, verdict: Verdict, accepted: Sequence[int]) -> None:
+    def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         before = list(self.runner.lengths)
-        super().observe(draft, verdict, accepted)
+        super().observe(draft, result, accepted)
         self._sent = [
             sent + after - had for sent, after, had in zip(self._sent, self.runner.lengths, before, strict=True)
         ]

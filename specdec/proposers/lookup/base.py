@@ -12,7 +12,8 @@ from itertools import takewhile
 
 import torch
 
-from specdec.proposers.base import Context, Proposer
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import Context
 from specdec.proposers.pacing.pacer import LONGEST
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import depths_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.lookup.base import (
     LENGTHS,
     LIKELY,

@@ -14,7 +14,7 @@ from itertools import count
 
 from transformers import PreTrainedModel
 
-from specdec.proposers.base import Context
+from specdec.proposers.context import Context
 from specdec.proposers.lookup.base import LIKELY, Lookup, kind_of, laid_out, longest, new_tokens, writable
 from specdec.proposers.lookup.text_memory import Match, TextMemory
 from specdec.proposers.pacing.pacer import Pacer

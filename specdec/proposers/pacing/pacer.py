@@ -259,7 +259,7 @@ class Pacer:
             size: nodes per row in the target pass, including the root.
             rows: the number of unfinished rows.
             drafting: seconds of the draft.
-            seconds: seconds of the round up to the verdict, including the draft.
+            seconds: seconds of the round up to its result on the host, including the draft.
             new_tokens: new tokens over all rows.
         """
         self._rows = rows

@@ -71,7 +71,7 @@ class Silent(Proposer):
     def sync(self, context):
         self.followed += 1
 
-    def observe(self, draft, verdict, accepted):
+    def observe(self, draft, result, accepted):
         self.observed += 1
 
 

@@ -38,8 +38,8 @@ class Remembering(Proposer):
         self.drafted.append([len(draft) for draft in drafts])
         return context.chain(drafts)
 
-    def observe(self, draft, verdict, accepted):
-        for b, tokens in enumerate(verdict.outcome.tokens):
+    def observe(self, draft, result, accepted):
+        for b, tokens in enumerate(result.host().tokens):
             self.heard[b] += tokens
 
     def end(self, context):
@@ -194,3 +194,60 @@ def test_every_proposer_of_the_library_paces_itself():
         found += kinds
     assert len(found) > 15
     assert all(kind.paces_itself for kind in found)
+
+
+def test_hooks_are_told_no_padding_of_finished_rows():
+    """With `return_dict_in_generate` rows that have ended go on with padding, as in plain decoding."""
+    model, inputs, eos = tiny.model("llama"), tiny.prompts(7, 4, 9), [5, 9, 11, 17, 23, 44]
+    arguments = {"max_new_tokens": 14, "do_sample": True, "eos_token_id": eos, "return_dict_in_generate": True}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        plain = model.generate(**inputs, **arguments).sequences
+        proposer, memory = Remembering(plain, inputs["input_ids"].shape[1]), TextMemory()
+        for drafts in (proposer, SuffixProposer(memory)):
+            torch.manual_seed(seed)
+            spec = SpeculativeGenerator(model, drafts, draft_length=4, on_unsupported="error")
+            assert spec.generate(**inputs, **arguments).sequences.tolist() == plain.tolist()
+        expected = texts_of(inputs, plain, eos)
+        assert proposer.ended == [expected]
+        assert [proposer.heard[b] for b in range(3)] == expected
+        assert sorted(memory.texts()) == sorted(expected)
+        assert spec.report.num_output_tokens == sum(map(len, expected)) - int(inputs["attention_mask"].sum())
+
+
+MALFORMED = {
+    "no rows": lambda root: DraftTree(root.new_zeros(0, 3), root.new_zeros(0, 3)),
+    "no nodes": lambda root: DraftTree(root.new_zeros(len(root), 0), root.new_zeros(len(root), 0)),
+    "probabilities of another width": lambda root: DraftTree.from_chain(
+        root, root[:, None].repeat(1, 3), probs=torch.full((len(root), 3, 5), 0.2)
+    ),
+    "tokens that are no integers": lambda root: DraftTree.from_chain(root, torch.rand(len(root), 3)),
+}
+
+
+@pytest.mark.parametrize("length", [None, 2])
+@pytest.mark.parametrize("made", MALFORMED)
+def test_malformed_drafts_are_named(made, length):
+    class Malformed(Proposer):
+        def propose(self, context):
+            return MALFORMED[made](context.root)
+
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4)
+    for proposer in (Malformed(), HybridProposer(Malformed())):
+        spec = SpeculativeGenerator(model, proposer, draft_length=length)
+        with pytest.raises(ValueError, match="Malformed.propose returned"):
+            spec.generate(**inputs, max_new_tokens=8, do_sample=True)
+
+
+def test_observers_of_the_old_signature():
+    class Old(Remembering):
+        def observe(self, draft, verdict, accepted):
+            for b, tokens in enumerate(verdict.outcome.tokens):
+                self.heard[b] += tokens
+
+    model, inputs = tiny.model("llama"), tiny.prompts(7, 4)
+    plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    proposer = Old(plain, 7)
+    with pytest.warns(DeprecationWarning, match="RoundResult.host"):
+        SpeculativeGenerator(model, proposer, draft_length=4).generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert [proposer.heard[b] for b in range(2)] == texts_of(inputs, plain, ())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from tests.support import naive
 
 DRAWS = 200_000
@@ -55,9 +55,9 @@ def chain(drafted: list[int], q: list[list[float]] | None = None) -> DraftTree:
     return DraftTree.from_chain(torch.tensor([0]), drafts, probs=None if q is None else torch.tensor([q]))
 
 
-def decided(verdict: Verdict) -> tuple[list[int], int]:
+def decided(result: RoundResult) -> tuple[list[int], int]:
     """Accepted nodes and next token of a single row."""
-    return verdict.path[0, 1 : 1 + int(verdict.accepted)].tolist(), int(verdict.next_token)
+    return result.path[0, 1 : 1 + int(result.accepted)].tolist(), int(result.next_token)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_sample_over_a_large_vocabulary():
     assert naive.departure(counts, expected) < EXACT
 
 
-def greedy(tree: DraftTree, scores: torch.Tensor) -> Verdict:
+def greedy(tree: DraftTree, scores: torch.Tensor) -> RoundResult:
     """`accept_sequentially` along the best tokens of scores (B, N, V)."""
     rows = torch.arange(len(scores))
 
@@ -131,9 +131,9 @@ def greedy(tree: DraftTree, scores: torch.Tensor) -> Verdict:
 )
 def test_greedy_by_hand(target, drafted, accepted, next_token):
     tree = chain(drafted) if drafted else DraftTree.root_only(torch.tensor([0]))
-    verdict = greedy(tree, torch.tensor([target], dtype=torch.bfloat16))
-    assert decided(verdict) == (list(range(1, 1 + len(accepted))), next_token)
-    assert verdict.new_tokens(tree)[0, : len(accepted) + 1].tolist() == [*accepted, next_token]
+    result = greedy(tree, torch.tensor([target], dtype=torch.bfloat16))
+    assert decided(result) == (list(range(1, 1 + len(accepted))), next_token)
+    assert result.tokens[0, : len(accepted) + 1].tolist() == [*accepted, next_token]
 
 
 HALF, ONE, TWO = [0.5, 0.5], [1.0, 0.0], [0.0, 1.0]
@@ -161,8 +161,8 @@ def test_token_by_token_by_hand(luck, rule, target, draft, drafted, uniforms, th
     if rule == "recursive_rejection" and uniforms[0] == 0.6:
         uniforms = [0.6, 0.6]  # it stops asking at the first rejection, but asks for all rows of the batch
     luck(uniforms, then)
-    verdict = getattr(acceptance, rule)(chain(drafted, draft), torch.tensor([target]))
-    assert decided(verdict) == expected
+    result = getattr(acceptance, rule)(chain(drafted, draft), torch.tensor([target]))
+    assert decided(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_token_by_token_by_hand(luck, rule, target, draft, drafted, uniforms, th
 )
 def test_block_by_hand(luck, target, draft, drafted, uniforms, then, expected):
     luck(uniforms, then)  # the first uniform is the root's and decides nothing
-    verdict = acceptance.block_verification(chain(drafted, draft), torch.tensor([target], dtype=torch.float32))
-    assert decided(verdict) == expected
+    result = acceptance.block_verification(chain(drafted, draft), torch.tensor([target], dtype=torch.float32))
+    assert decided(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_recursive_by_hand(luck, target, draft, siblings, uniforms, then, expect
     q = [[draft, [0.0] * V, [0.0] * V]]
     tree = DraftTree(torch.tensor(tokens), torch.tensor(parents), torch.tensor(q))
     luck(uniforms, then)
-    verdict = acceptance.recursive_rejection(tree, torch.tensor([[target, last, last]], dtype=torch.float32))
-    assert decided(verdict) == expected
+    result = acceptance.recursive_rejection(tree, torch.tensor([[target, last, last]], dtype=torch.float32))
+    assert decided(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_point_mass_by_hand(luck, uniforms, expected):
     probs = torch.tensor([0.5, 0.25, 0.25]).expand(1, 5, 3).clone()
     probs[0, 3] = torch.tensor([1.0, 0, 0])
     probs[0, 2] = torch.tensor([1.0, 0, 0])
-    verdict = acceptance.point_mass(tree, probs)
-    assert decided(verdict) == expected
+    result = acceptance.point_mass(tree, probs)
+    assert decided(result) == expected
 
 
 @pytest.mark.parametrize(
@@ -276,8 +276,8 @@ def test_point_mass_by_hand(luck, uniforms, expected):
     ],
 )
 def test_typical_by_hand(target, drafted, accepted):
-    verdict = acceptance.typical(chain([drafted]), torch.tensor([[target, target]]))
-    assert verdict.accepted.tolist() == [accepted]
+    result = acceptance.typical(chain([drafted]), torch.tensor([[target, target]]))
+    assert result.accepted.tolist() == [accepted]
 
 
 @pytest.mark.parametrize("rule", ["speculative_sampling", "block_verification", "recursive_rejection"])
@@ -412,10 +412,10 @@ def test_decides_as_the_reference(rule, drawn, chains):
     copies = 5_000
     cases = list(random_trees(3, drawn, chains))
     tree, probs = batched(cases, copies, chains)
-    verdict = getattr(acceptance, rule)(tree, probs)
+    result = getattr(acceptance, rule)(tree, probs)
     for case, (reference, p) in enumerate(cases):
         rows = slice(case * copies, (case + 1) * copies)
-        seen = torch.cat([verdict.accepted[rows, None], verdict.next_token[rows, None], verdict.path[rows]], 1)
+        seen = torch.cat([result.accepted[rows, None], result.next_token[rows, None], result.path[rows]], 1)
         values, counts = seen.unique(dim=0, return_counts=True)
         got = collections.Counter()
         for (accepted, token, *path), count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -438,11 +438,11 @@ def test_greedy_decides_as_the_reference(drawn, chains):
                 if tree.children(tree.parents[node])[0] == node:
                     tree.tokens[node] = p[tree.parents[node]].index(max(p[tree.parents[node]]))
     tree, scores = batched(cases, 1, chains)
-    verdict = greedy(tree, scores)
+    result = greedy(tree, scores)
     for b, (reference, p) in enumerate(cases):
         path, token = naive.greedy(reference, p)
-        assert verdict.path[b, : len(path)].tolist() == list(path)
-        assert (int(verdict.accepted[b]), int(verdict.next_token[b])) == (len(path) - 1, token)
+        assert result.path[b, : len(path)].tolist() == list(path)
+        assert (int(result.accepted[b]), int(result.next_token[b])) == (len(path) - 1, token)
 
 
 # The theorem itself, for the fast rules: draft, decide, go on by plain sampling, count whole texts.
@@ -505,14 +505,14 @@ class Tables:
             probs = self.q[texts] * (has_child & valid)[..., None]
         return DraftTree(tokens, parents, probs, chain=max(branching) == 1), self.p[texts]
 
-    def complete(self, verdict: Verdict, tree: DraftTree) -> Tensor:
-        """(B, length): what the verdict gave, continued by plain sampling from p."""
+    def complete(self, result: RoundResult, tree: DraftTree) -> Tensor:
+        """(B, length): what the result gave, continued by plain sampling from p."""
         text = torch.zeros(len(tree.tokens), dtype=torch.long)
-        new, out = verdict.new_tokens(tree), []
+        new, out = result.tokens, []
         for i in range(self.world.length):
             token = torch.multinomial(self.p[text], 1)[:, 0]
             if i < new.shape[1]:
-                token = torch.where(i <= verdict.accepted, new[:, i], token)
+                token = torch.where(i <= result.accepted, new[:, i], token)
             out.append(token)
             text = text * self.world.vocab + token + 1
         return torch.stack(out, 1)
@@ -597,8 +597,8 @@ def test_half_precision_probabilities_are_not_asked_for():
     tables = Tables(naive.random_world(length=3, **WORLDS["vocab 4"]))
     tree, probs = tables.draft(1000, (1, 1), True)
     for rule in (acceptance.speculative_sampling, acceptance.block_verification, acceptance.recursive_rejection):
-        verdict = rule(DraftTree(tree.tokens, tree.parents, tree.probs.double(), chain=True), probs.double())
-        assert verdict.next_token.dtype == torch.long
+        result = rule(DraftTree(tree.tokens, tree.parents, tree.probs.double(), chain=True), probs.double())
+        assert result.next_token.dtype == torch.long
 
 
 # The tests above can fail: rules broken on purpose are caught.

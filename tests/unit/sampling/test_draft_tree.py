@@ -1,4 +1,4 @@
-"""`DraftTree` and `Verdict` against plain Python, on any tree there is."""
+"""`DraftTree` and `RoundResult` against plain Python, on any tree there is."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import Candidates, DynamicTree
-from specdec.sampling.results import Verdict
+from specdec.sampling.results import RoundResult
 from tests.support import naive
 
 VOCAB = 7
@@ -78,16 +78,16 @@ def test_following_and_new_tokens_as_in_plain_python(batch, random):
         for node in tree.nodes[1:]:
             if random.random() < 0.6:
                 wanted[tree.parents[node]] = tree.tokens[node]
-    verdict = acceptance.longest_accepted_path(draft, torch.tensor(choice))
-    new = verdict.new_tokens(draft)
-    assert verdict.path.shape == new.shape
+    result = acceptance.longest_accepted_path(draft, torch.tensor(choice))
+    new = result.tokens
+    assert result.path.shape == new.shape
     for b, (tree, wanted) in enumerate(zip(batch, choice, strict=True)):
         one_hot = [[float(token == want) for token in range(VOCAB)] for want in wanted]
         path, token = naive.greedy(tree, one_hot)
-        accepted = int(verdict.accepted[b])
-        assert accepted == len(path) - 1 < verdict.path.shape[1]
-        assert verdict.path[b, : len(path)].tolist() == list(path)
-        assert verdict.path[b, len(path) :].tolist() == list(range(len(path), verdict.path.shape[1]))
+        accepted = int(result.accepted[b])
+        assert accepted == len(path) - 1 < result.path.shape[1]
+        assert result.path[b, : len(path)].tolist() == list(path)
+        assert result.path[b, len(path) :].tolist() == list(range(len(path), result.path.shape[1]))
         assert new[b, : accepted + 1].tolist() == [tree.tokens[n] for n in path[1:]] + [token]
 
 
@@ -171,8 +171,8 @@ def test_shapes_that_do_not_fit_are_refused(tokens: Tensor, parents: Tensor):
 )
 def test_new_tokens_by_hand(path, accepted, next_token, expected):
     tree = DraftTree(torch.tensor([[10, 11, 12, 13]]), torch.tensor([[-1, 0, 0, 2]]))
-    verdict = Verdict(torch.tensor([path]), torch.tensor([accepted]), torch.tensor([next_token]))
-    assert verdict.new_tokens(tree)[0, : accepted + 1].tolist() == expected
+    result = RoundResult.of(tree, torch.tensor([path]), torch.tensor([accepted]), torch.tensor([next_token]))
+    assert result.tokens[0, : accepted + 1].tolist() == expected
 
 
 # Dynamic trees

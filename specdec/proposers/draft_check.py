@@ -1,0 +1,67 @@
+"""`checked`: checks of a draft, which may come from third-party code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from specdec.proposers.context import Context
+from specdec.sampling.draft_tree import DraftTree
+from specdec.utils.device_copies import HOST
+
+
+def checked(draft: object, context: Context, who: str, values: bool) -> DraftTree:
+    """Check a draft, and move it to the device of the text. Node 0 is always replaced by the root.
+
+    Args:
+        draft: what a proposer returned.
+        context: the context that it drafted for.
+        who: the proposer and its method, for messages.
+        values: True to check tokens and parents also on a device, where this is a host sync.
+
+    Raises:
+        TypeError: not a `DraftTree`.
+        ValueError: wrong batch size, shape, dtype, token or parent.
+    """
+    root = context.root
+    if not isinstance(draft, DraftTree):
+        raise TypeError(
+            f"{who} must return a DraftTree, got {type(draft).__name__}: build one with context.chain(drafts)"
+        )
+    B, N = draft.tokens.shape
+    if len(root) != B or N == 0:
+        raise ValueError(
+            f"{who} returned {B} rows of {N} nodes for a batch of {len(root)} rows: each row needs at least a root"
+        )
+    if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
+        raise ValueError(
+            f"{who} returned tokens of {draft.tokens.dtype} and parents of {draft.parents.dtype}: use int64"
+        )
+    if draft.probs is not None and draft.probs.shape != (B, N, context.vocab_size):
+        raise ValueError(
+            f"{who} returned probs of shape {tuple(draft.probs.shape)}: they need (B, N, V) = "
+            f"{(B, N, context.vocab_size)}, a distribution over the target's vocabulary after each node"
+        )
+    tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
+    if N == 1:
+        return DraftTree.root_only(root)
+    tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
+    if tokens.device.type == HOST.type or values:
+        _check_values(tokens.to(HOST), parents.to(HOST), draft.chain, context.vocab_size, who)
+    probs = None if draft.probs is None else draft.probs.to(root.device)
+    return replace(draft, tokens=tokens, parents=parents, probs=probs)
+
+
+def _check_values(tokens: Tensor, parents: Tensor, chain: bool, vocab_size: int, who: str) -> None:
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {vocab_size}")
+    node = torch.arange(tokens.shape[1])
+    if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
+        raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
+    orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)
+    if bool(orphan.any()):
+        raise ValueError(f"{who} drafted a node whose parent is padding (parent -1)")
+    if chain and bool(((parents >= 0) & (parents != node - 1)).any()):
+        raise ValueError(f"{who} set chain=True, but the parent of some node is not the node before it")
