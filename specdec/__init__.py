@@ -3,11 +3,10 @@
 Public names are imported on first access, so that the command line can check its arguments before it imports torch.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specdec.utils.moved import find_old_modules
+from specdec.utils.moved import RENAMED, find_old_modules, warn_of_old_name
 from specdec.utils.namesake import refuse_namesake
 from specdec.utils.releases import note_release
 
@@ -61,9 +60,9 @@ else:
     }
 
     def __getattr__(name):
-        if name == "Round":  # for one release
-            warnings.warn("specdec.Round is now specdec.RoundTrace", DeprecationWarning, stacklevel=2)
-            name = "RoundTrace"
+        if name in RENAMED:
+            warn_of_old_name(f"specdec.{name}", f"specdec.{RENAMED[name]}")
+            name = RENAMED[name]
         if name not in _FILES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         try:
