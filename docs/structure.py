@@ -29,7 +29,16 @@ ORDER = (
 # The same within a package: each file or folder may import from those before it.
 INNER_ORDERS = {
     "models": ("cache", "*"),
-    "proposers": ("pacing", "base", ("lookup", "draft_models"), "draft_heads", "hybrid", "factory"),
+    "proposers": (
+        "pacing",
+        "context",
+        "draft_check",
+        "base",
+        ("lookup", "draft_models"),
+        "draft_heads",
+        "hybrid",
+        "factory",
+    ),
     "training": ("teacher", ("objectives", "initialization"), "run"),
 }
 FORBIDDEN = {"specdec.engine.hf": ("specdec.engine.loop", "specdec.engine.generator")}

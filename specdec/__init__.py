@@ -3,11 +3,10 @@
 Public names are imported on first access, so that the command line can check its arguments before it imports torch.
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from specdec.utils.moved import find_old_modules
+from specdec.utils.moved import RENAMED, find_old_modules, warn_of_old_name
 from specdec.utils.namesake import refuse_namesake
 from specdec.utils.releases import note_release
 
@@ -52,21 +51,19 @@ else:
         "NgramProposer": "proposers.lookup.ngram",
         "Proposer": "proposers.base",
         "Report": "engine.report",
+        "RoundResult": "sampling.results",
         "RoundTrace": "engine.trace",
         "SpeculativeGenerator": "engine.generator",
         "SuffixProposer": "proposers.lookup.suffix",
         "TextMemory": "proposers.lookup.text_memory",
         "TranslatedDraftProposer": "proposers.draft_models.translated",
         "Unsupported": "engine.hf.eligibility",
-        "RoundResult": "sampling.results",
     }
 
-    _RENAMED = {"Round": "RoundTrace", "Verdict": "RoundResult"}  # old names work for one release
-
     def __getattr__(name):
-        if name in _RENAMED:
-            warnings.warn(f"specdec.{name} is now specdec.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-            name = _RENAMED[name]
+        if name in RENAMED:
+            warn_of_old_name(f"specdec.{name}", f"specdec.{RENAMED[name]}")
+            name = RENAMED[name]
         if name not in _FILES:
             raise AttributeError(f"module 'specdec' has no attribute {name!r}")
         try:

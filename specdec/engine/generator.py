@@ -112,7 +112,8 @@ class SpeculativeGenerator:
         on_unsupported: OnUnsupported = "plain",
         compile: bool | Literal["auto"] = "auto",
     ):
-        if draft_length is not None and (not isinstance(draft_length, int) or draft_length < 0):
+        is_int = isinstance(draft_length, int) and not isinstance(draft_length, bool)
+        if draft_length is not None and (not is_int or draft_length < 0):
             raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
         if not isinstance(rule, Lenient):
             check_choice("rule", rule, RuleName)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +20,7 @@ from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.utils.device_copies import uploaded
+from specdec.utils.moved import warn_of_old_name
 
 # Gumbel scale of the target's log p around the draft's log q: 0.8 for a 0.5B draft of a 1.5B target, 1.0 for a head
 # (benchmarks/results/coupling.md).
@@ -122,7 +122,7 @@ class Context:
         new = "budget" if name == "room" else f"call.{name}" if name in CallState.__dataclass_fields__ else None
         if new is None:
             raise AttributeError(f"Context has no attribute {name!r}")
-        warnings.warn(f"Context.{name} is now Context.{new}", DeprecationWarning, stacklevel=2)
+        warn_of_old_name(f"Context.{name}", f"Context.{new}")
         return attrgetter(new)(self)
 
     @property

@@ -34,6 +34,8 @@ def as_proposers(names: Sequence[str], target: PreTrainedModel) -> dict[str, Pro
     """Build several proposers from their names. A model or head that two of them use is loaded once."""
     made: dict[str, Proposer] = {}
     for name in names:
+        check_name(name)
+    for name in names:
         alone = name.removeprefix(WITH_NGRAMS)
         if alone not in made:
             made[alone] = as_proposer(alone, target)

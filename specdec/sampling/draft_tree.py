@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from specdec.utils.moved import renamed_argument, warn_of_old_name
 
+
+@renamed_argument("keys", "confidence_bins")
 @dataclass(frozen=True)
 class DraftTree:
     """Drafted tokens of B rows, as trees of N nodes each (padded to the widest row).
@@ -29,7 +31,6 @@ class DraftTree:
         levels: upper bound of the deepest node's depth. None: computed from `parents`, which takes a host sync.
         notes: (B, n) int64 or float32 tensors by name, for the proposer to read after the round. They reach the host
             together with the result (`HostResult.notes`), in the round's one copy.
-        keys: deprecated name of `confidence_bins`.
 
     Raises:
         ValueError: tokens and parents differ in shape, or are not (B, N).
@@ -48,12 +49,8 @@ class DraftTree:
     confidence_bins: Tensor | None = None
     levels: int | None = None
     notes: Mapping[str, Tensor] = field(default_factory=dict)
-    keys: InitVar[Tensor | None] = None  # the old name of `confidence_bins`, for one release
 
-    def __post_init__(self, keys: Tensor | None) -> None:
-        if keys is not None:
-            warnings.warn("DraftTree(keys=...) is now DraftTree(confidence_bins=...)", DeprecationWarning, stacklevel=3)
-            object.__setattr__(self, "confidence_bins", keys)
+    def __post_init__(self) -> None:
         if self.tokens.shape != self.parents.shape or self.tokens.dim() != 2:
             raise ValueError(
                 f"DraftTree needs tokens and parents of the same shape (B, N), got {tuple(self.tokens.shape)} and "
@@ -71,6 +68,7 @@ class DraftTree:
         return cls(root[:, None], root.new_full((len(root), 1), -1), chain=True)
 
     @classmethod
+    @renamed_argument("keys", "confidence_bins")
     def from_chain(
         cls,
         root: Tensor,
@@ -136,6 +134,12 @@ class DraftTree:
         parents = draft.parents.masked_fill(depth > most, -1)
         probs = None if draft.probs is None else draft.probs.masked_fill((depth >= most)[..., None], 0.0)
         return replace(draft, parents=parents, probs=probs)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """Deprecated name of `confidence_bins`."""
+        warn_of_old_name("DraftTree.keys", "DraftTree.confidence_bins")
+        return self.confidence_bins
 
     @property
     def size(self) -> int:

@@ -6,7 +6,6 @@ needs only each row's `NewTokens` can draft before the host has read them (`Prop
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ from torch.nn.functional import pad
 
 from specdec.sampling.draft_tree import DraftTree
 from specdec.utils.device_copies import sent
+from specdec.utils.moved import warn_of_old_name
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class RoundResult:
     @property
     def outcome(self) -> HostResult:
         """Deprecated name of `host()`."""
-        warnings.warn("Verdict.outcome is now RoundResult.host()", DeprecationWarning, stacklevel=2)
+        warn_of_old_name("Verdict.outcome", "RoundResult.host()")
         return self.host()
 
 

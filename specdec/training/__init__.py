@@ -1,3 +1,3 @@
 from specdec.utils.moved import moved_names
 
-__getattr__ = moved_names(__name__)
+__all__, __dir__, __getattr__ = moved_names(__name__)

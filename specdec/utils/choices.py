@@ -37,6 +37,7 @@ class ProposerKind:
         argument: name of the argument after the colon; empty if there is none.
         needs_argument: True if the name alone is not enough.
         pattern: regular expression of the argument.
+        pattern_words: description of the pattern, for messages.
         after_ngrams: True if "ngram+" may stand before the name.
     """
 
@@ -44,6 +45,7 @@ class ProposerKind:
     argument: str = ""
     needs_argument: bool = False
     pattern: str = ".+"
+    pattern_words: str = "a path or hub id on one line"
     after_ngrams: bool = True
 
     def forms(self, name: str) -> list[str]:
@@ -62,7 +64,12 @@ PROPOSER_KINDS = {
     "medusa": ProposerKind(argument="PATH_OR_ID", needs_argument=True),
     "hydra": ProposerKind(argument="PATH_OR_ID", needs_argument=True),
     "mtp": ProposerKind("the model's own MTP layers", "PATH_OR_ID"),
-    "exit": ProposerKind(argument="LAYERS", needs_argument=True, pattern=r"\d{1,6}"),
+    "exit": ProposerKind(
+        argument="LAYERS",
+        needs_argument=True,
+        pattern=r"\d{1,6}",
+        pattern_words="a number of layers of at most 6 digits",
+    ),
     "auto": ProposerKind(after_ngrams=False),
 }
 LOOKUPS = tuple(name for name, kind in PROPOSER_KINDS.items() if not kind.after_ngrams and name != "auto")
@@ -102,7 +109,7 @@ def check_choice(what: str, chosen: Any, choices: Any) -> None:
         ...
         ValueError: rule must be one of 'coupled', 'block', 'token', 'typical', got 'blocks'
     """
-    if chosen not in get_args(choices):
+    if not any(isinstance(chosen, type(choice)) and chosen == choice for choice in get_args(choices)):  # 1 == True
         raise ValueError(f"{what} must be one of {', '.join(map(repr, get_args(choices)))}, got {chosen!r}")
 
 
@@ -120,21 +127,67 @@ def check_name(proposer: str) -> None:
     if plus and last == "ngram" and is_proposer_name(WITH_NGRAMS + first):
         raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
     if not is_proposer_name(proposer):
-        raise ValueError(f"{_meant(proposer)}proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+        raise ValueError(f"{_correction(proposer)}proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
 
 
-def _meant(proposer: str) -> str:
-    """A suggestion for a misspelt or incomplete short form; empty if there is none."""
-    if proposer in [WITH_NGRAMS + name for name in LOOKUPS]:
-        last = proposer.removeprefix(WITH_NGRAMS)
-        return f'both parts of {proposer!r} look up text, one of them is enough ("{last}"): '
-    kind, colon, source = proposer.partition(":")
-    plain = kind.removeprefix(WITH_NGRAMS)
-    if plain in PROPOSER_KINDS and PROPOSER_KINDS[plain].needs_argument:
-        return f'"{kind}" needs an argument, "{kind}:{PROPOSER_KINDS[plain].argument}": '
-    close = get_close_matches(kind.lower(), [*get_args(ProposerName), *PROPOSER_KINDS], n=1, cutoff=0.7)
-    if close:
-        return f'did you mean "{close[0]}{colon}{source}"? '
-    if "/" in proposer or "\\" in proposer:
-        return f'a path needs a prefix for its kind, "draft:{proposer}" (a model) or "eagle3:{proposer}" (a head): '
-    return ""
+def _correction(proposer: str) -> str:
+    """The fault of an invalid short form and the string to write instead, as a clause; empty if neither is known."""
+    names, colon, argument = proposer.partition(":")
+    parts = names.split("+")
+    found = [name for part in parts if part for name in _closest(part)]
+    if "" in found or not found:
+        return _prefix_for_path(proposer)
+    lookups = [name for name in found if name in LOOKUPS]
+    others = list(dict.fromkeys(name for name in found if name not in LOOKUPS))
+    if len(others) > 1:
+        forms = " or ".join(f'"{_valid_form(name, argument if name == found[-1] else "", True)}"' for name in others)
+        return f"only n-grams can be combined with another proposer, write {forms}: "
+    if not others and len(found) > 1:
+        enough = next((name for name in lookups if name != "ngram"), "ngram")
+        return f'both parts of {proposer!r} look up text, one of them is enough ("{enough}"): '
+    kind = PROPOSER_KINDS[name := (others or lookups)[0]]
+    form = _valid_form(name, argument, bool(lookups) or len(parts) > 1)
+    if [part for part in parts if part in PROPOSER_KINDS] != parts:
+        return f'did you mean "{form}"? '
+    if name == "auto" and len(parts) > 1:
+        return f'"auto" includes n-grams, write "{form}": '
+    if len(parts) > 1 and names != WITH_NGRAMS + name:
+        return f'only "ngram" can stand before "+", write "{form}": '
+    if colon and not kind.argument:
+        return f'"{names}" takes no argument, write "{form}": '
+    if kind.needs_argument and not argument:
+        return f'"{names}" needs an argument, "{form}": '
+    if not argument:
+        return f"there is no argument after the colon, write {' or '.join(kind.forms(names))}: "
+    return f'the argument of "{names}" must be {kind.pattern_words}, write "{form}": '
+
+
+def _closest(part: str) -> list[str]:
+    """The kinds that a part of a short form names, the most similar ones if it is misspelt; [""] if none is similar."""
+    if part in PROPOSER_KINDS:
+        return [part]
+    known = [] if _is_path(part) else [*get_args(ProposerName), *PROPOSER_KINDS]
+    return [*get_close_matches(part.lower(), known, n=1, cutoff=0.7), ""][0].split("+")
+
+
+def _valid_form(name: str, argument: str, with_ngrams: bool) -> str:
+    """The short form of a kind with the argument, or with a placeholder where the argument does not suit it."""
+    kind = PROPOSER_KINDS[name]
+    start = WITH_NGRAMS + name if with_ngrams and kind.after_ngrams else name
+    if not kind.argument or not (argument or kind.needs_argument):
+        return start
+    return f"{start}:{argument if re.fullmatch(kind.pattern, argument) else kind.argument}"
+
+
+def _prefix_for_path(proposer: str) -> str:
+    """The two forms of a path or hub id that was given without its kind; empty if `proposer` is no path."""
+    if not _is_path(proposer):
+        return ""
+    first, plus, path = proposer.partition("+")
+    start, path = (WITH_NGRAMS, path) if plus and first in LOOKUPS else ("", proposer)
+    forms = f'"{start}draft:{path}" (a model) or "{start}eagle3:{path}" (a head)'
+    return f"a path needs a prefix for its kind, {forms}: "
+
+
+def _is_path(text: str) -> bool:
+    return "/" in text or "\\" in text

@@ -977,7 +977,7 @@ def test_a_proposer_that_is_merely_wrong_changes_nothing(make):
     assert out.tolist() == model.generate(**inputs, do_sample=False, max_new_tokens=9).tolist()
 
 
-@pytest.mark.parametrize("length", ["4", 1.5, -1])
+@pytest.mark.parametrize("length", ["4", 1.5, -1, True, False])
 def test_draft_lengths_that_are_none(length):
     with pytest.raises(ValueError, match="draft_length must be None or an int of at least 0"):
         SpeculativeGenerator(tiny.model("llama"), "ngram", draft_length=length)

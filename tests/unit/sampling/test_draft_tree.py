@@ -1,5 +1,7 @@
 """`DraftTree` and `RoundResult` against plain Python, on any tree there is."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -256,3 +258,33 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> tuple[int, ...]
 def test_a_dynamic_tree_that_cannot_be(wrong):
     with pytest.raises(ValueError, match="a tree needs"):
         DynamicTree(**wrong)
+
+
+OLD_NAMES = {
+    "DraftTree(keys=...)": lambda tree, bins: DraftTree(tree.tokens, tree.parents, chain=True, keys=bins),
+    "DraftTree.from_chain(keys=...)": lambda tree, bins: DraftTree.from_chain(
+        tree.tokens[:, 0], tree.tokens[:, 1:], keys=bins[:, 1:]
+    ),
+    "replace(keys=...)": lambda tree, bins: replace(tree, keys=bins),
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_confidence_bins_under_their_old_name(name):
+    """For one release, with one warning at the caller's line."""
+    tree, bins = DraftTree.from_chain(torch.tensor([5]), torch.tensor([[7, 8]])), torch.tensor([[0, 3, 4]])
+    said = name.replace("replace(", "DraftTree(")
+    with pytest.warns(DeprecationWarning, match=" is now ") as caught:
+        made = OLD_NAMES[name](tree, bins)
+    assert [str(warning.message) for warning in caught] == [f"{said} is now {said.replace('keys', 'confidence_bins')}"]
+    assert caught[0].filename == __file__
+    assert made.confidence_bins.tolist() == bins.tolist()
+    with pytest.warns(DeprecationWarning, match=r"DraftTree\.keys is now DraftTree\.confidence_bins") as caught:
+        assert made.keys is made.confidence_bins
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_the_new_names_do_not_warn(recwarn):
+    tree = DraftTree.from_chain(torch.tensor([5]), torch.tensor([[7, 8]]), confidence_bins=torch.tensor([[3, 4]]))
+    assert replace(tree.first(2), levels=1).up_to_depth(1).confidence_bins.tolist() == [[0, 3]]
+    assert not recwarn.list
