@@ -26,7 +26,7 @@ from benchmarks.harness.table import table
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
 from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
-from specdec.engine import generator, rules, verifier
+from specdec.engine import rules, speculation, verifier
 from specdec.models import cuda_graphs, static_forward
 from specdec.sampling.results import HostResult, RoundResult
 from tests.support import eagle3, tiny
@@ -75,8 +75,8 @@ def main() -> None:
 
 def switch_on(patch: pytest.MonkeyPatch) -> None:
     """Use capture and batched verification as on a GPU, and record when results arrive."""
-    patch.setattr(generator, "Recorder", Remembering)
-    patch.setattr(generator.SpeculativeGenerator, "_launches", True)
+    patch.setattr(speculation, "Recorder", Remembering)
+    patch.setattr(speculation.Speculation, "_launches", True)
     patch.setattr(rules, "SequentialVerifier", verifier.BatchedVerifier)
     patch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
     host = RoundResult.host

@@ -51,7 +51,7 @@ class RecordedPass:
         return known and scores_only and not self.recorder.refused and scores <= BatchedVerifier.MOST
 
     def __call__(self, draft: DraftTree, text: Transcript) -> RoundResult:
-        """Launch the round, by a replay if one was captured for its shape, and start copying its result."""
+        """Launch the round, by a replay if one was captured for its shape."""
         full, target = _filled_up(draft, self._size(draft)), self.target
         sizes = target.reserve(full.size)
         rows = {"lengths": target.lengths} | ({} if text.deepest is None else {"deepest": text.deepest})
@@ -65,9 +65,7 @@ class RecordedPass:
         target.pending = full.size
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
         path = made["path"], made["accepted"], made["next_token"], made["new"]
-        result = RoundResult(draft, *path, new_tokens=new_tokens)
-        result.send()
-        return result
+        return RoundResult(draft, *path, new_tokens=new_tokens)
 
     def _size(self, draft: DraftTree) -> int:
         """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.

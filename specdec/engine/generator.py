@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from threading import Lock
 from time import perf_counter
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateOutput
 
-from specdec.engine.cuda_graph_round import RecordedPass
-from specdec.engine.draft_session import Drafting, Draftings
-from specdec.engine.hf.call import Call, prefill, returned, transcript
+from specdec.engine.draft_session import Draftings
+from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
-from specdec.engine.hf.multimodal import multimodal_prefill, shown
-from specdec.engine.hf.prompt_layout import prompt_layout
 from specdec.engine.lenient import Lenient
-from specdec.engine.loop import Loop
 from specdec.engine.report import Report
-from specdec.engine.rules import uses_target_choices, verification
+from specdec.engine.rules import uses_target_choices
+from specdec.engine.speculation import Speculation
 from specdec.engine.stopwatch import Stopwatch
-from specdec.engine.tensor_parallel import group_of
 from specdec.engine.trace import RoundTrace
 from specdec.models.capability import Capability, capability
 from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
-from specdec.models.cuda_graphs import Recorder
 from specdec.models.encoder import encoder_outputs_of
 from specdec.models.introspection import device_of, generate_owner, require_lm_head, unwrap_model
-from specdec.models.lockstep import Step, in_step
-from specdec.models.runner import ModelRunner
-from specdec.models.static_forward import StaticForward, cannot_capture
+from specdec.models.lockstep import in_step
 from specdec.proposers.base import Proposer
 from specdec.proposers.factory import as_proposer
-from specdec.sampling.logits_processors import NodeProcessors
-from specdec.sampling.noise import noise_of_call
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
 from specdec.utils.releases import note_release
 
@@ -368,82 +356,21 @@ class SpeculativeGenerator:
             for name in ignored_fields(generation_config):
                 self._warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
             drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
-            with torch.no_grad():
-                output = self._speculate(drafting, able, call, stopwatch, step)
+            output = Speculation(
+                self.model,
+                able,
+                drafting,
+                call,
+                self.rule,
+                self.draft_length,
+                stopwatch,
+                self._traces,
+                step,
+                self.compile,
+                self._warn,
+            ).run()
         report.total_seconds = stopwatch.elapsed()
         return output
-
-    def _speculate(self, drafting: Drafting, able: Capability, call: Call, stopwatch: Stopwatch, step: Step | None):
-        group = group_of(self.model)
-        if group is not None:
-            call = replace(call, criteria=group.stopping(call.criteria))
-        layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
-        text = transcript(call, layout, self.model, able.positions)
-        media = shown(call.text_kwargs)
-        static_forward = (
-            None if step is not None or group is not None or media else self._static_forward(drafting, able)
-        )
-        recorder = Recorder(drafting.recorded) if static_forward is not None and self._launches else None
-        target = ModelRunner(self.model, able.masks, drafting.taps, step, static_forward, call.encoder_outputs)
-        target.row_positions.pads = layout.pads
-        processors, sampling, device = NodeProcessors(call.processors), call.samples, call.input_ids.device
-        if group is not None and sampling:
-            group.share_random_numbers(device)
-        fresh, media_output = layout.fresh, None
-        if media:
-            layout, media_output = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
-        with layout.in_rows(target) as columns:
-            read = media_output or prefill(target, call, layout, text)
-            coupled = sampling and uses_target_choices(self.rule, sampling)
-            size = (text.batch_size, read.logits.shape[-1])
-            with noise_of_call(*size, device) if coupled else nullcontext() as noise:
-                pacer = drafting.pacer(text.batch_size, sampling, self.draft_length)
-                proposer = copy.copy(drafting.proposer)  # attributes that a call sets are its own
-                verify = verification(self.rule, processors, noise, sampling, device)
-                loop = Loop(
-                    target=target,
-                    proposer=proposer if group is None else group.drafting(proposer),
-                    verify=verify,
-                    processors=processors.without_unknown(),
-                    noise=noise,
-                    text=text,
-                    pacer=pacer,
-                    stopwatch=stopwatch,
-                    sampling=sampling,
-                    trees=able.trees,
-                    traces=self._traces,
-                    recorder=recorder,
-                    captured_round=RecordedPass.of(target, verify, recorder),
-                )
-                try:
-                    loop.run(read, fresh)
-                finally:
-                    stopwatch.report.num_output_tokens = text.num_output_tokens
-                    if noise is not None:  # also after an error of a streamer or a criterion
-                        noise.settle(text.settled - text.start)
-                if group is None or group.leads:
-                    drafting.keep(text.batch_size, pacer)
-                if step is not None:
-                    step.wait(target.idle)
-            columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache
-        return returned(text, layout, call.encoder_outputs) if call.config.return_dict_in_generate else text.sequences
-
-    @property
-    def _launches(self) -> bool:
-        """True on devices where launches are worth capturing."""
-        return device_of(self.model).type == "cuda"
-
-    def _static_forward(self, drafting: Drafting, able: Capability) -> StaticForward | None:
-        """Return the captured target passes; None if they are not wanted or cannot be captured."""
-        if not self.compile or (self.compile == "auto" and not self._launches):
-            return None
-        reason = cannot_capture(self.model) if able.trees else "it builds its own attention masks"
-        if reason is not None:
-            if self.compile is True:  # "auto" is silent
-                self._warn(f"{type(self.model).__name__} runs without graphs: {reason}")
-            return None
-        static_forward = drafting.capture(compiled=self.compile is True)
-        return None if static_forward.refused else static_forward
 
     def _fall_back(self, reason: str, report: Report) -> None:
         """Count and warn of a call that runs as plain decoding, or raise `Unsupported`."""

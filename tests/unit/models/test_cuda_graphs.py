@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
-from specdec.engine import generator as generator_module
+from specdec.engine import speculation
 from specdec.engine.cuda_graph_round import RecordedPass
 from specdec.engine.loop import Loop
 from specdec.models import static_forward
@@ -34,7 +34,7 @@ def recorders(monkeypatch):
             super().__init__(known)
             made.append(self)
 
-    monkeypatch.setattr(generator_module, "Recorder", Kept)
+    monkeypatch.setattr(speculation, "Recorder", Kept)
     monkeypatch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
     return made
 
