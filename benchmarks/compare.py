@@ -27,7 +27,7 @@ from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
 from benchmarks.harness.measure import take
 from benchmarks.harness.memory import peak_memory
-from benchmarks.harness.methods import PLAIN, Method, catalogue, select
+from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.pass_costs import pass_costs, target_runner
 from benchmarks.harness.prompts import Job
@@ -35,6 +35,7 @@ from benchmarks.harness.store import Record, Store
 from benchmarks.harness.summary import best_of_transformers, summarise
 from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
 from specdec import DraftModelProposer
+from specdec.evaluation.methods import PLAIN, Method
 
 WARM_UP_TOKENS = 16
 MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")

@@ -6,15 +6,17 @@ is the speed-up. Repeats of a question count as their median.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean, median
 
 from benchmarks.harness.measure import Measurement
-from benchmarks.harness.methods import PLAIN, TRANSFORMERS
+from benchmarks.harness.methods import SINGLES, TRANSFORMERS
 from benchmarks.harness.store import Record
 from specdec import Report
+from specdec.evaluation.methods import PLAIN
+from specdec.evaluation.timing import pooled
 
 Figure = Callable[[Measurement], float]
 
@@ -78,7 +80,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
         }
         at_once = {r.job for r in own + plain if not r.measurement.decode_tokens}
         decoded, plain_decoded = ([r for r in some if r.job not in at_once] for some in (own, plain))
-        taken = [record.measurement for record in own]
+        reports = [record.measurement.report for record in own]
         rows.append(
             MethodSummary(
                 name=name,
@@ -91,7 +93,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
                 tokens_per_pass=_per_pass(own),
                 time_to_first_token=_average(own, lambda m: m.time_to_first_token),
                 time_per_output_token=_average(own, lambda m: m.seconds * len(m.tokens) / m.new_tokens),
-                report=_pooled(taken),
+                report=pooled(reports) if any(reports) else None,
             )
         )
     return rows
@@ -99,7 +101,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
 
 def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[float, float]:
     """Bootstrap interval of the speed-up: 5% and 95% quantiles over draws of the questions with replacement."""
-    own, plain = (_by_job(records, method) for method in (name, PLAIN))
+    own, plain = (_by_job((r for r in records if r.method == method), _speed) for method in (name, PLAIN))
     jobs, random, found = sorted(own.keys() & plain.keys()), Random(0), []
     for _ in range(draws):
         drawn = random.choices(jobs, k=len(jobs))
@@ -108,12 +110,11 @@ def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[flo
     return found[draws // 20], found[draws - 1 - draws // 20]
 
 
-def _by_job(records: Sequence[Record], method: str) -> dict[str, float]:
-    """Tokens/s of each question, as the median of its repeats."""
+def _by_job(records: Iterable[Record], figure: Figure) -> dict[str, float]:
+    """Figure of each job, as the median of its repeats."""
     by_job: dict[str, list[float]] = {}
     for record in records:
-        if record.method == method:
-            by_job.setdefault(record.job, []).append(_speed(record.measurement))
+        by_job.setdefault(record.job, []).append(figure(record.measurement))
     return {job: median(values) for job, values in by_job.items()}
 
 
@@ -151,7 +152,7 @@ def _per_pass(records: Sequence[Record]) -> float:
 def _passes(record: Record) -> float:
     """Target passes per row. In single calls each row has its own passes."""
     measurement = record.measurement
-    return measurement.passes / (len(measurement.tokens) if record.method.endswith(":singles") else 1)
+    return measurement.passes / (len(measurement.tokens) if record.method.endswith(SINGLES) else 1)
 
 
 def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> float:
@@ -159,22 +160,8 @@ def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> fl
 
 
 def _average(records: Sequence[Record], figure: Figure) -> float:
-    """Average over jobs of the median over repeats."""
-    by_job: dict[str, list[float]] = {}
-    for record in records:
-        by_job.setdefault(record.job, []).append(figure(record.measurement))
-    return fmean(median(values) for values in by_job.values())
+    return fmean(_by_job(records, figure).values())
 
 
 def _jobs(records: Sequence[Record]) -> set[str]:
     return {record.job for record in records}
-
-
-def _pooled(measurements: Sequence[Measurement]) -> Report | None:
-    reports = [m.report for m in measurements if m.report is not None]
-    if not reports:
-        return None
-    total = Report()
-    for report in reports:
-        total.add(report)
-    return total

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from benchmarks.harness.measure import measure
-from benchmarks.harness.methods import Method
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.store import Record
+from specdec.evaluation.methods import Method
 
 
 def take_turns(
@@ -19,14 +19,11 @@ def take_turns(
     jobs: Sequence[Job],
     arguments: dict[str, Any],
     repeats: int,
-    *,
-    pad: int = 0,
-    ends: frozenset[int] | set[int] = frozenset(),
 ) -> list[Record]:
     """Measure every method `repeats` times on every job, after a warm-up call of each."""
 
     def one(method: Method, job: Job, seed: int) -> Record:
-        taken = measure(method, target, job, arguments, pad=pad, ends=set(ends), seed=seed)
+        taken = measure(method, target, job, arguments, pad=0, ends=set(), seed=seed)
         return Record("", "", method.name, job.id, job.group, seed, taken)
 
     for method in methods:

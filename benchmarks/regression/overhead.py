@@ -16,13 +16,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from benchmarks.harness import machine
-from benchmarks.harness.methods import PLAIN, Method, speculative
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import number, percent, table, times
 from benchmarks.harness.turns import take_turns
 from specdec import NgramProposer, Report
 from specdec.data.prompts import PROMPTS
+from specdec.evaluation.methods import PLAIN, plain, speculative
+from specdec.evaluation.timing import pooled
 
 LENGTH_0 = "specdec, draft length 0"
 PROMPT = PROMPTS[-1]  # a text to rewrite: n-grams are found in it
@@ -54,7 +55,7 @@ def main(
     greedy = given | {"do_sample": False}
     sampled = given | {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-    pair = [Method(PLAIN, model.generate), speculative(LENGTH_0, model, NgramProposer(), 0)]
+    pair = [plain(model), speculative(LENGTH_0, model, NgramProposer(), 0)]
     rows = summarise(take_turns(pair, model, [job], greedy, repeats), [PLAIN, LENGTH_0])
     lines = [[row.name, number(1e3 * row.time_per_output_token), times(row.overall), times(row.decode)] for row in rows]
     length_0 = table(["method", "ms/token", "speed", "speed, decode only"], lines)
@@ -63,11 +64,7 @@ def main(
     for name, arguments in (("T = 0", greedy), ("T = 1", sampled)):
         method = speculative(name, model, NgramProposer(), draft_length)
         records = take_turns([method], model, [job], arguments, repeats)
-        total = Report()
-        for record in records:
-            if record.measurement.report is not None:
-                total.add(record.measurement.report)
-        split.append([name, *_shares(total)])
+        split.append([name, *_shares(pooled(record.measurement.report for record in records))])
     head = (
         "|ms/round|rounds with a draft|tokens/round|verify|draft|accept|other|accept and other|outside the model".split(
             "|"

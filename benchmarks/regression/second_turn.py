@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from statistics import median
-from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -20,9 +19,9 @@ from transformers.utils import logging
 
 from benchmarks.harness import machine
 from benchmarks.harness.table import table
-from specdec import SpeculativeGenerator
 from specdec.data.prompts import PROMPTS, Prompt
-from specdec.evaluation.timing import Clock
+from specdec.evaluation.methods import PLAIN, plain, speculative
+from specdec.evaluation.timing import Call, time_call
 from specdec.models.compat import CACHE, cache_in
 
 ASKED = "Now say the same in two sentences."
@@ -44,33 +43,29 @@ def main(
     logging.set_verbosity_error()
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(target)
-    methods: dict[str, Any] = {"plain": model.generate}
-    for name in proposer or ["ngram"]:
-        methods[f"specdec, {name}"] = SpeculativeGenerator(model, name, on_unsupported="error").generate
+    methods = [plain(model), *(speculative(f"specdec, {name}", model, name) for name in proposer or ["ngram"])]
 
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None}
     first = model.generate(**_first(tokenizer, prompt_tokens), **arguments, return_dict_in_generate=True)
     second = torch.cat([first.sequences, _asked(tokenizer)], 1)
-    taken: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    texts: dict[tuple[str, bool], list[int]] = {}
+    taken: dict[tuple[str, bool], list[Call]] = {}
     for repeat in range(repeats + 1):
-        for name, generate in methods.items():
+        for method in methods:
             for cached in (False, True):
                 cache = copy.deepcopy(cache_in(first)) if cached else None
-                clock, start = Clock(), perf_counter()
-                text = generate(second, **{CACHE: cache}, streamer=clock, **arguments)
+                call = time_call(method, {"input_ids": second}, **{CACHE: cache}, **arguments)
                 if repeat:  # the first one warms up
-                    taken.setdefault((name, cached), []).append((clock.moments[1] - start, clock.moments[-1] - start))
-                texts[name, cached] = text[0, second.shape[1] :].tolist()
+                    taken.setdefault((method.name, cached), []).append(call)
 
     print(
         f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens a turn."
     )
     print(f"First turn {first.sequences.shape[1]} tokens, the second reads {second.shape[1]}; {repeats} repeats.\n")
     rows = []
-    for (name, cached), times in taken.items():
-        same = "yes" if texts[name, cached] == texts["plain", cached] else "no"
-        seconds = [f"{median(part):.2f}" for part in zip(*times, strict=True)]
+    for (name, cached), calls in taken.items():
+        same = "yes" if calls[-1].texts == taken[PLAIN, cached][-1].texts else "no"
+        times = [call.time_to_first_token for call in calls], [call.seconds for call in calls]
+        seconds = [f"{median(part):.2f}" for part in times]
         rows.append([name, "yes" if cached else "no", *seconds, same])
     print(table(["method", "first turn's cache", "s to the first token", "s in all", "plain's text"], rows))
 

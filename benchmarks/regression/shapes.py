@@ -21,11 +21,12 @@ from rich.console import Console
 from benchmarks.harness import machine
 from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.measure import take
-from benchmarks.harness.methods import speculative
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.store import Record, Store
 from benchmarks.harness.table import number, table
-from specdec import DynamicTree, Eagle3Proposer, Report
+from specdec import DynamicTree, Eagle3Proposer
+from specdec.evaluation.methods import speculative
+from specdec.evaluation.timing import pooled
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.head import Eagle3Head
 
@@ -109,12 +110,8 @@ def fingerprint(head: Eagle3Head) -> str:
 
 def line(name: str, records: Sequence[Record], groups: Sequence[str]) -> list[str]:
     """Format a row of the table: a shape's mean acceptance lengths, pooled over the rounds of each group."""
-    reports, whole = {group: Report() for group in groups}, Report()
-    for record in records:
-        assert record.measurement.report is not None
-        reports[record.group].add(record.measurement.report)
-        whole.add(record.measurement.report)
-    lengths = [report.mean_acceptance_length for report in reports.values()]
+    reports = {g: pooled(r.measurement.report for r in records if r.group == g) for g in groups}
+    lengths, whole = [report.mean_acceptance_length for report in reports.values()], pooled(reports.values())
     nodes = whole.num_draft_tokens / max(1, whole.num_drafts)
     return [
         name,

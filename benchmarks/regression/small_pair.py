@@ -17,12 +17,13 @@ from transformers.utils import logging
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import compare_texts
-from benchmarks.harness.methods import PLAIN, Method, assisted, speculative
+from benchmarks.harness.methods import assisted
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import detail_table, table, times
 from benchmarks.harness.turns import take_turns
 from specdec import DraftModelProposer
+from specdec.evaluation.methods import Method, plain, speculative
 
 LAYERS, DRAFT_LAYERS, VOCAB, PROMPT_TOKENS = 6, 1, 4096, 32
 SHARPEN = 4.0  # as initialised, all tokens' logits are nearly the same and the text repeats one token
@@ -91,7 +92,7 @@ def main(
         )
         for label, length in lengths.items()
     }
-    methods = [Method(PLAIN, target.generate), *(method for pair in pairs.values() for method in pair)]
+    methods = [plain(target), *(method for pair in pairs.values() for method in pair)]
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

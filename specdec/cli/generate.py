@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from time import perf_counter
 
 import typer
 
@@ -53,11 +52,13 @@ def generate(
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
     inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
-    plain = 0.0
+    plain_seconds = 0.0
     if compare:
-        start = perf_counter()
-        out = spec.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
-        plain = (perf_counter() - start) / (out.shape[1] - inputs["input_ids"].shape[1])
+        from specdec.evaluation.methods import plain
+        from specdec.evaluation.timing import Speed, time_call
+
+        call = time_call(plain(spec.model), inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+        plain_seconds = Speed.of([call]).time_per_token
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped = False
     try:
@@ -67,8 +68,9 @@ def generate(
         streamer.end()
     report = spec.last_report
     typer.echo(report.to_json() if as_json else f"\n{report}", err=True)
-    if plain and report.num_output_tokens:
-        typer.echo(f"{plain * report.tokens_per_second:.2f}x plain decoding, {1 / plain:.1f} tokens/s", err=True)
+    if plain_seconds and report.num_output_tokens:
+        speed_up = f"{plain_seconds * report.tokens_per_second:.2f}x"
+        typer.echo(f"{speed_up} plain decoding, {1 / plain_seconds:.1f} tokens/s", err=True)
     if stopped:
         raise interrupted()
 

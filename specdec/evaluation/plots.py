@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.engine.report import PHASES, Report
 from specdec.engine.trace import RoundTrace, shown
+from specdec.sampling.results import depths_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +48,7 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")
         ```
     """
-    depths, heights = round.depths, _heights(round.parents)
+    depths, heights = depths_of(round.parents), _heights(round.parents)
     bonus = len(depths)  # the bonus or recovered token is drawn as one more node, after the accepted path
     if round.next_token is not None:
         depths.append(len(round.path))

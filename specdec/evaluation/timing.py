@@ -23,7 +23,7 @@ WARM_UP = 16  # new tokens of a warm-up call
 
 
 class Clock(BaseStreamer):
-    """Streamer that records when tokens arrive.
+    """Streamer that records when tokens arrive. Subclasses may show them.
 
     Attributes:
         times: `time.perf_counter()` at each token after the prompt.
@@ -34,9 +34,18 @@ class Clock(BaseStreamer):
         self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
+        """Receive the prompt, then the generated tokens.
+
+        Args:
+            value: token ids of any shape, int64.
+        """
         if self._prompt_seen:
             self.times += [perf_counter()] * value.numel()
+            self.show(value)
         self._prompt_seen = True
+
+    def show(self, tokens: Tensor) -> None:
+        """Show generated tokens."""
 
     def end(self) -> None:
         pass

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
 from specdec.cli.app import app
-from specdec.evaluation.bench import MethodResult, Bench, bench
+from specdec.evaluation.bench import Bench, MethodResult, bench
 from specdec.evaluation.diagnosis import Measured
 from specdec.evaluation.timing import Runs
 from specdec.proposers.factory import as_proposers
