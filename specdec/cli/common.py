@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -18,29 +20,29 @@ if TYPE_CHECKING:
 
     from specdec.engine.generator import SpeculativeGenerator
 
-COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: decoding is greedy below and uniform above
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4  # temperatures: decoding is greedy below and uniform above
 INTERRUPTED = 130  # exit code of shells: 128 plus the number of SIGINT
 
 
 def proposer_names(incomplete: str) -> list[str]:
     """Complete a proposer's name in the shell."""
-    return [
-        name for name in (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:") if name.startswith(incomplete)
-    ]
+    names = (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:")
+    return [name for name in names if name.startswith(incomplete)]
 
 
-def warm_enough(temperature: float) -> float:
+def check_temperature(temperature: float) -> float:
     """Reject a temperature so low that dividing the logits by it gives infinity."""
-    if 0 < temperature < COLDEST:
-        raise typer.BadParameter(f"{temperature} is neither 0, which means greedy, nor at least {COLDEST}")
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise typer.BadParameter(f"{temperature} is neither 0, which means greedy, nor at least {MIN_TEMPERATURE}")
     return temperature
 
 
-WHAT_DRAFTS = f"Proposer: {PROPOSERS_IN_WORDS}."
+PROPOSER_HELP = f"Proposer: {PROPOSERS_IN_WORDS}."
 Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
-ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
+ProposerOption = Annotated[str, typer.Option(help=PROPOSER_HELP, autocompletion=proposer_names)]
 Temperature = Annotated[
-    float, typer.Option(min=0.0, max=HOTTEST, help="Sampling temperature; 0 is greedy.", callback=warm_enough)
+    float,
+    typer.Option(min=0.0, max=MAX_TEMPERATURE, help="Sampling temperature; 0 is greedy.", callback=check_temperature),
 ]
 Seed = Annotated[
     int | None,
@@ -53,23 +55,57 @@ Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperatur
 Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
 Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
 
-format_of_others = warnings.formatwarning
+COLOURS = {"": None, "warning": "yellow"}  # of other kinds of messages: red
+default_format = warnings.formatwarning
 
 
-class Said(logging.Handler):
-    """Prints the library's log messages, such as progress of slow steps, on standard error."""
+def message(text: object, kind: str = "") -> None:
+    """Print a message on standard error: standard output is for results.
+
+    Args:
+        kind: word before the text, such as "warning" or "error".
+    """
+    line = typer.style(f"{kind}: {text}", fg=COLOURS.get(kind, "red")) if kind else text
+    typer.echo(line, err=True)
+
+
+class MessageHandler(logging.Handler):
+    """Prints the library's log messages, such as progress of slow steps."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(record.getMessage(), err=True)
+        message(record.getMessage())
 
 
-def speak() -> None:
+def show_messages() -> None:
     """Show the library's log messages and warnings as single lines."""
     warnings.formatwarning = summary
     log = logging.getLogger("specdec")
     log.setLevel(logging.INFO)
-    if not any(isinstance(handler, Said) for handler in log.handlers):
-        log.addHandler(Said())
+    if not any(isinstance(handler, MessageHandler) for handler in log.handlers):
+        log.addHandler(MessageHandler())
+
+
+def summary(text: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """Format warnings of specdec without the source line that raised them."""
+    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"warning: {message}\n" if ours else default_format(message, category, filename, lineno, line)
+
+
+@contextmanager
+def progress_bar(title: str, enabled: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error.
+
+    Yields:
+        A function to call with the numbers of finished and of all steps, and optionally a note to show next to them.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not enabled) as bar:
+        task = bar.add_task("", total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
 
 def print_versions(err: bool = False) -> None:
@@ -81,7 +117,7 @@ def print_versions(err: bool = False) -> None:
     from specdec.utils.releases import TESTED, advice, is_tested, summary
 
     typer.echo(f"specdec {__version__}, {summary()}", err=err)
-    untested = [package for package in TESTED if not is_tested(package)]
+    untested = [advice(package) for package in TESTED if not is_tested(package)]
     if not untested:
         return
     try:
@@ -89,14 +125,14 @@ def print_versions(err: bool = False) -> None:
 
         fault = installation_fault()
     except ImportError as error:
-        fault = f"specdec cannot be imported here ({error}). {' '.join(advice(package) for package in untested)}"
-    for message in [fault] if fault else [advice(package) for package in untested]:
-        typer.secho(f"warning: {message}", fg="yellow", err=True)
+        fault = f"specdec cannot be imported here ({error}). {' '.join(untested)}"
+    for text in [fault] if fault else untested:
+        message(text, "warning")
 
 
-def interrupted(what: str = "stopped") -> typer.Exit:
-    """Print `what` and return the exception to raise after Ctrl-C."""
-    typer.echo(what, err=True)
+def interrupted(text: str = "stopped") -> typer.Exit:
+    """Print a message and return the exception to raise after Ctrl-C."""
+    message(text)
     return typer.Exit(INTERRUPTED)
 
 
@@ -104,9 +140,8 @@ def check(target: str, proposer: str = "auto") -> None:
     """Raise ValueError for names that can be rejected without importing torch."""
     check_name(proposer)
     kind, _, source = proposer.removeprefix(WITH_NGRAMS).partition(":")
-    if kind == "exit":  # followed by a number of layers
-        source = ""
-    for name in (target, *([source] if source else [])):
+    source = "" if kind == "exit" else source  # followed by a number of layers
+    for name in filter(None, (target, source)):
         require_folder_or_id(name)
 
 
@@ -129,12 +164,12 @@ def load(
 
     place = _device(device) if device else best_device()
     if others := crowded(place):
-        typer.echo(others, err=True)
+        message(others)
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
-        typer.echo(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}", err=True)
+        message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
     if not tokenizer:
         return model, None
     with read_by_library(f"the tokenizer of {target}"):
@@ -169,11 +204,3 @@ def generator(
 
     model, tokenizer = load(target, dtype=dtype, device=device)
     return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer
-
-
-def summary(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Format warnings of specdec without the source line that raised them."""
-    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    return f"warning: {message}\n" if ours else format_of_others(message, category, filename, lineno, line)

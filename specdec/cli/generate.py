@@ -18,6 +18,7 @@ from specdec.cli.common import (
     check,
     generator,
     interrupted,
+    message,
     sampling,
 )
 from specdec.data.entries import check_text
@@ -45,13 +46,13 @@ def generate(
     Ctrl-C stops the text and prints the report so far.
     """
     check(target, proposer)
-    asked = _asked(prompt)
+    text = _read(prompt)
     from transformers import TextStreamer
 
     from specdec.data.prompts import Prompt
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
-    inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
+    inputs = Prompt("", text).encode(tokenizer, spec.model.device)
     plain_seconds = 0.0
     if compare:
         from specdec.evaluation.methods import plain
@@ -67,22 +68,22 @@ def generate(
         stopped = True
         streamer.end()
     report = spec.last_report
-    typer.echo(report.to_json() if as_json else f"\n{report}", err=True)
+    message(report.to_json() if as_json else f"\n{report}")
     if plain_seconds and report.num_output_tokens:
-        speed_up = f"{plain_seconds * report.tokens_per_second:.2f}x"
-        typer.echo(f"{speed_up} plain decoding, {1 / plain_seconds:.1f} tokens/s", err=True)
+        speed_up = plain_seconds * report.tokens_per_second
+        message(f"{speed_up:.2f}x plain decoding, {1 / plain_seconds:.1f} tokens/s")
     if stopped:
         raise interrupted()
 
 
-def _asked(prompt: str | None) -> str:
+def _read(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise ValueError('a prompt is missing: use specdec generate MODEL "a prompt", or pass one on standard input')
     try:
-        asked = sys.stdin.read() if prompt is None else prompt
-        check_text(asked)
+        text = sys.stdin.read() if prompt is None else prompt
+        check_text(text)
     except ValueError as error:
         raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
-    if not asked.strip():
+    if not text.strip():
         raise ValueError("the prompt is empty: give some text")
-    return asked
+    return text

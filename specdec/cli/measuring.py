@@ -1,16 +1,27 @@
-"""Shared parts of `bench` and `doctor`: encoded prompts, and a progress bar on standard error."""
+"""Shared parts of `bench` and `doctor`: options, encoded prompts, and the printed results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from specdec.data.messages import Asked
+    from specdec.evaluation.bench import Bench
+    from specdec.evaluation.diagnosis import Diagnosis
+
+Limit = Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")]
+
+
+def prompts_option(default: str) -> Any:
+    """Option of a file of prompts. default: number of built-in prompts that are used without it."""
+    text = "Prompts: .txt with one per line, or a format of `regenerate`. Default: {} built-in prompts."
+    return typer.Option(None, help=text.format(default), exists=True)
 
 
 def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
@@ -34,26 +45,19 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
     return prompts
 
 
-def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:
+def built_in(tokenizer: Any, limit: int) -> list[Tensor]:
     """Tokenize the first `limit` of the built-in prompts, (T,) int64 each."""
     from specdec.data.prompts import PROMPTS
 
     return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
 
 
-def on_prompts(answered: int, available: int, file: Path | None) -> str:
-    """Describe how many prompts of which file were answered."""
+def print_results(
+    found: Bench | Diagnosis, answered: int, available: int, file: Path | None, max_new_tokens: int, repeats: int = 1
+) -> None:
+    """Print which prompts of which file were answered, and the results."""
     count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
-    return f"{count} prompts of {file or 'specdec'}"
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, and yield a function to call with the numbers of finished and of all calls."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    times = f", {repeats} times" if repeats > 1 else ""
+    prompts = f"{count} prompts of {file or 'specdec'}{times}"
+    typer.echo(f"measured on {prompts}, up to {max_new_tokens} new tokens each, in whole calls\n")
+    typer.echo(found.summary())
