@@ -21,7 +21,7 @@ from specdec.cli.common import (
     check,
     interrupted,
     load,
-    message,
+    print_message,
     progress_bar,
     proposer_names,
     sampling,
@@ -87,7 +87,7 @@ def bench(
         from specdec.evaluation.plots import speed_ups
 
         speed_ups(found.speed_ups).figure.savefig(chart)
-        message(f"wrote the chart to {chart}")
+        print_message(f"wrote the chart to {chart}")
     if found.stopped:
         raise interrupted()
 

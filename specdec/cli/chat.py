@@ -16,7 +16,7 @@ from specdec.cli.common import (
     check,
     generator,
     interrupted,
-    message,
+    print_message,
     sampling,
 )
 from specdec.utils.choices import COUPLED
@@ -56,7 +56,7 @@ def chat(
                 console.print("\n[dim](stopped; the conversation continues)[/dim]")
                 continue
             except ValueError as error:  # only this turn fails, the conversation continues
-                message(error, "error")
+                print_message(error, "error")
                 continue
             console.print(
                 f"[dim]{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, "
@@ -76,7 +76,7 @@ def _read(console: Console) -> str | None:
     try:
         return console.input("[bold]> [/bold]").strip()
     except UnicodeDecodeError as error:
-        message(f"the terminal sent bytes that are not text: {error}", "error")
+        print_message(f"the terminal sent bytes that are not text: {error}", "error")
         return ""
     except EOFError:
         console.print()

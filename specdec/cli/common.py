@@ -59,7 +59,7 @@ COLOURS = {"": None, "warning": "yellow"}  # of other kinds of messages: red
 default_format = warnings.formatwarning
 
 
-def message(text: object, kind: str = "") -> None:
+def print_message(text: object, kind: str = "") -> None:
     """Print a message on standard error: standard output is for results.
 
     Args:
@@ -73,7 +73,7 @@ class MessageHandler(logging.Handler):
     """Prints the library's log messages, such as progress of slow steps."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        message(record.getMessage())
+        print_message(record.getMessage())
 
 
 def show_messages() -> None:
@@ -85,7 +85,9 @@ def show_messages() -> None:
         log.addHandler(MessageHandler())
 
 
-def summary(text: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def summary(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
     """Format warnings of specdec without the source line that raised them."""
     ours = Path(filename).is_relative_to(Path(__file__).parents[1])
     return f"warning: {message}\n" if ours else default_format(message, category, filename, lineno, line)
@@ -127,12 +129,12 @@ def print_versions(err: bool = False) -> None:
     except ImportError as error:
         fault = f"specdec cannot be imported here ({error}). {' '.join(untested)}"
     for text in [fault] if fault else untested:
-        message(text, "warning")
+        print_message(text, "warning")
 
 
 def interrupted(text: str = "stopped") -> typer.Exit:
     """Print a message and return the exception to raise after Ctrl-C."""
-    message(text)
+    print_message(text)
     return typer.Exit(INTERRUPTED)
 
 
@@ -164,12 +166,12 @@ def load(
 
     place = _device(device) if device else best_device()
     if others := crowded(place):
-        message(others)
+        print_message(others)
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
-        message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
+        print_message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
     if not tokenizer:
         return model, None
     with read_by_library(f"the tokenizer of {target}"):

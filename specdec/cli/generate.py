@@ -18,7 +18,7 @@ from specdec.cli.common import (
     check,
     generator,
     interrupted,
-    message,
+    print_message,
     sampling,
 )
 from specdec.data.entries import check_text
@@ -68,10 +68,10 @@ def generate(
         stopped = True
         streamer.end()
     report = spec.last_report
-    message(report.to_json() if as_json else f"\n{report}")
+    print_message(report.to_json() if as_json else f"\n{report}")
     if plain_seconds and report.num_output_tokens:
         speed_up = plain_seconds * report.tokens_per_second
-        message(f"{speed_up:.2f}x plain decoding, {1 / plain_seconds:.1f} tokens/s")
+        print_message(f"{speed_up:.2f}x plain decoding, {1 / plain_seconds:.1f} tokens/s")
     if stopped:
         raise interrupted()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import load, message
+from specdec.cli.common import load, print_message
 from specdec.utils.choices import HeadLayout
 from specdec.utils.paths import require_folder_or_id
 
@@ -77,8 +77,8 @@ def export(
     loaded = load(head)
     save(loaded if layout == "int8" else widened(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
-        message(lost, "warning")
+        print_message(lost, "warning")
     if layout == "speculators" and not target:
-        message("vLLM reads the target from this layout's config: give --target", "warning")
+        print_message("vLLM reads the target from this layout's config: give --target", "warning")
     size = (Path(out) / "model.safetensors").stat().st_size
     typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.cli.common import INTERRUPTED, DraftLength, ProposerOption, Rule, Seed, Target, check, message
+from specdec.cli.common import INTERRUPTED, DraftLength, ProposerOption, Rule, Seed, Target, check, print_message
 from specdec.utils.choices import COUPLED, NumberFormat
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def serve(
         check(target, proposer)
         from specdec.cli.server import serve as serve_model
 
-        message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
+        print_message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
         serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
     except KeyboardInterrupt:  # the server has released everything by now
         raise typer.Exit(INTERRUPTED) from None

@@ -7,7 +7,7 @@ from typing import Literal
 
 import typer
 
-from specdec.cli.common import Device, Target, check, interrupted, load, message
+from specdec.cli.common import Device, Target, check, interrupted, load, print_message
 
 
 def serve_states(
@@ -31,7 +31,7 @@ def serve_states(
     else:
         model = as_fast_as_it_reads(load(target, tokenizer=False, device=device)[0])
     server = StatesServer(model, (host, port))
-    message(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}")
+    print_message(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

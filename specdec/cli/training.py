@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import Target, check, interrupted, message
+from specdec.cli.common import Target, check, interrupted, print_message
 from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 
 
@@ -136,6 +136,6 @@ def train(
             f"{found.mean_acceptance_length:.2f}, simulated {found.simulated_length:.2f}"
         )
         if found.warning:
-            message(found.warning, "warning")
+            print_message(found.warning, "warning")
     name = kind if kind in ("eagle3", "mtp") else "dflash"
     typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")
