@@ -46,10 +46,10 @@ def regenerate(
 ) -> None:
     """Let a target answer prompts, to get training texts for a head."""
     from specdec.data.messages import read_prompts
-    from specdec.data.skipped import LeftOut
+    from specdec.data.skipped import Skipped
 
     switches = _switches(template)
-    useless = LeftOut("prompts")
+    useless = Skipped("prompts")
     useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # reported before the model is loaded
     check(target)
     from accelerate.utils import gather_object

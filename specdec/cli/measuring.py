@@ -11,7 +11,7 @@ import typer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.data.messages import Asked
+    from specdec.data.messages import Conversation
     from specdec.evaluation.bench import Bench
     from specdec.evaluation.diagnosis import Diagnosis
 
@@ -24,14 +24,14 @@ def prompts_option(default: str) -> Any:
     return typer.Option(None, help=text.format(default), exists=True)
 
 
-def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
+def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:
     """Tokenize conversations up to the answer, (T,) int64 each. Those that the chat template refuses are left out."""
     import torch
 
     from specdec.data.conversations import encode_prompt
-    from specdec.data.skipped import LeftOut
+    from specdec.data.skipped import Skipped
 
-    prompts, left_out = [], LeftOut("prompts")
+    prompts, left_out = [], Skipped("prompts")
     for one in asked:
         try:
             tokens = encode_prompt(one.messages, tokenizer, **one.template)
@@ -41,7 +41,7 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
         except ValueError as error:
             left_out.add(one.place, error)
     if asked:
-        left_out.settle(len(prompts))
+        left_out.check_and_warn(len(prompts))
     return prompts
 
 

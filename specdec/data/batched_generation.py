@@ -1,4 +1,4 @@
-"""`Answering`: continuous batching without drafts. A row whose answer has ended takes the next prompt at once.
+"""`BatchedGenerator`: continuous batching without drafts. A row whose answer has ended takes the next prompt at once.
 
 With many rows, one token per row already uses the hardware well, so it matters more that no row waits for the longest.
 The target's generation config is respected: each request has its own logits processors, and plain `generate()` runs
@@ -44,7 +44,7 @@ class Request:
         prompt: token ids.
         temperature: 0 for greedy decoding.
         seed: random seed of this request, independent of the other rows.
-        asker: any object of the caller, to identify the request.
+        owner: any object of the caller, to identify the request.
 
     Attributes:
         answer: token ids, including the end token.
@@ -56,14 +56,14 @@ class Request:
     prompt: list[int]
     temperature: float = 0.0
     seed: int = 0
-    asker: Any = None
+    owner: Any = None
     answer: list[int] = field(default_factory=list)
     cut: bool = False
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
     draws: torch.Generator | None = None
 
 
-class Answering:
+class BatchedGenerator:
     """Answers requests in one batch of the target, with continuous batching.
 
     Args:

@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.chat_template import ChatTemplate, rendered
 from specdec.data.entries import FORMATS, cleaned, read_entries
-from specdec.data.messages import Asked, Message, asked_in, extra_of
+from specdec.data.messages import Conversation, Message, extra_of, parse_conversation
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, as_text, extend, fingerprint, recorded, texts_of
-from specdec.data.skipped import LeftOut
+from specdec.data.skipped import Skipped
 from specdec.data.texts import Text
 
 
@@ -48,7 +48,7 @@ def read_texts(
     Raises:
         ValueError: a file cannot be read, or none of its texts can be trained on.
     """
-    encode, left_out = Encoder(tokenizer, marks, ends), LeftOut("texts")
+    encode, left_out = Encoder(tokenizer, marks, ends), Skipped("texts")
     kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
         try:
@@ -88,7 +88,7 @@ def read_texts(
         )
     for message in encode.warnings():
         warnings.warn(message)
-    left_out.settle(kept)
+    left_out.check_and_warn(kept)
 
 
 class Encoder:
@@ -160,13 +160,13 @@ class Encoder:
         return self._messages(entry)
 
     def _messages(self, entry: dict[str, Any]) -> list[Text]:
-        asked, cut = asked_in(entry), entry.get("finish") == "length"
+        asked, cut = parse_conversation(entry), entry.get("finish") == "length"
         roles = [message["role"] for message in asked.messages]
         if self.tokenizer.chat_template is None and roles == ["user", "assistant"]:
             prompt, response = (message["content"] for message in asked.messages)
             return self._pair({"prompt": prompt, "response": response, "finish": entry.get("finish")})
         texts = self._conversation(asked, cut)
-        if texts and asked.shows and not any(bool(_marked(text.ids, self.marks).any()) for text in texts):
+        if texts and asked.is_multimodal and not any(bool(_marked(text.ids, self.marks).any()) for text in texts):
             raise ValueError(
                 "the conversation contains images, videos or audio, but the chat template inserts none of the target's "
                 "placeholders for them: it supports text only"
@@ -177,14 +177,14 @@ class Encoder:
         """Encode a prompt and its verbatim response."""
         if "prompt" not in entry:
             raise ValueError("found a response without its prompt")
-        question = Asked([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
+        question = Conversation([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
         prompt = encode_prompt(question.messages, self.tokenizer, **question.template)
         answer = self._template.response(entry["response"], entry.get("finish") == "length")
         if not answer:
             raise ValueError("the response is empty")
         return [as_text(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
-    def _conversation(self, asked: Asked, cut: bool) -> list[Text]:
+    def _conversation(self, asked: Conversation, cut: bool) -> list[Text]:
         """Encode each answer as the template renders it right after it was given.
 
         A template may change an answer in later turns (for example remove its thinking): the next answer then begins
