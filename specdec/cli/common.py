@@ -193,9 +193,11 @@ def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
     """Return the sampling arguments of `generate()`, after seeding torch if a seed is given."""
     import torch
 
+    from specdec.data.batched_generation import sampling as arguments
+
     if seed is not None:
         torch.manual_seed(seed)
-    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    return arguments(temperature)
 
 
 def generator(

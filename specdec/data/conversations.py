@@ -101,7 +101,7 @@ class Encoder:
 
     Attributes:
         answers: number of answers in conversations.
-        otherwise: answers that the template renders differently from how they were written; not trained on.
+        changed: answers that the template renders differently from how they were written; not trained on.
         trimmed: answers that the template renders without surrounding whitespace.
         recorded: number of conversations with token ids.
         foreign: conversations with token ids of another tokenizer.
@@ -109,7 +109,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int] = (), ends: Sequence[int] = ()):
         self.tokenizer, self.marks = tokenizer, marks
-        self.answers = self.otherwise = self.trimmed = self.recorded = self.foreign = 0
+        self.answers = self.changed = self.trimmed = self.recorded = self.foreign = 0
         self._template = ChatTemplate(tokenizer, ends)
 
     def __call__(self, entry: Any) -> list[Text]:
@@ -118,9 +118,9 @@ class Encoder:
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about the entries so far."""
-        if self.otherwise:
+        if self.changed:
             yield (
-                f"{self.otherwise} of {self.answers} answers in conversations are not trained on: the chat template "
+                f"{self.changed} of {self.answers} answers in conversations are not trained on: the chat template "
                 "renders them differently from how they were written (for example without their thinking), or from how "
                 "its prompt begins them. `specdec regenerate` records token ids, which need no template; "
                 '{"prompt": ..., "response": ...} is used verbatim'
@@ -160,13 +160,14 @@ class Encoder:
         return self._messages(entry)
 
     def _messages(self, entry: dict[str, Any]) -> list[Text]:
-        asked, cut = parse_conversation(entry), entry.get("finish") == "length"
-        roles = [message["role"] for message in asked.messages]
+        conversation, cut = parse_conversation(entry), entry.get("finish") == "length"
+        roles = [message["role"] for message in conversation.messages]
         if self.tokenizer.chat_template is None and roles == ["user", "assistant"]:
-            prompt, response = (message["content"] for message in asked.messages)
+            prompt, response = (message["content"] for message in conversation.messages)
             return self._pair({"prompt": prompt, "response": response, "finish": entry.get("finish")})
-        texts = self._conversation(asked, cut)
-        if texts and asked.is_multimodal and not any(bool(_marked(text.ids, self.marks).any()) for text in texts):
+        texts = self._conversation(conversation, cut)
+        read = any(bool(_marked(text.ids, self.marks).any()) for text in texts)
+        if texts and conversation.is_multimodal and not read:
             raise ValueError(
                 "the conversation contains images, videos or audio, but the chat template inserts none of the target's "
                 "placeholders for them: it supports text only"
@@ -184,23 +185,23 @@ class Encoder:
             raise ValueError("the response is empty")
         return [as_text(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
-    def _conversation(self, asked: Conversation, cut: bool) -> list[Text]:
+    def _conversation(self, conversation: Conversation, cut: bool) -> list[Text]:
         """Encode each answer as the template renders it right after it was given.
 
         A template may change an answer in later turns (for example remove its thinking): the next answer then begins
         another text. An answer that is changed at once is not the target's text, and is not trained on.
         """
-        answers = [i for i, message in enumerate(asked.messages) if message["role"] == "assistant"]
+        messages = conversation.messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise ValueError("the conversation has no answer: it needs a message with the role assistant")
         sequences: list[TokenSequence] = []
-        for i in answers:
-            if i == 0:  # nothing was asked
-                continue
+        for i in filter(None, answers):  # before message 0 nothing was asked
             self.answers += 1
-            answer = self._template.answer(asked.messages[: i + 1], cut and i == answers[-1], **asked.template)
+            cut_off = cut and i == answers[-1]
+            answer = self._template.answer(messages[: i + 1], cut_off, **conversation.template)
             if answer is None:
-                self.otherwise += 1
+                self.changed += 1
                 continue
             self.trimmed += answer.trimmed
             extend(sequences, answer.prompt, answer.ids)

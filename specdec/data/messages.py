@@ -32,8 +32,8 @@ class Conversation:
     """A conversation and further arguments of its chat template.
 
     Attributes:
-        messages: dictionaries with a role, a content and the fields in `MESSAGE_FIELDS`. A content is a string or, if it contains
-            more than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
+        messages: dictionaries with a role, a content and the fields in `MESSAGE_FIELDS`. A content is a string or, if
+            it contains more than text, a list of parts: `{"type": "image"}`, `{"type": "text", "text": ...}`.
         extra: other fields of the entry: the `tools` the model may call, and `chat_template_kwargs`, for example
             `{"enable_thinking": False}`.
         place: location of the entry.
@@ -110,7 +110,7 @@ def first_questions(path: Path, limit: int) -> tuple[list[Conversation], int]:
 def _prompts_of_lines(path: Path) -> Iterator[tuple[str, Any]]:
     number = 0
     with opened(path) as file:
-        for number, line in enumerate((line for line in file if line.strip()), start=1):
+        for number, line in enumerate(filter(str.strip, file), start=1):
             yield f"{path}, prompt {number}", {"prompt": line.rstrip("\n")}
     if number == 0:
         raise ValueError(f"{path} is empty: one prompt per line is expected")
@@ -151,19 +151,17 @@ def _message(message: Any) -> Message:
         raise ValueError(f"a message needs a role and a content, got {message!r}")
     role = ROLES.get(str(message.get("role") or message.get("from")))
     content = message.get("value") if message.get("content") is None else message["content"]
-    kept = {name: message[name] for name in MESSAGE_FIELDS if message.get(name)}
-    if message.get(FUNCTION_CALL) and "tool_calls" not in kept:
-        kept["tool_calls"] = [{"type": "function", "function": message[FUNCTION_CALL]}]
-    if content is None and "tool_calls" in kept:
-        content = ""
-    content = _joined(content)
+    fields = {name: message[name] for name in MESSAGE_FIELDS if message.get(name)}
+    if message.get(FUNCTION_CALL) and "tool_calls" not in fields:
+        fields["tool_calls"] = [{"type": "function", "function": message[FUNCTION_CALL]}]
+    content = _joined("" if content is None and "tool_calls" in fields else content)
     if role is None or content is None:
         names = ", ".join(sorted(ROLES))
         raise ValueError(
             f"a message needs a role ({names}) and a content, which is a string or a list of parts with a type, got "
             f"{message}"
         )
-    return {"role": role, "content": content} | kept
+    return {"role": role, "content": content} | fields
 
 
 def _joined(content: Any) -> str | list[dict[str, Any]] | None:

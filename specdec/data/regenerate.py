@@ -140,10 +140,10 @@ def regenerate(
     (useless.check_and_warn if mine == 0 else useless.check)(len(done) - done.count(USELESS))
     agree(True)  # no process writes before all have read and checked the files
     if mine == 0:
-        answers.mend()
+        answers.repair()
     agree(True)
     own, vocabulary = range(mine, len(done), processes), fingerprint(tokenizer)
-    answers.own.touch()
+    answers.own_path.touch()
     useful = len(own) - done[mine::processes].count(USELESS)
     handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, Skipped("conversations")
     early = Skipped("conversations", "end before a question that cannot follow the target's answer")
