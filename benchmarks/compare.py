@@ -19,11 +19,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from transformers.utils import logging
 
 from benchmarks.harness import machine
-from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
 from benchmarks.harness.measure import take
 from benchmarks.harness.memory import peak_memory
@@ -31,6 +28,7 @@ from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.pass_costs import pass_costs, target_runner
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input_ends, log
 from benchmarks.harness.store import Record, Store
 from benchmarks.harness.summary import best_of_transformers, summarise
 from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
@@ -41,7 +39,6 @@ WARM_UP_TOKENS = 16
 MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")
 
 app = typer.Typer(add_completion=False)
-log = Console(stderr=True, highlight=False)
 
 
 @app.command(help=__doc__)
@@ -61,9 +58,7 @@ def main(
     thinking: Annotated[
         bool | None, typer.Option(help="Value of `enable_thinking` for the chat template.")
     ] = Options.thinking,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
-    ] = Options.max_prompt_tokens,
+    max_prompt_tokens: MaxPromptTokens = Options.max_prompt_tokens,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = Options.max_new_tokens,
     full_length: Annotated[
         bool, typer.Option("--full-length", help="Ignore end tokens, so that all texts have the same length.")
@@ -83,12 +78,8 @@ def main(
     draft_vocab: Annotated[
         int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")
     ] = Options.draft_vocab,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of torch threads. Default: chosen by torch.")
-    ] = Options.threads,
-    dtype: Annotated[
-        str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")
-    ] = Options.dtype,
+    threads: Threads = Options.threads,
+    dtype: Dtype = Options.dtype,
     device: Annotated[str, typer.Option()] = Options.device,
     seed: Annotated[int, typer.Option()] = Options.seed,
     pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only measure passes over 1 to 32 tokens.")] = False,
@@ -96,33 +87,10 @@ def main(
         bool, typer.Option("--memory", help="Only measure peak memory, in one process per method.")
     ] = False,
 ) -> None:
-    lengths = tuple(int(length) for length in draft_lengths.split(",") if length)
-    options = Options(
-        target=target,
-        draft=draft,
-        prompts=prompts,
-        per_category=per_category,
-        coding_apart=coding_apart,
-        all_turns=all_turns,
-        thinking=thinking,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        full_length=full_length,
-        temperature=temperature,
-        batch_size=batch_size,
-        seed=seed,
-        threads=threads,
-        dtype=dtype,
-        device=device,
-        lookup_tokens=lookup_tokens,
-        ngram_size=ngram_size,
-        draft_lengths=lengths,
-        draft_vocab=draft_vocab,
-        proposers=tuple(proposer or ()),
-        rules=tuple(rule or ()),
-    )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    given = locals()
+    settings = {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given}
+    settings["draft_lengths"] = tuple(int(length) for length in draft_lengths.split(",") if length)
+    options = Options(**settings, proposers=tuple(proposer or ()), rules=tuple(rule or ()))
     bench, patterns = Bench(options), [name for name in methods.split(",") if name]
     with bad_input_ends():
         chosen = select(list(catalogue(bench)), patterns)
@@ -289,20 +257,13 @@ def _pass_costs(bench: Bench) -> tuple[dict[str, Any], str]:
         models["draft, as specdec runs it"] = DraftModelProposer(bench.draft).new_runner()
     costs = {name: pass_costs(runner, batch_size=bench.options.batch_size) for name, runner in models.items()}
     base = costs["target"][1]
-    lines = [
-        [
-            name,
-            f"{1e3 * cost[1]:.1f}",
-            f"{cost[1] / base:.2f}",
-            *(f"{seconds / cost[1]:.2f}" for seconds in cost.values()),
-        ]
-        for name, cost in costs.items()
-    ]
+    lines = []
+    for name, cost in costs.items():
+        relative = [f"{seconds / cost[1]:.2f}" for seconds in cost.values()]
+        lines.append([name, f"{1e3 * cost[1]:.1f}", f"{cost[1] / base:.2f}", *relative])
     head = ["tokens", "ms for 1", "of the target's", *map(str, costs["target"])]
     content = {"machine": machine.describe() | {"dtype": str(bench.target.dtype)}, "seconds": costs}
-    title = (
-        f"A pass over n tokens per row, 300 in the cache, batch {bench.options.batch_size}, against a pass over one:"
-    )
+    title = f"A pass over n tokens per row, 300 in the cache, batch {bench.options.batch_size}, against one token:"
     return content, f"{title}\n\n{table(head, lines)}"
 
 
@@ -310,13 +271,7 @@ def _memory(options: Options, names: Sequence[str]) -> tuple[dict[str, Any], str
     figures = {name: peak_memory(options, name) for name in names}
     base = figures[PLAIN]["peak"]
     lines = [
-        [
-            name,
-            number(figure["loaded"]),
-            number(figure["generating"]),
-            number(figure["peak"]),
-            times(figure["peak"] / base),
-        ]
+        [name, *(number(figure[part]) for part in ("loaded", "generating", "peak")), times(figure["peak"] / base)]
         for name, figure in figures.items()
     ]
     head = ["method", "MiB after loading", "more while generating", "peak", "of plain's"]

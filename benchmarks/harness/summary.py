@@ -47,10 +47,6 @@ class MethodSummary:
     time_per_output_token: float
     report: Report | None
 
-    @property
-    def of_transformers(self) -> bool:
-        return self.name.startswith(TRANSFORMERS)
-
 
 @dataclass(frozen=True)
 class Best:
@@ -120,7 +116,7 @@ def _by_job(records: Iterable[Record], figure: Figure) -> dict[str, float]:
 
 def best_of_transformers(rows: Sequence[MethodSummary]) -> Best | None:
     """Find the best settings of transformers, among those with the most jobs. None if there are no measurements."""
-    theirs = [row for row in rows if row.of_transformers]
+    theirs = [row for row in rows if row.name.startswith(TRANSFORMERS)]
     if not theirs:
         return None
     most = max(row.jobs for row in theirs)
@@ -144,15 +140,12 @@ def _decode_speed(m: Measurement) -> float:
 
 
 def _per_pass(records: Sequence[Record]) -> float:
-    tokens = sum(r.measurement.new_tokens / len(r.measurement.tokens) for r in records)
-    passes = sum(map(_passes, records))
+    """Tokens per row and target pass. In single calls each row has its own passes."""
+    tokens = passes = 0.0
+    for measurement, singles in ((r.measurement, r.method.endswith(SINGLES)) for r in records):
+        tokens += measurement.new_tokens / len(measurement.tokens)
+        passes += measurement.passes / (len(measurement.tokens) if singles else 1)
     return tokens / passes if passes else float("nan")
-
-
-def _passes(record: Record) -> float:
-    """Target passes per row. In single calls each row has its own passes."""
-    measurement = record.measurement
-    return measurement.passes / (len(measurement.tokens) if record.method.endswith(SINGLES) else 1)
 
 
 def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> float:

@@ -10,13 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
-from benchmarks.harness import machine
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Dtype, Threads, conditions, load, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import number, percent, table, times
 from benchmarks.harness.turns import take_turns
@@ -39,16 +37,13 @@ def main(
     draft_length: Annotated[
         int, typer.Option(min=1, help="Tokens per n-gram draft in the measurement of a round's parts.")
     ] = 7,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")] = "auto",
+    threads: Threads = None,
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option()] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Markdown file to write, too.")] = None,
 ) -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+    prepare(threads)
+    model = load(target, dtype, device)
     prompt = PROMPT.encode(AutoTokenizer.from_pretrained(target))["input_ids"][0]
     job = Job(PROMPT.name, PROMPT.name, (prompt,))
     given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0}
@@ -73,8 +68,7 @@ def main(
     text = "\n\n".join(
         [
             f"# Overhead: {Path(target).name}",
-            f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new "
-            f"tokens, {repeats} repeats, side by side.",
+            f"{conditions(model, max_new_tokens)}, {repeats} repeats, side by side.",
             "Draft length 0 against plain `generate()` (median over repeats):",
             length_0,
             f"Where a round's time goes, n-gram drafts of {draft_length} tokens (drafting runs no model here):",

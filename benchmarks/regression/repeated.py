@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.harness import machine
+from benchmarks.harness.script import Dtype, Proposers, conditions, load, prepare
 from benchmarks.harness.table import table
 from specdec.data.prompts import Prompt
 from specdec.evaluation.methods import PLAIN, plain, speculative
@@ -91,18 +89,16 @@ JOBS: dict[str, Callable[[], Iterator[str]]] = {"edits": edits, "queries": queri
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
-    proposer: Annotated[
-        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
-    ] = None,
+    proposer: Proposers = None,
     job: Annotated[list[str] | None, typer.Option(help=f"Jobs: {', '.join(JOBS)}. Default: all.")] = None,
     calls: Annotated[int, typer.Option(min=1, help="Maximum calls per job.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    prepare()
+    model = load(target, dtype)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    print(f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens.\n")
+    print(f"{conditions(model, max_new_tokens)}.\n")
     rows = [row for name in job or JOBS for row in compared(model, tokenizer, name, proposer, calls, max_new_tokens)]
     columns = ["job", "method", "calls", "s decoding", "speed-up", "whole calls", "tokens per pass", "plain's text"]
     print(table(columns, rows))

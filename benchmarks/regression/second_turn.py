@@ -14,17 +14,16 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
-from benchmarks.harness import machine
+from benchmarks.harness.script import Dtype, Proposers, conditions, load, prepare
 from benchmarks.harness.table import table
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.evaluation.methods import PLAIN, plain, speculative
 from specdec.evaluation.timing import Call, time_call
 from specdec.models.compat import CACHE, cache_in
 
-ASKED = "Now say the same in two sentences."
+SECOND_QUESTION = "Now say the same in two sentences."
 
 app = typer.Typer(add_completion=False)
 
@@ -32,22 +31,20 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of any causal LM.")],
-    proposer: Annotated[
-        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
-    ] = None,
+    proposer: Proposers = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Minimum tokens of the first turn's prompt.")] = 600,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    prepare()
+    model = load(target, dtype)
     tokenizer = AutoTokenizer.from_pretrained(target)
     methods = [plain(model), *(speculative(f"specdec, {name}", model, name) for name in proposer or ["ngram"])]
 
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None}
     first = model.generate(**_first(tokenizer, prompt_tokens), **arguments, return_dict_in_generate=True)
-    second = torch.cat([first.sequences, _asked(tokenizer)], 1)
+    second = torch.cat([first.sequences, _second_question(tokenizer)], 1)
     taken: dict[tuple[str, bool], list[Call]] = {}
     for repeat in range(repeats + 1):
         for method in methods:
@@ -57,9 +54,7 @@ def main(
                 if repeat:  # the first one warms up
                     taken.setdefault((method.name, cached), []).append(call)
 
-    print(
-        f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens a turn."
-    )
+    print(f"{conditions(model, max_new_tokens)} a turn.")
     print(f"First turn {first.sequences.shape[1]} tokens, the second reads {second.shape[1]}; {repeats} repeats.\n")
     rows = []
     for (name, cached), calls in taken.items():
@@ -78,12 +73,12 @@ def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
     return Prompt("first turn", text).encode(tokenizer)
 
 
-def _asked(tokenizer: Any) -> torch.Tensor:
+def _second_question(tokenizer: Any) -> torch.Tensor:
     """Tokens between the first and the second answer, (1, T) int64."""
     if tokenizer.chat_template is None:
-        return tokenizer(ASKED, return_tensors="pt")["input_ids"]
+        return tokenizer(SECOND_QUESTION, return_tensors="pt")["input_ids"]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    turns.append({"role": "user", "content": ASKED})
+    turns.append({"role": "user", "content": SECOND_QUESTION})
     whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return tokenizer(whole.rsplit("ANSWER", 1)[1], add_special_tokens=False, return_tensors="pt")["input_ids"]
 

@@ -16,12 +16,11 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks.harness import machine
-from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.measure import take
 from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.script import Threads, bad_input_ends, log
 from benchmarks.harness.store import Record, Store
 from benchmarks.harness.table import number, table
 from specdec import DynamicTree, Eagle3Proposer
@@ -33,7 +32,6 @@ from specdec.heads.eagle3.head import Eagle3Head
 DEPTH = 6
 FIXED = (4, 3, 2, 1)  # 4 + 12 + 24 + 24 nodes
 app = typer.Typer(add_completion=False)
-log = Console(stderr=True, highlight=False)
 
 
 def shapes(head: Eagle3Head, temperature: float) -> Iterator[tuple[str, Callable[[], Eagle3Proposer], int | None]]:
@@ -57,7 +55,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     only: Annotated[str, typer.Option(help="Measure only shapes whose name starts with this text.")] = "",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     bench = Bench(
         Options(

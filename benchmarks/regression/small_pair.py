@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import compare_texts
 from benchmarks.harness.methods import assisted
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Threads, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import detail_table, table, times
 from benchmarks.harness.turns import take_turns
@@ -73,11 +73,9 @@ def main(
     disagreement: Annotated[
         float, typer.Option(min=0, help="Scale of the layers that the draft lacks; at 0 all drafts are accepted.")
     ] = 0.02,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Threads = None,
 ) -> None:
-    logging.set_verbosity_error()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    prepare(threads)
     target, draft = small_pair(disagreement)
     generator = torch.Generator().manual_seed(0)
     jobs = [
