@@ -22,14 +22,14 @@ import typer
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
-from benchmarks.harness.measure import take
+from benchmarks.harness.measure import Record, take
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.pass_costs import pass_costs, target_runner
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input_ends, log
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, summarise
 from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
 from specdec import DraftModelProposer

@@ -96,10 +96,10 @@ def counting(shape: str, device: torch.device, small: bool = False, wrong: float
 
 def _next_tokens(vocab_size: int, wrong: float) -> Tensor:
     """Successor of each token, (V,) int64."""
-    behind = torch.arange(1, vocab_size + 1) % vocab_size
+    successors = torch.arange(1, vocab_size + 1) % vocab_size
     astray = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) < wrong
-    behind[astray] = behind[astray].roll(1)
-    return behind
+    successors[astray] = successors[astray].roll(1)
+    return successors
 
 
 def head_for(target: PreTrainedModel) -> Eagle3Head:

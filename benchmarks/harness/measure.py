@@ -1,7 +1,9 @@
-"""`measure`: generates one job with one method. Times are those of `time_call`; passes of the target are counted."""
+"""`measure`: generates one job with one method; `take_turns`: all methods in turn. Times are those of `time_call`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -43,6 +45,39 @@ class Measurement:
     @property
     def new_tokens(self) -> int:
         return sum(map(len, self.tokens))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A measurement with its settings, method and job.
+
+    Attributes:
+        fingerprint: hash of the settings.
+        session: start time of the process that measured.
+    """
+
+    fingerprint: str
+    session: str
+    method: str
+    job: str
+    group: str
+    repeat: int
+    measurement: Measurement
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.method, self.job, self.repeat
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=list)  # reports hold deques
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        entry = json.loads(line)
+        measurement = entry.pop("measurement")
+        counts, known = measurement.pop("report"), {field.name for field in dataclasses.fields(Report)}
+        report = Report(**{name: count for name, count in counts.items() if name in known}) if counts else None
+        return cls(**entry, measurement=Measurement(**measurement, report=report))
 
 
 def measure(
@@ -108,6 +143,20 @@ def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any
         # The same for all methods; another in each repeat, so that at T > 0 more than one text is sampled.
         seed=bench.options.seed + 1000 * zlib.crc32(job.id.encode()) + repeat,
     )
+
+
+def take_turns(
+    methods: Sequence[Method], target: PreTrainedModel, jobs: Sequence[Job], arguments: dict[str, Any], repeats: int
+) -> list[Record]:
+    """Measure every method `repeats` times on every job, in turn, after a warm-up call of each."""
+
+    def one(method: Method, job: Job, seed: int) -> Record:
+        taken = measure(method, target, job, arguments, pad=0, ends=set(), seed=seed)
+        return Record("", "", method.name, job.id, job.group, seed, taken)
+
+    for method in methods:
+        one(method, jobs[0], 0)
+    return [one(method, job, repeat) for job in jobs for repeat in range(repeats) for method in methods]
 
 
 def _after_first(call: Call, texts: Sequence[Sequence[int]]) -> int:

@@ -59,7 +59,7 @@ def run_apart(module: str, *arguments: str) -> Any:
     """Run a module in its own process, so that memory left over does not affect it, and read its last line as JSON."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"measuring memory failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"python -m {module} {arguments} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from random import Random
 from statistics import fmean, median
 
-from benchmarks.harness.measure import Measurement
+from benchmarks.harness.measure import Measurement, Record
 from benchmarks.harness.methods import SINGLES, TRANSFORMERS
-from benchmarks.harness.store import Record
 from specdec import Report
 from specdec.evaluation.methods import PLAIN
 from specdec.evaluation.timing import pooled

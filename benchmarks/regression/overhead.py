@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 from transformers import AutoTokenizer
 
+from benchmarks.harness.measure import take_turns
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.script import Dtype, Threads, conditions, load, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import number, percent, table, times
-from benchmarks.harness.turns import take_turns
 from specdec import NgramProposer, Report
 from specdec.data.prompts import PROMPTS
 from specdec.evaluation.methods import PLAIN, plain, speculative

@@ -18,10 +18,10 @@ import torch
 import typer
 
 from benchmarks.harness import machine
-from benchmarks.harness.measure import take
+from benchmarks.harness.measure import Record, take
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.script import Threads, bad_input_ends, log
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.store import Store
 from benchmarks.harness.table import number, table
 from specdec import DynamicTree, Eagle3Proposer
 from specdec.evaluation.methods import speculative

@@ -16,12 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import compare_texts
+from benchmarks.harness.measure import take_turns
 from benchmarks.harness.methods import assisted
 from benchmarks.harness.prompts import Job
 from benchmarks.harness.script import Threads, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import detail_table, table, times
-from benchmarks.harness.turns import take_turns
 from specdec import DraftModelProposer
 from specdec.evaluation.methods import Method, plain, speculative
 

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 from benchmarks import chart, compare, spec_bench
 from benchmarks.harness import peers
 from benchmarks.harness.identity import compare_texts
-from benchmarks.harness.measure import Measurement
+from benchmarks.harness.measure import Measurement, Record, take_turns
 from benchmarks.harness.methods import assisted, catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_padded, read
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, spread, summarise
-from benchmarks.harness.turns import take_turns
 from benchmarks.regression import (
     long_prompts,
     lookups,
