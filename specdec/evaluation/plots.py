@@ -1,6 +1,6 @@
 """Plots of speculative decoding: draft trees, acceptance rate by position, time by phase, speed-ups.
 
-They need matplotlib (`pip install matplotlib`), which is imported on the first plot.
+They need matplotlib (`pip install matplotlib`), which is imported on the first plot. Each returns its axes.
 
 Example:
     ```python
@@ -14,6 +14,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine.report import PHASES, Report
@@ -40,9 +41,6 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         tokenizer: decodes tokens; None to show token ids.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")
@@ -53,8 +51,7 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
     if round.next_token is not None:
         depths.append(len(round.path))
         heights.append(_free(heights, depths, heights[round.path[-1]]))
-    if ax is None:
-        ax = _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
+    ax = ax or _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
 
     def edge(above: int, below: int, colour: str, style: str = "-") -> None:
         ends = [depths[above], depths[below]], [-heights[above], -heights[below]]
@@ -87,15 +84,12 @@ def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
         reports: a report, or several by name.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.acceptance_per_position({"ngram": ngram.report, "eagle3": eagle3.report})
         ```
     """
-    ax = _new_axes(6, 3.5) if ax is None else ax
+    ax = ax or _new_axes(6, 3.5)
     for name, report in _named(reports).items():
         rates = report.conditional_acceptance_rate_per_pos
         length = f"{report.mean_acceptance_length:.2f} tokens per draft" if report.num_drafts else "no drafts"
@@ -114,16 +108,13 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
         reports: a report, or several by name.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.time_per_part(spec.last_report)
         ```
     """
     named = _named(reports)
-    ax = _new_axes(6, 1.2 + 0.4 * len(named)) if ax is None else ax
+    ax = ax or _new_axes(6, 1.2 + 0.4 * len(named))
     ends = [0.0] * len(named)
     for part in PHASES:
         spent = [1e3 * report.seconds[part] / max(1, report.num_output_tokens) for report in named.values()]
@@ -143,15 +134,12 @@ def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) 
         by_prompt: speed-ups by proposer, such as `Bench.speed_ups`.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.speed_ups(bench(model, proposers, prompts).speed_ups)
         ```
     """
-    ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
+    ax = ax or _new_axes(6, 1.2 + 0.5 * len(by_prompt))
     for height, speeds in enumerate(by_prompt.values()):
         mean = sum(speeds) / len(speeds)
         bars = ax.barh(height, mean, color=BAR, height=0.7)
@@ -184,19 +172,11 @@ def _new_axes(width: float, height: float) -> Axes:
 
 def _heights(parents: list[int]) -> list[float]:
     """Height of each node: leaves lie below each other, and a parent at the middle of its children."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    heights = [0.0] * len(parents)
-    leaves = 0
+    heights, leaf = [0.0] * len(parents), count()
 
     def place(node: int) -> float:
-        nonlocal leaves
-        below = [place(child) for child in children.get(node, [])]
-        if below:
-            heights[node] = (below[0] + below[-1]) / 2
-        else:
-            heights[node], leaves = float(leaves), leaves + 1
+        children = [place(child) for child, parent in enumerate(parents) if parent == node]
+        heights[node] = (children[0] + children[-1]) / 2 if children else float(next(leaf))
         return heights[node]
 
     place(0)

@@ -33,10 +33,6 @@ class Content:
     Args:
         sha256: SHA-256 in hexadecimal digits.
         size: size in bytes.
-
-    Examples:
-        >>> Content(hashlib.sha256(b"abc").hexdigest(), size=3).sha256[:8]
-        'ba7816bf'
     """
 
     sha256: str
@@ -77,7 +73,7 @@ def download(
     advance(size_of(unfinished))
     for tries_left in reversed(range(TRIES)):
         try:
-            _go_on(url, unfinished, content.size, advance, deadline)
+            _resume(url, unfinished, content.size, advance, deadline)
             broken = "the connection was interrupted"
         except (OSError, HTTPException) as error:
             broken = str(error) or type(error).__name__
@@ -91,7 +87,7 @@ def download(
     raise DownloadFailed(f"{url} could not be downloaded ({broken})")
 
 
-def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any], deadline: float | None) -> None:
+def _resume(url: str, unfinished: Path, size: int, advance: Callable[[int], Any], deadline: float | None) -> None:
     """Download the missing bytes, or some of them: a server may close early without an error."""
     begun = size_of(unfinished)
     if begun >= size:
@@ -138,41 +134,24 @@ def settle(unfinished: Path, file: Path, sha256: str) -> None:
 
 
 def checksum(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits.
-
-    Examples:
-        >>> import os
-        >>> checksum(Path(os.devnull))[:8]
-        'e3b0c442'
-    """
-    digest = hashlib.sha256()
+    """SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as content:
+        digest = hashlib.sha256()
         while block := content.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
 
 def size_of(file: Path) -> int:
-    """Size of a file in bytes; 0 if it does not exist.
-
-    Examples:
-        >>> size_of(Path("no such file"))
-        0
-    """
+    """Size of a file in bytes; 0 if it does not exist."""
     return file.stat().st_size if file.exists() else 0
 
 
 def progress_bar() -> Progress:
-    """A progress bar for downloads. Writes to standard error: standard output is for a command's result.
-
-    Examples:
-        >>> with progress_bar() as bar:  # doctest: +SKIP
-        ...     task = bar.add_task("head", total=100)
-        ...     bar.advance(task, 10)
-    """
+    """A progress bar for downloads. Writes to standard error: standard output is for a command's result."""
     from rich import progress
     from rich.console import Console
 
-    columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn())
-    more = (progress.DownloadColumn(), progress.TimeElapsedColumn())
+    columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    more = progress.DownloadColumn(), progress.TimeElapsedColumn()
     return progress.Progress(*columns, *more, console=Console(stderr=True))
