@@ -10,23 +10,9 @@ from typing import Any
 
 import typer
 
-from specdec.cli.common import (
-    PROPOSER_HELP,
-    Device,
-    DraftLength,
-    Format,
-    Rule,
-    Target,
-    Temperature,
-    check,
-    interrupted,
-    load,
-    print_message,
-    progress_bar,
-    proposer_names,
-    sampling,
-)
-from specdec.cli.measuring import Limit, built_in, encoded, print_results, prompts_option
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_message, progress_bar, sampling
+from specdec.cli.measuring import built_in, encoded, print_results
 from specdec.data.messages import first_questions
 from specdec.utils.choices import COUPLED
 
@@ -34,19 +20,21 @@ CHARTS = (".png", ".svg", ".pdf")
 
 
 def bench(
-    target: Target,
+    target: options.Target,
     proposers: list[str] | None = typer.Argument(
-        None, help=f'{PROPOSER_HELP} May be given several times; default: "auto".', autocompletion=proposer_names
+        None,
+        help=f'{options.PROPOSER_HELP} May be given several times; default: "auto".',
+        autocompletion=options.proposer_names,
     ),
-    prompts: Path | None = prompts_option("three"),
-    limit: Limit = 8,
+    prompts: Path | None = options.prompts_option("three"),
+    limit: options.Limit = 8,
     repeats: int = typer.Option(1, min=1, help="Runs of each prompt with each proposer."),
     max_new_tokens: int = typer.Option(128, min=8, help="Maximum new tokens per prompt."),
-    temperature: Temperature = 0.0,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON instead of a table."),
     chart: Path | None = typer.Option(None, help="Write a chart of the speed-ups to this .png, .svg or .pdf file."),
 ) -> None:
@@ -67,7 +55,7 @@ def bench(
     try:
         model, tokenizer = load(target, dtype=dtype, device=device)
         used = encoded(questions, tokenizer) or built_in(tokenizer, limit)
-        options: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "repeats": repeats,
             "max_new_tokens": max_new_tokens,
             "draft_length": draft_length,
@@ -75,7 +63,7 @@ def bench(
         }
         with progress_bar("measuring") as progress:
             found = measure(
-                model, as_proposers(names, model), used, progress=progress, **options, **sampling(temperature)
+                model, as_proposers(names, model), used, progress=progress, **arguments, **sampling(temperature)
             )
     except KeyboardInterrupt:
         raise interrupted("stopped before anything was measured") from None

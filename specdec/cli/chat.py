@@ -5,35 +5,23 @@ from __future__ import annotations
 import typer
 from rich.console import Console
 
-from specdec.cli.common import (
-    Device,
-    DraftLength,
-    Format,
-    ProposerOption,
-    Rule,
-    Seed,
-    Temperature,
-    check,
-    generator,
-    interrupted,
-    print_message,
-    sampling,
-)
+from specdec.cli import options
+from specdec.cli.common import check, generator, interrupted, print_message, sampling
 from specdec.utils.choices import COUPLED
 from specdec.utils.paths import located
 
 
 def chat(
     target: str = typer.Argument(help="Path or hub id of a chat model.", callback=located),
-    proposer: ProposerOption = "auto",
+    proposer: options.Proposer = "auto",
     system: str | None = typer.Option(None, help="System prompt."),
     max_new_tokens: int = typer.Option(512, min=1, help="Maximum new tokens per answer."),
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options, loading of models, and messages to the user."""
+"""Shared parts of the commands: messages to the user, and loading of models."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
-from specdec.utils.paths import located, require_folder_or_id
+from specdec.utils.choices import WITH_NGRAMS, NumberFormat, RuleName, check_name
+from specdec.utils.paths import require_folder_or_id
 
 if TYPE_CHECKING:
     import torch
@@ -20,40 +20,7 @@ if TYPE_CHECKING:
 
     from specdec.engine.generator import SpeculativeGenerator
 
-MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4  # temperatures: decoding is greedy below and uniform above
 INTERRUPTED = 130  # exit code of shells: 128 plus the number of SIGINT
-
-
-def proposer_names(incomplete: str) -> list[str]:
-    """Complete a proposer's name in the shell."""
-    names = (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:")
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def check_temperature(temperature: float) -> float:
-    """Reject a temperature so low that dividing the logits by it gives infinity."""
-    if 0 < temperature < MIN_TEMPERATURE:
-        raise typer.BadParameter(f"{temperature} is neither 0, which means greedy, nor at least {MIN_TEMPERATURE}")
-    return temperature
-
-
-PROPOSER_HELP = f"Proposer: {PROPOSERS_IN_WORDS}."
-Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
-ProposerOption = Annotated[str, typer.Option(help=PROPOSER_HELP, autocompletion=proposer_names)]
-Temperature = Annotated[
-    float,
-    typer.Option(min=0.0, max=MAX_TEMPERATURE, help="Sampling temperature; 0 is greedy.", callback=check_temperature),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(min=-(2**63), max=2**64 - 1, help="Random seed for sampling."),
-]
-DraftLength = Annotated[
-    int | None, typer.Option(min=0, help="Draft tokens per round; 0: none. Default: adapts to measured costs.")
-]
-Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperature 0; "typical" is lossy.')]
-Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
-Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
 
 COLOURS = {"": None, "warning": "yellow"}  # of other kinds of messages: red
 default_format = warnings.formatwarning

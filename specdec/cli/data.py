@@ -10,12 +10,13 @@ from typing import Any
 
 import typer
 
-from specdec.cli.common import MAX_TEMPERATURE, Target, check, check_temperature, interrupted, load, progress_bar
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, progress_bar
 from specdec.data.entries import check_text
 
 
 def regenerate(
-    target: Target,
+    target: options.Target,
     prompts: Path = typer.Argument(
         help="Prompts or conversations: JSONL (.gz), .txt with one per line, or a datasets folder.", exists=True
     ),
@@ -25,8 +26,8 @@ def regenerate(
     temperature: list[float] = typer.Option(
         [0.0],
         min=0.0,
-        max=MAX_TEMPERATURE,
-        callback=lambda temperatures: list(map(check_temperature, temperatures)),
+        max=options.MAX_TEMPERATURE,
+        callback=lambda temperatures: list(map(options.check_temperature, temperatures)),
         help="Sampling temperature; 0 is greedy. If given several times, conversations use them in turn.",
     ),
     batch_size: int = typer.Option(8, min=1, help="Conversations answered at a time."),

@@ -6,31 +6,20 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import (
-    PROPOSER_HELP,
-    Format,
-    Target,
-    Temperature,
-    check,
-    interrupted,
-    load,
-    print_versions,
-    progress_bar,
-    proposer_names,
-    sampling,
-)
-from specdec.cli.measuring import Limit, built_in, encoded, print_results, prompts_option
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_versions, progress_bar, sampling
+from specdec.cli.measuring import built_in, encoded, print_results
 from specdec.data.messages import first_questions
 
 
 def doctor(
-    target: Target,
-    proposer: str = typer.Argument("auto", help=PROPOSER_HELP, autocompletion=proposer_names),
-    prompts: Path | None = prompts_option("two"),
-    limit: Limit = 8,
+    target: options.Target,
+    proposer: str = typer.Argument("auto", help=options.PROPOSER_HELP, autocompletion=options.proposer_names),
+    prompts: Path | None = options.prompts_option("two"),
+    limit: options.Limit = 8,
     max_new_tokens: int = typer.Option(64, min=8, help="Maximum new tokens per prompt."),
-    temperature: Temperature = 0.0,
-    dtype: Format = "auto",
+    temperature: options.Temperature = 0.0,
+    dtype: options.Format = "auto",
 ) -> None:
     """Find the fastest way to decode these prompts, and what limits it.
 
@@ -47,9 +36,9 @@ def doctor(
         raise ValueError(fault)
     model, tokenizer = load(target, dtype=dtype)
     theirs, ours = encoded(questions, tokenizer), built_in(tokenizer, 2)
-    options = {"usual": ours if theirs else (), "max_new_tokens": max_new_tokens, **sampling(temperature)}
+    arguments = {"usual": ours if theirs else (), "max_new_tokens": max_new_tokens, **sampling(temperature)}
     with progress_bar("measuring") as progress:
-        found = diagnose(model, proposer, theirs or ours, progress=progress, **options)
+        found = diagnose(model, proposer, theirs or ours, progress=progress, **arguments)
     print_results(found, found.answered, count or len(ours), prompts, max_new_tokens)
     if found.stopped:
         raise interrupted()

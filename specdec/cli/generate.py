@@ -6,38 +6,25 @@ import sys
 
 import typer
 
-from specdec.cli.common import (
-    Device,
-    DraftLength,
-    Format,
-    ProposerOption,
-    Rule,
-    Seed,
-    Target,
-    Temperature,
-    check,
-    generator,
-    interrupted,
-    print_message,
-    sampling,
-)
+from specdec.cli import options
+from specdec.cli.common import check, generator, interrupted, print_message, sampling
 from specdec.data.entries import check_text
 from specdec.utils.choices import COUPLED
 
 
 def generate(
-    target: Target,
+    target: options.Target,
     prompt: str | None = typer.Argument(
         None, help="User message, in the chat template if the model has one. Default: read from standard input."
     ),
-    proposer: ProposerOption = "auto",
+    proposer: options.Proposer = "auto",
     max_new_tokens: int = typer.Option(256, min=1, help="Maximum new tokens."),
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     compare: bool = typer.Option(False, "--compare", help="Run plain decoding first, and print the speed-up."),
 ) -> None:

@@ -1,10 +1,10 @@
-"""Shared parts of `bench` and `doctor`: options, encoded prompts, and the printed results."""
+"""Shared parts of `bench` and `doctor`: encoded prompts, and the printed results."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,14 +14,6 @@ if TYPE_CHECKING:
     from specdec.data.messages import Conversation
     from specdec.evaluation.bench import Bench
     from specdec.evaluation.diagnosis import Diagnosis
-
-Limit = Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")]
-
-
-def prompts_option(default: str) -> Any:
-    """Option of a file of prompts. default: number of built-in prompts that are used without it."""
-    text = "Prompts: .txt with one per line, or a format of `regenerate`. Default: {} built-in prompts."
-    return typer.Option(None, help=text.format(default), exists=True)
 
 
 def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:

@@ -7,17 +7,18 @@ from typing import Literal
 
 import typer
 
-from specdec.cli.common import Device, Target, check, interrupted, load, print_message
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_message
 
 
 def serve_states(
-    target: Target,
+    target: options.Target,
     host: str = typer.Option("localhost", help="Address to listen on. Anyone who can reach it can use the target."),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on."),
     shard: Literal["none", "devices"] = typer.Option(
         "none", help='"devices": split the target over all devices of this machine (device_map).'
     ),
-    device: Device = None,
+    device: options.Device = None,
 ) -> None:
     """Serve a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C stops it."""
     check(target)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import Target, check, interrupted, print_message
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, print_message
 from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 
 
 def train(
-    target: Target,
+    target: options.Target,
     data: Path = typer.Argument(
         help="Texts written by the target: JSONL (.gz), .txt, or a datasets folder.", exists=True
     ),
