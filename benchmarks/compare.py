@@ -22,7 +22,7 @@ import typer
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
-from benchmarks.harness.measure import Record, take
+from benchmarks.harness.measure import Record, measure_job
 from benchmarks.harness.memory import peak_memory
 from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
@@ -108,14 +108,14 @@ def main(
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Measurements, and the comparison of the texts with plain decoding's by method (at T = 0)."""
 
     records: list[Record]
     identities: dict[str, Identity]
 
 
-def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Compared:
+def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Comparison:
     """Take the measurements that are missing in `out`, and write a summary to it."""
     if bench.options.all_turns and bench.options.batch_size > 1:
         raise ValueError("--all-turns measures conversations one by one: leave out --batch-size")
@@ -136,7 +136,7 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
     _report(bench, records, identities, out)
     if stopped:
         raise typer.Exit(130)
-    return Compared(records, identities)
+    return Comparison(records, identities)
 
 
 def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
@@ -171,10 +171,10 @@ def _run_turn(
     fresh = {name: made[name]() for name in chosen if name in needed and name not in ready}
     for method in fresh.values():
         short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
-        take(bench, method, bench.warm_up, **short)
+        measure_job(bench, method, bench.warm_up, **short)
     ready |= fresh
     for count, (name, job, repeat) in enumerate(missing, start=1):
-        taken = take(bench, ready[name], job, repeat)
+        taken = measure_job(bench, ready[name], job, repeat)
         store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
         speed = f"{taken.new_tokens / taken.seconds:.1f} tokens/s"
         log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)

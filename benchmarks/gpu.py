@@ -88,8 +88,8 @@ def bandwidth(setting: Setting) -> Iterator[Row]:
     """Measure memory bandwidth and the cost of an empty kernel, which bound the time per token from below."""
     data = torch.ones(2**20 if setting.small else 2**31, dtype=torch.bfloat16, device=setting.device)
     one = torch.ones(1, device=setting.device)
-    seconds = least(setting, data.sum)
-    chain = least(setting, lambda: [one.add_(1) for _ in range(1000)])
+    seconds = fastest_run(setting, data.sum)
+    chain = fastest_run(setting, lambda: [one.add_(1) for _ in range(1000)])
     yield {"GB/s": data.nbytes / seconds / 1e9, "us a kernel": chain * 1e3}
 
 
@@ -130,7 +130,7 @@ def each_round(setting: Setting) -> Iterator[Row]:
     for name, spec in chosen.items():
         spec.compile = MODES[", recorded"]
         new = setting.new_tokens if "tree" not in name else setting.new_tokens // 4  # a token a round
-        calls = [least(setting, partial(write, spec, ids, new), repeats=1) for _ in range(3)]
+        calls = [fastest_run(setting, partial(write, spec, ids, new), repeats=1) for _ in range(3)]
         rounds = rounds_of(spec, ids, new)
         row: Row = {"method": f"specdec {name}, recorded", "new tokens": new, "rounds": len(rounds)}
         row |= {f"call {i} ms": 1e3 * seconds for i, seconds in enumerate(calls, start=1)}
@@ -312,11 +312,11 @@ def measured(setting: Setting, target: PreTrainedModel, name: str, method: Any, 
     """Measure the seconds per token after the first. method: a `generate` function, or an object that has one."""
     B, new = len(ids), setting.new_tokens
     write(method, ids, new)  # compiles, and finds out what passes cost
-    first = least(setting, lambda: write(method, ids, 1))
+    first = fastest_run(setting, lambda: write(method, ids, 1))
     if setting.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     outputs: list[Tensor] = []
-    whole = least(setting, lambda: outputs.append(write(method, ids, new)))
+    whole = fastest_run(setting, lambda: outputs.append(write(method, ids, new)))
     output, count = outputs[-1], passes(method, new)
     row: Row = {
         "method": name,
@@ -348,7 +348,7 @@ def passes(method: Any, new: int) -> int | None:
     return None if method.__name__ == "assisted" else new
 
 
-def least(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
+def fastest_run(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
     """Seconds of the fastest run, including the device's work."""
     taken = []
     for _ in range(repeats):

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.compare import Compared, compare
+from benchmarks.compare import Comparison, compare
 from benchmarks.harness import machine
 from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
@@ -100,7 +100,7 @@ def main(
     print("\n\n".join(pages))
 
 
-def board(compared: Compared, rows: list[MethodSummary]) -> str:
+def board(compared: Comparison, rows: list[MethodSummary]) -> str:
     """Format the table with a line per method: speed-ups, #MAT and 90% intervals, bootstrapped over questions.
 
     #MAT is the mean of the tokens per row and pass of the target.
@@ -110,7 +110,7 @@ def board(compared: Compared, rows: list[MethodSummary]) -> str:
     return table(head, [_line(row, groups, compared) for row in rows])
 
 
-def _line(row: MethodSummary, groups: list[str], compared: Compared) -> list[str]:
+def _line(row: MethodSummary, groups: list[str], compared: Comparison) -> list[str]:
     low, high = spread(compared.records, row.name)
     same = compared.identities.get(row.name)
     return [

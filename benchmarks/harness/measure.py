@@ -127,7 +127,7 @@ def measure(
     )
 
 
-def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
+def measure_job(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
     """Run `measure` with the benchmark's options.
 
     Args:

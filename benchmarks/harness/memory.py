@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.measure import take
+from benchmarks.harness.measure import measure_job
 from benchmarks.harness.methods import catalogue
 from benchmarks.harness.options import Bench, Options
 
@@ -35,7 +35,7 @@ def _measure(options: Options, name: str) -> dict[str, float]:
     method = catalogue(bench)[name]()
     loaded = reset_peak()
     for job in (bench.warm_up, bench.jobs[0]):
-        take(bench, method, job)
+        measure_job(bench, method, job)
     peak = status("VmHWM")
     if peak != peak:  # no /proc; macOS counts in bytes, others in KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)

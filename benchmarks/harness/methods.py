@@ -20,7 +20,7 @@ from specdec.proposers.factory import as_proposer
 from specdec.utils.choices import COUPLED, RuleName
 
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it
-DRAFTED_AT_MOST = 64  # tokens that a static cache has room for beyond the text
+MAX_DRAFT_TOKENS = 64  # tokens that a static cache has room for beyond the text
 CACHE_SIZES = 512  # tokens by which static caches differ
 SINGLES = ":singles"  # the batch's prompts one after the other
 
@@ -116,7 +116,7 @@ def assisted(
 
 def static_cache(input_ids: Tensor, max_new_tokens: int, **others: Any) -> dict[str, Any]:
     """Return arguments for a static cache with space for drafts, rounded up as each size is compiled separately."""
-    needed = input_ids.shape[1] + max_new_tokens + DRAFTED_AT_MOST
+    needed = input_ids.shape[1] + max_new_tokens + MAX_DRAFT_TOKENS
     return {"cache_implementation": "static", "max_cache_len": -(-needed // CACHE_SIZES) * CACHE_SIZES}
 
 

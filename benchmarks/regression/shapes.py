@@ -18,7 +18,7 @@ import torch
 import typer
 
 from benchmarks.harness import machine
-from benchmarks.harness.measure import Record, take
+from benchmarks.harness.measure import Record, measure_job
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.script import Threads, bad_input_ends, log
 from benchmarks.harness.store import Store
@@ -81,7 +81,7 @@ def main(
         method = speculative(name, bench.target, make(), length)
         missing = [job for job in jobs if (name, job.id, 0) not in store.done]
         for count, job in enumerate(missing, start=1):
-            taken = take(bench, method, job)
+            taken = measure_job(bench, method, job)
             assert taken.report is not None
             found = taken.report.mean_acceptance_length
             store.append(Record(store.fingerprint, "", name, job.id, job.group, 0, taken))

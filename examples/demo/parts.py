@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-from specdec.utils.download import BLOCK, DownloadFailed, progress_bar, settle
+from specdec.utils.download import BLOCK, DownloadFailed, progress_bar, verify_and_rename
 
 
 class File(Protocol):
@@ -121,7 +121,7 @@ def _join(parts: list[Path], whole: Path, file: File) -> None:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, sink, BLOCK)
     try:
-        settle(unfinished, whole, file.sha256)
+        verify_and_rename(unfinished, whole, file.sha256)
     except DownloadFailed as error:
         # Parts have no checksums of their own, so any of them may be damaged.
         for part in parts:

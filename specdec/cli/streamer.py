@@ -69,12 +69,12 @@ class ColourStreamer(Clock):
     def _show(self, text: str) -> None:
         # A character of several tokens is coloured only if all of them were accepted.
         style = ACCEPTED_STYLE if self._pending_accepted and all(self._pending_accepted) else None
-        self._console.out(self._folded(text), style=style, highlight=False, end="")
+        self._console.out(self._wrapped(text), style=style, highlight=False, end="")
         self._console.file.flush()
         self._context, self._shown = self._shown, len(self.tokens)
         self._pending_accepted = []
 
-    def _folded(self, text: str) -> str:
+    def _wrapped(self, text: str) -> str:
         """Insert line breaks where a terminal would wrap a line, since a recorded picture would cut it off."""
         if not self._console.record:
             return text

@@ -149,7 +149,7 @@ def regenerate(
     early = Skipped("conversations", "end before a question that cannot follow the target's answer")
     progress(handled, len(own), tokens)
     asked = conversations(Skipped("prompts"))  # which were reported above
-    waiting = _alike((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
+    waiting = _sorted_by_length((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
     further: deque[Request] = deque()  # next turns of conversations that have begun
 
     def request(c: ActiveConversation) -> Request | None:
@@ -261,7 +261,7 @@ def _conversations(
         yield ActiveConversation(number, given.place, asked, extra)
 
 
-def _alike(conversations: Iterator[ActiveConversation], window: int) -> Iterator[ActiveConversation]:
+def _sorted_by_length(conversations: Iterator[ActiveConversation], window: int) -> Iterator[ActiveConversation]:
     """Sort windows of conversations by length, up and down in turn: attention runs over the longest row of a batch."""
     up = True
     while some := list(islice(conversations, window)):

@@ -24,7 +24,7 @@ from specdec.sampling.results import depths_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACCEPTED, REJECTED, TARGETS_OWN = "#2e7d32", "#9e9e9e", "#1565c0"
+ACCEPTED, REJECTED, BONUS = "#2e7d32", "#9e9e9e", "#1565c0"
 PART_COLOURS = {"prefill": "#90a4ae", "draft": "#fb8c00", "verify": "#1e88e5", "accept": "#43a047", "other": "#8e24aa"}
 BAR, DOT = "#80cbc4", "#00695c"
 Reports = Report | Mapping[str, Report]
@@ -50,7 +50,7 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
     bonus = len(depths)  # the bonus or recovered token is drawn as one more node, after the accepted path
     if round.next_token is not None:
         depths.append(len(round.path))
-        heights.append(_free(heights, depths, heights[round.path[-1]]))
+        heights.append(_free_height(heights, depths, heights[round.path[-1]]))
     ax = ax or _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
 
     def edge(above: int, below: int, colour: str, style: str = "-") -> None:
@@ -69,8 +69,8 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
             edge(above, below, colour)
         node(below, round.tokens[below], colour if below else "black", round.chances[below] if below else None)
     if round.next_token is not None:
-        edge(round.path[-1], bonus, TARGETS_OWN, "--")
-        node(bonus, round.next_token, TARGETS_OWN, None)
+        edge(round.path[-1], bonus, BONUS, "--")
+        node(bonus, round.next_token, BONUS, None)
     ax.set_title(f"{len(round.tokens) - 1} drafted, {len(round.path) - 1} accepted, {len(round.new_tokens)} new tokens")
     ax.set(xlim=(-0.5, max(depths) + 0.5), ylim=(-max(heights) - 0.6, -min(heights) + 0.6))
     ax.axis("off")
@@ -183,7 +183,7 @@ def _heights(parents: list[int]) -> list[float]:
     return heights
 
 
-def _free(heights: list[float], depths: list[int], wanted: float) -> float:
+def _free_height(heights: list[float], depths: list[int], wanted: float) -> float:
     """Height closest to `wanted` at which no node of the last depth is within one unit."""
     taken = [height for height, depth in zip(heights, depths, strict=False) if depth == depths[-1]]
     steps = (wanted + sign * step / 2 for step in range(2 * len(heights) + 3) for sign in (1, -1))

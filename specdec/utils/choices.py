@@ -33,14 +33,14 @@ class ProposerKind:
     """A kind of proposer, as users name it: `"eagle3"`, or with an argument `"eagle3:PATH_OR_ID"`.
 
     Attributes:
-        words: explanation of the name without an argument; empty if the name says it.
+        description: explanation of the name without an argument; empty if the name says it.
         argument: name of the argument after the colon; empty if there is none.
         needs_argument: True if the name alone is not enough.
         pattern: regular expression of the argument.
         after_ngrams: True if "ngram+" may stand before the name.
     """
 
-    words: str = ""
+    description: str = ""
     argument: str = ""
     needs_argument: bool = False
     pattern: str = ".+"
@@ -48,7 +48,7 @@ class ProposerKind:
 
     def forms(self, name: str) -> list[str]:
         """The short forms of this kind, quoted, for messages."""
-        alone = [] if self.needs_argument else [f'"{name}"' + (f" ({self.words})" if self.words else "")]
+        alone = [] if self.needs_argument else [f'"{name}"' + (f" ({self.description})" if self.description else "")]
         return alone + ([f'"{name}:{self.argument}"'] if self.argument else [])
 
 
@@ -120,10 +120,10 @@ def check_name(proposer: str) -> None:
     if plus and last == "ngram" and is_proposer_name(WITH_NGRAMS + first):
         raise ValueError(f'n-grams come first: "{WITH_NGRAMS}{first}", got {proposer!r}')
     if not is_proposer_name(proposer):
-        raise ValueError(f"{_meant(proposer)}proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
+        raise ValueError(f"{_suggestion(proposer)}proposer must be {PROPOSERS_IN_WORDS}, got {proposer!r}")
 
 
-def _meant(proposer: str) -> str:
+def _suggestion(proposer: str) -> str:
     """A suggestion for a misspelt or incomplete short form; empty if there is none."""
     if proposer in [WITH_NGRAMS + name for name in LOOKUPS]:
         last = proposer.removeprefix(WITH_NGRAMS)

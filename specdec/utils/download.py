@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 BLOCK = 1 << 22
-SILENCE = 10.0  # seconds without a byte before a connection is given up
+TIMEOUT = 10.0  # seconds without a byte before a connection is given up
 TRIES = 5  # connections per file
-AGAIN_IN = 1.0  # seconds between two connections
-PARTIAL, NOTHING_LEFT = 206, 416  # HTTP status: partial content; range not satisfiable
+RETRY_DELAY = 1.0  # seconds between two connections
+PARTIAL, RANGE_NOT_SATISFIABLE = 206, 416  # HTTP status: partial content; range not satisfiable
 
 
 class DownloadFailed(RuntimeError):
@@ -80,10 +80,10 @@ def download(
             if isinstance(error, HTTPError) and error.code < 500:
                 tries_left = 0
         if size_of(unfinished) >= content.size:
-            return settle(unfinished, file, content.sha256)
+            return verify_and_rename(unfinished, file, content.sha256)
         if tries_left == 0:
             break
-        time.sleep(AGAIN_IN)
+        time.sleep(RETRY_DELAY)
     raise DownloadFailed(f"{url} could not be downloaded ({broken})")
 
 
@@ -93,9 +93,9 @@ def _resume(url: str, unfinished: Path, size: int, advance: Callable[[int], Any]
     if begun >= size:
         return
     try:
-        answer = urlopen(Request(url, headers={"Range": f"bytes={begun}-"} if begun else {}), timeout=SILENCE)
+        answer = urlopen(Request(url, headers={"Range": f"bytes={begun}-"} if begun else {}), timeout=TIMEOUT)
     except HTTPError as error:
-        if error.code == NOTHING_LEFT:
+        if error.code == RANGE_NOT_SATISFIABLE:
             unfinished.unlink()  # longer than the file: it belongs to another one
         raise
     if begun and answer.status != PARTIAL:  # a server that ignores ranges and sends the whole file
@@ -110,7 +110,7 @@ def _resume(url: str, unfinished: Path, size: int, advance: Callable[[int], Any]
                 raise DownloadFailed(f"{url} takes too long: the next call resumes from the bytes received")
 
 
-def settle(unfinished: Path, file: Path, sha256: str) -> None:
+def verify_and_rename(unfinished: Path, file: Path, sha256: str) -> None:
     """Rename a downloaded file to its final name if its checksum is right, else delete it.
 
     Raises:
@@ -120,7 +120,7 @@ def settle(unfinished: Path, file: Path, sha256: str) -> None:
         >>> import tempfile
         >>> part, file = (Path(tempfile.mkdtemp()) / name for name in ("a.tmp", "a"))
         >>> _ = part.write_bytes(b"abc")
-        >>> settle(part, file, checksum(part))
+        >>> verify_and_rename(part, file, checksum(part))
         >>> file.read_bytes()
         b'abc'
     """
