@@ -141,43 +141,30 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
 
 def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
     """Take the missing measurements, with all methods in turn for each prompt and repeat. Appends prompts to `jobs`."""
-    ready: dict[str, Method] = {}  # for all turns
+    made, ready = catalogue(bench), dict[str, Method]()
     turn, due = 0, bench.jobs
     while due:
         jobs += due
-        _run_turn(bench, chosen, repeats, store, session, due, ready)
+        wanted = [(name, job, repeat) for job in due for repeat in range(repeats) for name in chosen]
+        missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
+        log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
+        if missing and not ready:
+            about = {"session": session, "command": sys.argv, **machine.describe(), "dtype": str(bench.target.dtype)}
+            with (store.folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(about) + "\n")
+        needed = {name for name, _, _ in missing} - {*ready}
+        for name in filter(needed.__contains__, chosen):
+            ready[name] = made[name]()
+            short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
+            measure_job(bench, ready[name], bench.warm_up, **short)
+        for count, (name, job, repeat) in enumerate(missing, start=1):
+            measured = measure_job(bench, ready[name], job, repeat)
+            store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, measured))
+            speed = f"{measured.new_tokens / measured.seconds:.1f} tokens/s"
+            log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
         turn += 1
         answers = {r.job: r.measurement.tokens[0] for r in store.records if (r.method, r.repeat) == (PLAIN, 0)}
         due = bench.next_turns(answers, turn) if bench.options.all_turns else []
-
-
-def _run_turn(
-    bench: Bench,
-    chosen: Sequence[str],
-    repeats: int,
-    store: Store,
-    session: str,
-    jobs: Sequence[Job],
-    ready: dict[str, Method],
-) -> None:
-    wanted = [(name, job, repeat) for job in jobs for repeat in range(repeats) for name in chosen]
-    missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
-    log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
-    if not missing:
-        return
-    if not ready:
-        _note_session(store.folder, session, bench)
-    made, needed = catalogue(bench), {name for name, _, _ in missing}
-    fresh = {name: made[name]() for name in chosen if name in needed and name not in ready}
-    for method in fresh.values():
-        short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
-        measure_job(bench, method, bench.warm_up, **short)
-    ready |= fresh
-    for count, (name, job, repeat) in enumerate(missing, start=1):
-        taken = measure_job(bench, ready[name], job, repeat)
-        store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
-        speed = f"{taken.new_tokens / taken.seconds:.1f} tokens/s"
-        log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
 
 
 def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Identity], out: Path) -> None:
@@ -193,13 +180,15 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     took = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}"
     if len({session["specdec_source"] for session in sessions}) > 1:
         took += ", between which specdec's code changed"
-    parted = [difference for identity in identities.values() for difference in identity.differences]
+    same = ", ".join(f"{name} {n} of {of}" for name, (n, of) in same_with_the_seed(records).items())
+    seeds = f"Texts that are plain decoding's with the same seed: {same or 'none compared'}."
+    differences = [difference for identity in identities.values() for difference in identity.differences]
     text = "\n\n".join(
         [
             f"# {Path(options.target).name}"
             + (f" with {Path(options.draft).name}" if options.draft else "")
             + f": T = {options.temperature:g}, batch {options.batch_size}, {options.max_new_tokens} new tokens"
-            + (" whatever ends before" if options.full_length else ""),
+            + (", end tokens ignored" if options.full_length else ""),
             f"{about['cpu']}, {about['usable_cores']} cores, {about['threads']} threads, {about['dtype']}; torch "
             f"{about['torch']}, transformers {about['transformers']}, specdec {about['specdec']}. "
             f"{len(jobs)} {'prompts' if options.batch_size == 1 else 'batches'}, medians of {repeats} repeats, {took}.",
@@ -208,8 +197,8 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
             best_lines(rows, best),
             "Where it comes from (specdec's rates pooled over all rounds; shares are of the rounds' time):",
             detail_table(rows, identities),
-            *([_seeds_line(records)] if options.temperature else []),
-            *(["Texts that part from plain decoding's:", _parted_table(parted)] if parted else []),
+            *([seeds] if options.temperature else []),
+            *(["Texts that differ from plain decoding's:", _difference_table(differences)] if differences else []),
         ]
     )
     content = {
@@ -229,12 +218,7 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     _write(out, "results", content, text)
 
 
-def _seeds_line(records: Sequence[Record]) -> str:
-    same = ", ".join(f"{name} {n} of {of}" for name, (n, of) in same_with_the_seed(records).items())
-    return f"Texts that are plain decoding's with the same seed: {same or 'none compared'}."
-
-
-def _parted_table(parted: Sequence[Difference]) -> str:
+def _difference_table(differences: Sequence[Difference]) -> str:
     lines = [
         [
             d.method,
@@ -245,7 +229,7 @@ def _parted_table(parted: Sequence[Difference]) -> str:
             f"{d.divergence.top:.1f}",
             "yes" if d.near_tie else "NO",
         ]
-        for d in parted
+        for d in differences
     ]
     return table(["method", "question", "repeat", "position", "gap of the two best logits", "best", "near tie"], lines)
 
@@ -276,12 +260,6 @@ def _memory(options: Options, names: Sequence[str]) -> tuple[dict[str, Any], str
     ]
     head = ["method", "MiB after loading", "more while generating", "peak", "of plain's"]
     return {"machine": machine.describe(), "mib": figures}, table(head, lines)
-
-
-def _note_session(folder: Path, session: str, bench: Bench) -> None:
-    about = {"session": session, "command": sys.argv, **machine.describe(), "dtype": str(bench.target.dtype)}
-    with (folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(about) + "\n")
 
 
 def _write(out: Path, name: str, content: dict[str, Any], text: str) -> None:
