@@ -116,14 +116,14 @@ class Bench:
         for question in self.questions:
             if len(question.turns) <= turn:
                 continue
-            before: Messages = []
+            before: list[dict[str, str]] = []
             for i in range(turn):
                 answer = self.tokenizer.decode(answers[turn_name(question, i)], skip_special_tokens=True)
                 before += [{"role": "user", "content": question.turns[i]}, {"role": "assistant", "content": answer}]
             jobs.append(self._job(question, before))
         return jobs
 
-    def _job(self, question: Question, before: Messages | None = None) -> Job:
+    def _job(self, question: Question, before: Messages = ()) -> Job:
         template = {} if self.options.thinking is None else {"enable_thinking": self.options.thinking}
         return encode(question, self.tokenizer, self.options.max_prompt_tokens, before, **template)
 

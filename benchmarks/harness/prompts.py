@@ -26,7 +26,7 @@ TEXTS = ("question", "prompt", "text")
 WARM_UP = "Name three rivers and, for each of them, a town on its banks."
 
 
-Messages = list[dict[str, str]]
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def encode(
     question: Question,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None = None,
-    before: Messages | None = None,
+    before: Messages = (),
     **template: Any,
 ) -> Job:
     """Encode a turn in the tokenizer's chat template, shortened in the middle since instructions are at the ends.
@@ -115,18 +115,18 @@ def encode(
         before: the conversation up to this turn.
         template: arguments of the chat template, for example `enable_thinking`.
     """
-    before = before or []
     turn = len(before) // 2
-    text = question.turns[turn]
-    ids = _encode(before, text, tokenizer, template)
-    while max_tokens is not None and len(ids) > max_tokens:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        left = len(tokens) - (len(ids) - max_tokens)
-        if left < 1:
-            raise ValueError(f"max_prompt_tokens={max_tokens} leaves nothing of question {turn_name(question, turn)}")
-        text = tokenizer.decode(tokens[: left - left // 2]) + tokenizer.decode(tokens[len(tokens) - left // 2 :])
+    name, text = turn_name(question, turn), question.turns[turn]
+    while True:
         ids = _encode(before, text, tokenizer, template)
-    return Job(turn_name(question, turn), question.group, (ids,))
+        excess = 0 if max_tokens is None else len(ids) - max_tokens
+        if excess <= 0:
+            return Job(name, question.group, (ids,))
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        left = len(tokens) - excess
+        if left < 1:
+            raise ValueError(f"max_prompt_tokens={max_tokens} leaves nothing of question {name}")
+        text = tokenizer.decode(tokens[: left - left // 2]) + tokenizer.decode(tokens[len(tokens) - left // 2 :])
 
 
 def turn_name(question: Question, turn: int) -> str:

@@ -102,9 +102,7 @@ class Chat:
     def _keep(self, length: int, interrupted: bool = False) -> None:
         """Crop the cache to `length` tokens, or clear it if it cannot be cropped (slid windows, recurrent states).
 
-        Args:
-            length: number of tokens to keep.
-            interrupted: True after an interrupted pass, which only some of the layers may have stored.
+        Only some of the layers may have stored an `interrupted` pass.
         """
         try:
             for layer in self._cache.layers if length else ():

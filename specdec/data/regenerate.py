@@ -203,11 +203,7 @@ def _finished(
     temperatures: Sequence[float],
     max_new_tokens: int,
 ) -> bytearray:
-    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`.
-
-    Raises:
-        ValueError: an earlier run had another target, other prompts or other options.
-    """
+    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`."""
 
     def refuse(what: str, advice: str = "") -> NoReturn:
         raise ValueError(f"{answers.out} holds answers {what}: choose another output file{advice}")
@@ -274,8 +270,7 @@ def _next_prompt(
 ) -> list[int] | None:
     """Return the tokens up to the next answer; None if the conversation is finished.
 
-    Raises:
-        ValueError: the conversation cannot continue; it was reset to its state after the last answer.
+    If the conversation cannot continue, reset it to its state after the last answer, and raise ValueError.
     """
     messages = conversation.next_question()
     if messages is None:
