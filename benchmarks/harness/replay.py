@@ -33,15 +33,8 @@ class Replay(Proposer):
 
     paces_itself = True
 
-    def __init__(
-        self,
-        texts: Sequence[Sequence[int]],
-        right: float,
-        vocab_size: int,
-        inner: Proposer | None = None,
-        seed: int = 0,
-    ):
-        chances = Random(seed)
+    def __init__(self, texts: Sequence[Sequence[int]], right: float, vocab_size: int, inner: Proposer | None = None):
+        chances = Random(0)
         self._drafts = [
             [token if chances.random() < right else (token + 1) % vocab_size for token in text] for text in texts
         ]

@@ -17,6 +17,7 @@ from specdec import Report
 from specdec.evaluation.methods import PLAIN
 from specdec.evaluation.timing import pooled
 
+DRAWS = 1000  # of the questions, for a bootstrap interval
 Figure = Callable[[Measurement], float]
 
 
@@ -94,15 +95,15 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
     return rows
 
 
-def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[float, float]:
+def spread(records: Sequence[Record], name: str) -> tuple[float, float]:
     """Bootstrap interval of the speed-up: 5% and 95% quantiles over draws of the questions with replacement."""
     own, plain = (_by_job((r for r in records if r.method == method), _speed) for method in (name, PLAIN))
     jobs, random, found = sorted(own.keys() & plain.keys()), Random(0), []
-    for _ in range(draws):
+    for _ in range(DRAWS):
         drawn = random.choices(jobs, k=len(jobs))
         found.append(sum(own[job] for job in drawn) / sum(plain[job] for job in drawn))
     found.sort()
-    return found[draws // 20], found[draws - 1 - draws // 20]
+    return found[DRAWS // 20], found[-1 - DRAWS // 20]
 
 
 def _by_job(records: Iterable[Record], figure: Figure) -> dict[str, float]:

@@ -311,7 +311,7 @@ def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
     drafts = [f"ngram+draft:{weights.DRAFT}", f"draft:{weights.DRAFT}", "ngram"]
     assert command.own_weights(weights.TARGET, *drafts) == [weights.TARGET, weights.DRAFT]
     assert command.own_weights("some/model", "draft:other/model") == []
-    monkeypatch.setattr(weights, "fetch", lambda name, cache_dir: tmp_path / name)
+    monkeypatch.setattr(weights, "fetch", lambda name: tmp_path / name)
     assert locate(weights.DRAFT) == str(tmp_path / weights.DRAFT)
     assert locate("some/model") == "some/model"
 
