@@ -73,13 +73,13 @@ class Limit:
 
     Attributes:
         seconds: the bound, at most the measured seconds.
-        condition: the condition, as a clause.
-        remedy: how to get closer to it.
+        means: the condition, as a clause.
+        cure: how to get closer to it.
     """
 
     seconds: float
-    condition: str
-    remedy: str
+    means: str
+    cure: str
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Diagnosis:
             (report.seconds["draft"], "if drafting were free", self._drafting),
             (wider, "if its target passes were as fast as plain decoding's", self._passes),
         )
-        found = [Limit(method.seconds - seconds, condition, remedy) for seconds, condition, remedy in saved]
+        found = [Limit(method.seconds - seconds, means, cure) for seconds, means, cure in saved]
         return sorted(found, key=lambda limit: limit.seconds)
 
     def summary(self) -> str:
@@ -178,12 +178,12 @@ class Diagnosis:
         limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * method.seconds]
         if not limits:
             return ["", f"Neither its drafts nor its target passes slow {method.name} down."]
-        listed = [f"  {limit.condition}: {self._speed_up(limit.seconds, method):.2f}x" for limit in limits]
+        listed = [f"  {limit.means}: {self._speed_up(limit.seconds, method):.2f}x" for limit in limits]
         most = limits[0]
         if self._speed_up(most.seconds, method) < 1:
             last = "None of these would make drafting faster than plain decoding here."
         else:
-            last = f"The first limits the speed-up most. {most.remedy}"
+            last = f"The first limits the speed-up most. {most.cure}"
         speed_up = f"{method.name} has a speed-up of {self._speed_up(method.seconds, method):.2f}x"
         return ["", f"{speed_up}. It would be at most", *listed, last]
 

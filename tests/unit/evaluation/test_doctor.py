@@ -131,7 +131,7 @@ def test_a_way_beside_the_others():
 )
 def test_what_would_help_most_comes_first(method, means, speed):
     found = diagnosis(method)
-    assert found.limits()[0].condition == means
+    assert found.limits()[0].means == means
     lines = found.summary().splitlines()
     assert f"  {means}: {speed}" == next(line for line in lines if line.startswith("  if "))
     assert lines[-1].startswith("The first limits the speed-up most. ")
