@@ -19,28 +19,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from transformers.utils import logging
 
 from benchmarks.harness import machine
-from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.identity import Difference, Identity, compare_texts, same_with_the_seed
-from benchmarks.harness.measure import take
+from benchmarks.harness.measure import Record, measure_job
 from benchmarks.harness.memory import peak_memory
-from benchmarks.harness.methods import PLAIN, Method, catalogue, select
+from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.pass_costs import pass_costs, target_runner
 from benchmarks.harness.prompts import Job
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input_ends, log
+from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, summarise
 from benchmarks.harness.table import best_lines, detail_table, number, speed_table, table, times
 from specdec import DraftModelProposer
+from specdec.evaluation.methods import PLAIN, Method
 
 WARM_UP_TOKENS = 16
 MEMORY_METHODS = (PLAIN, "specdec-ngram", "specdec-draft")
 
 app = typer.Typer(add_completion=False)
-log = Console(stderr=True, highlight=False)
 
 
 @app.command(help=__doc__)
@@ -60,9 +58,7 @@ def main(
     thinking: Annotated[
         bool | None, typer.Option(help="Value of `enable_thinking` for the chat template.")
     ] = Options.thinking,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
-    ] = Options.max_prompt_tokens,
+    max_prompt_tokens: MaxPromptTokens = Options.max_prompt_tokens,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = Options.max_new_tokens,
     full_length: Annotated[
         bool, typer.Option("--full-length", help="Ignore end tokens, so that all texts have the same length.")
@@ -82,12 +78,8 @@ def main(
     draft_vocab: Annotated[
         int, typer.Option(min=1, help="Size of the trimmed draft vocabulary.")
     ] = Options.draft_vocab,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Number of torch threads. Default: chosen by torch.")
-    ] = Options.threads,
-    dtype: Annotated[
-        str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")
-    ] = Options.dtype,
+    threads: Threads = Options.threads,
+    dtype: Dtype = Options.dtype,
     device: Annotated[str, typer.Option()] = Options.device,
     seed: Annotated[int, typer.Option()] = Options.seed,
     pass_cost: Annotated[bool, typer.Option("--pass-costs", help="Only measure passes over 1 to 32 tokens.")] = False,
@@ -95,33 +87,10 @@ def main(
         bool, typer.Option("--memory", help="Only measure peak memory, in one process per method.")
     ] = False,
 ) -> None:
-    lengths = tuple(int(length) for length in draft_lengths.split(",") if length)
-    options = Options(
-        target=target,
-        draft=draft,
-        prompts=prompts,
-        per_category=per_category,
-        coding_apart=coding_apart,
-        all_turns=all_turns,
-        thinking=thinking,
-        max_prompt_tokens=max_prompt_tokens,
-        max_new_tokens=max_new_tokens,
-        full_length=full_length,
-        temperature=temperature,
-        batch_size=batch_size,
-        seed=seed,
-        threads=threads,
-        dtype=dtype,
-        device=device,
-        lookup_tokens=lookup_tokens,
-        ngram_size=ngram_size,
-        draft_lengths=lengths,
-        draft_vocab=draft_vocab,
-        proposers=tuple(proposer or ()),
-        rules=tuple(rule or ()),
-    )
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    given = locals()
+    settings = {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in given}
+    settings["draft_lengths"] = tuple(int(length) for length in draft_lengths.split(",") if length)
+    options = Options(**settings, proposers=tuple(proposer or ()), rules=tuple(rule or ()))
     bench, patterns = Bench(options), [name for name in methods.split(",") if name]
     with bad_input_ends():
         chosen = select(list(catalogue(bench)), patterns)
@@ -139,14 +108,14 @@ def main(
 
 
 @dataclass(frozen=True)
-class Compared:
+class Comparison:
     """Measurements, and the comparison of the texts with plain decoding's by method (at T = 0)."""
 
     records: list[Record]
     identities: dict[str, Identity]
 
 
-def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Compared:
+def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Comparison:
     """Take the measurements that are missing in `out`, and write a summary to it."""
     if bench.options.all_turns and bench.options.batch_size > 1:
         raise ValueError("--all-turns measures conversations one by one: leave out --batch-size")
@@ -167,48 +136,35 @@ def compare(bench: Bench, chosen: Sequence[str], repeats: int, out: Path) -> Com
     _report(bench, records, identities, out)
     if stopped:
         raise typer.Exit(130)
-    return Compared(records, identities)
+    return Comparison(records, identities)
 
 
 def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, session: str, jobs: list[Job]) -> None:
     """Take the missing measurements, with all methods in turn for each prompt and repeat. Appends prompts to `jobs`."""
-    ready: dict[str, Method] = {}  # for all turns
+    made, ready = catalogue(bench), dict[str, Method]()
     turn, due = 0, bench.jobs
     while due:
         jobs += due
-        _run_turn(bench, chosen, repeats, store, session, due, ready)
+        wanted = [(name, job, repeat) for job in due for repeat in range(repeats) for name in chosen]
+        missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
+        log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
+        if missing and not ready:
+            about = {"session": session, "command": sys.argv, **machine.describe(), "dtype": str(bench.target.dtype)}
+            with (store.folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(about) + "\n")
+        needed = {name for name, _, _ in missing} - {*ready}
+        for name in filter(needed.__contains__, chosen):
+            ready[name] = made[name]()
+            short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
+            measure_job(bench, ready[name], bench.warm_up, **short)
+        for count, (name, job, repeat) in enumerate(missing, start=1):
+            measured = measure_job(bench, ready[name], job, repeat)
+            store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, measured))
+            speed = f"{measured.new_tokens / measured.seconds:.1f} tokens/s"
+            log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
         turn += 1
         answers = {r.job: r.measurement.tokens[0] for r in store.records if (r.method, r.repeat) == (PLAIN, 0)}
         due = bench.next_turns(answers, turn) if bench.options.all_turns else []
-
-
-def _run_turn(
-    bench: Bench,
-    chosen: Sequence[str],
-    repeats: int,
-    store: Store,
-    session: str,
-    jobs: Sequence[Job],
-    ready: dict[str, Method],
-) -> None:
-    wanted = [(name, job, repeat) for job in jobs for repeat in range(repeats) for name in chosen]
-    missing = [(name, job, repeat) for name, job, repeat in wanted if (name, job.id, repeat) not in store.done]
-    log.print(f"{len(wanted)} measurements, {len(wanted) - len(missing)} of them finished before")
-    if not missing:
-        return
-    if not ready:
-        _note_session(store.folder, session, bench)
-    made, needed = catalogue(bench), {name for name, _, _ in missing}
-    fresh = {name: made[name]() for name in chosen if name in needed and name not in ready}
-    for method in fresh.values():
-        short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
-        take(bench, method, bench.warm_up, **short)
-    ready |= fresh
-    for count, (name, job, repeat) in enumerate(missing, start=1):
-        taken = take(bench, ready[name], job, repeat)
-        store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, taken))
-        speed = f"{taken.new_tokens / taken.seconds:.1f} tokens/s"
-        log.print(f"{count}/{len(missing)}  {job.group} {job.id[:20]} #{repeat}  {name}: {speed}", markup=False)
 
 
 def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Identity], out: Path) -> None:
@@ -224,13 +180,15 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     took = f"{len(sessions)} session{'s' if len(sessions) > 1 else ''}"
     if len({session["specdec_source"] for session in sessions}) > 1:
         took += ", between which specdec's code changed"
-    parted = [difference for identity in identities.values() for difference in identity.differences]
+    same = ", ".join(f"{name} {n} of {of}" for name, (n, of) in same_with_the_seed(records).items())
+    seeds = f"Texts that are plain decoding's with the same seed: {same or 'none compared'}."
+    differences = [difference for identity in identities.values() for difference in identity.differences]
     text = "\n\n".join(
         [
             f"# {Path(options.target).name}"
             + (f" with {Path(options.draft).name}" if options.draft else "")
             + f": T = {options.temperature:g}, batch {options.batch_size}, {options.max_new_tokens} new tokens"
-            + (" whatever ends before" if options.full_length else ""),
+            + (", end tokens ignored" if options.full_length else ""),
             f"{about['cpu']}, {about['usable_cores']} cores, {about['threads']} threads, {about['dtype']}; torch "
             f"{about['torch']}, transformers {about['transformers']}, specdec {about['specdec']}. "
             f"{len(jobs)} {'prompts' if options.batch_size == 1 else 'batches'}, medians of {repeats} repeats, {took}.",
@@ -239,8 +197,8 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
             best_lines(rows, best),
             "Where it comes from (specdec's rates pooled over all rounds; shares are of the rounds' time):",
             detail_table(rows, identities),
-            *([_seeds_line(records)] if options.temperature else []),
-            *(["Texts that part from plain decoding's:", _parted_table(parted)] if parted else []),
+            *([seeds] if options.temperature else []),
+            *(["Texts that differ from plain decoding's:", _difference_table(differences)] if differences else []),
         ]
     )
     content = {
@@ -260,12 +218,7 @@ def _report(bench: Bench, records: Sequence[Record], identities: dict[str, Ident
     _write(out, "results", content, text)
 
 
-def _seeds_line(records: Sequence[Record]) -> str:
-    same = ", ".join(f"{name} {n} of {of}" for name, (n, of) in same_with_the_seed(records).items())
-    return f"Texts that are plain decoding's with the same seed: {same or 'none compared'}."
-
-
-def _parted_table(parted: Sequence[Difference]) -> str:
+def _difference_table(differences: Sequence[Difference]) -> str:
     lines = [
         [
             d.method,
@@ -276,7 +229,7 @@ def _parted_table(parted: Sequence[Difference]) -> str:
             f"{d.divergence.top:.1f}",
             "yes" if d.near_tie else "NO",
         ]
-        for d in parted
+        for d in differences
     ]
     return table(["method", "question", "repeat", "position", "gap of the two best logits", "best", "near tie"], lines)
 
@@ -288,20 +241,13 @@ def _pass_costs(bench: Bench) -> tuple[dict[str, Any], str]:
         models["draft, as specdec runs it"] = DraftModelProposer(bench.draft).new_runner()
     costs = {name: pass_costs(runner, batch_size=bench.options.batch_size) for name, runner in models.items()}
     base = costs["target"][1]
-    lines = [
-        [
-            name,
-            f"{1e3 * cost[1]:.1f}",
-            f"{cost[1] / base:.2f}",
-            *(f"{seconds / cost[1]:.2f}" for seconds in cost.values()),
-        ]
-        for name, cost in costs.items()
-    ]
+    lines = []
+    for name, cost in costs.items():
+        relative = [f"{seconds / cost[1]:.2f}" for seconds in cost.values()]
+        lines.append([name, f"{1e3 * cost[1]:.1f}", f"{cost[1] / base:.2f}", *relative])
     head = ["tokens", "ms for 1", "of the target's", *map(str, costs["target"])]
     content = {"machine": machine.describe() | {"dtype": str(bench.target.dtype)}, "seconds": costs}
-    title = (
-        f"A pass over n tokens per row, 300 in the cache, batch {bench.options.batch_size}, against a pass over one:"
-    )
+    title = f"A pass over n tokens per row, 300 in the cache, batch {bench.options.batch_size}, against one token:"
     return content, f"{title}\n\n{table(head, lines)}"
 
 
@@ -309,23 +255,11 @@ def _memory(options: Options, names: Sequence[str]) -> tuple[dict[str, Any], str
     figures = {name: peak_memory(options, name) for name in names}
     base = figures[PLAIN]["peak"]
     lines = [
-        [
-            name,
-            number(figure["loaded"]),
-            number(figure["generating"]),
-            number(figure["peak"]),
-            times(figure["peak"] / base),
-        ]
+        [name, *(number(figure[part]) for part in ("loaded", "generating", "peak")), times(figure["peak"] / base)]
         for name, figure in figures.items()
     ]
     head = ["method", "MiB after loading", "more while generating", "peak", "of plain's"]
     return {"machine": machine.describe(), "mib": figures}, table(head, lines)
-
-
-def _note_session(folder: Path, session: str, bench: Bench) -> None:
-    about = {"session": session, "command": sys.argv, **machine.describe(), "dtype": str(bench.target.dtype)}
-    with (folder / "sessions.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(about) + "\n")
 
 
 def _write(out: Path, name: str, content: dict[str, Any], text: str) -> None:

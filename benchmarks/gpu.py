@@ -46,7 +46,7 @@ os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = {0.6: 3, 0.8: 6, 0.9: 8}  # tokens to draft, by the share of them that is right
-LAUNCHED: dict[str, Any] = {"": False, ", recorded": "auto", ", compiled": True}  # `compile`, by what is said of it
+MODES: dict[str, Any] = {"": False, ", recorded": "auto", ", compiled": True}  # `compile`, by the end of the name
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 Row = dict[str, Any]
@@ -71,6 +71,9 @@ class Setting:
     def model(self, shape: str, **changes: Any) -> PreTrainedModel:
         return counting.counting(shape, self.device, self.small, **changes)
 
+    def prompts(self, target: PreTrainedModel, rows: int = 1, length: int | None = None) -> Tensor:
+        return counting.prompts(rows, length or self.lengths()[0], target.config.vocab_size, self.device)
+
     def batches(self) -> tuple[int, ...]:
         return (1, 2) if self.small else (1, 4, 16, 64)
 
@@ -85,8 +88,8 @@ def bandwidth(setting: Setting) -> Iterator[Row]:
     """Measure memory bandwidth and the cost of an empty kernel, which bound the time per token from below."""
     data = torch.ones(2**20 if setting.small else 2**31, dtype=torch.bfloat16, device=setting.device)
     one = torch.ones(1, device=setting.device)
-    seconds = least(setting, data.sum)
-    chain = least(setting, lambda: [one.add_(1) for _ in range(1000)])
+    seconds = fastest_run(setting, data.sum)
+    chain = fastest_run(setting, lambda: [one.add_(1) for _ in range(1000)])
     yield {"GB/s": data.nbytes / seconds / 1e9, "us a kernel": chain * 1e3}
 
 
@@ -95,20 +98,20 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
 
     def part(setting: Setting) -> Iterator[Row]:
         target = setting.model(shape)
-        ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+        ids = setting.prompts(target)
         draft = setting.model(shape, wrong=0.2, num_hidden_layers=2)
         head = counting.head_for(target)
-        for name, generate in plain_ways(target).items():
+        for name, generate in plain_methods(target).items():
             yield measured(setting, target, name, generate, ids)
-        for said in ("", ", recorded"):
-            for right in LENGTHS if said else (0.8,):
+        for mode in ("", ", recorded"):
+            for right in LENGTHS if mode else (0.8,):
                 spec = replayed(setting, target, ids, right)
-                yield in_way(setting, target, f"specdec replay, {right}", said, spec, ids)
+                yield measured_in_mode(setting, target, f"specdec replay, {right}", mode, spec, ids)
             spec = replayed(setting, target, ids, 0.8, head)
-            yield in_way(setting, target, "specdec EAGLE-3 chain, 0.8", said, spec, ids)
+            yield measured_in_mode(setting, target, "specdec EAGLE-3 chain, 0.8", mode, spec, ids)
             spec = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=LENGTHS[0.8])
-            yield in_way(setting, target, "specdec draft model, 0.8", said, spec, ids)
-        for name, generate in assisted_ways(target, draft).items():
+            yield measured_in_mode(setting, target, "specdec draft model, 0.8", mode, spec, ids)
+        for name, generate in assisted_methods(target, draft).items():
             yield measured(setting, target, name, generate, ids)
 
     return part
@@ -117,17 +120,17 @@ def methods(shape: str) -> Callable[[Setting], Iterator[Row]]:
 def each_round(setting: Setting) -> Iterator[Row]:
     """Measure the duration of captured rounds in one call, and the kernels that the device runs in them."""
     target = setting.model("llama-8b")
-    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+    ids = setting.prompts(target)
     head = counting.head_for(target)
-    ways = {
+    chosen = {
         "replay, 0.8": replayed(setting, target, ids, 0.8),
         "EAGLE-3 chain, 0.8": replayed(setting, target, ids, 0.8, head),
         "EAGLE-3 tree, 0": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
     }
-    for name, spec in ways.items():
-        spec.compile = LAUNCHED[", recorded"]
+    for name, spec in chosen.items():
+        spec.compile = MODES[", recorded"]
         new = setting.new_tokens if "tree" not in name else setting.new_tokens // 4  # a token a round
-        calls = [least(setting, partial(write, spec, ids, new), repeats=1) for _ in range(3)]
+        calls = [fastest_run(setting, partial(write, spec, ids, new), repeats=1) for _ in range(3)]
         rounds = rounds_of(spec, ids, new)
         row: Row = {"method": f"specdec {name}, recorded", "new tokens": new, "rounds": len(rounds)}
         row |= {f"call {i} ms": 1e3 * seconds for i, seconds in enumerate(calls, start=1)}
@@ -171,31 +174,32 @@ def compiled(setting: Setting) -> Iterator[Row]:
     if setting.small:
         captured.BACKEND = "eager"  # no code is generated
     target = setting.model("llama-8b")
-    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
-    ways = {"replay": replayed(setting, target, ids, 0.8)}
-    ways["EAGLE-3 chain"] = replayed(setting, target, ids, 0.8, counting.head_for(target))
-    for name, spec in ways.items():
-        yield in_way(setting, target, f"specdec {name}, 0.8", ", compiled", spec, ids)
+    ids = setting.prompts(target)
+    chosen = {"replay": replayed(setting, target, ids, 0.8)}
+    chosen["EAGLE-3 chain"] = replayed(setting, target, ids, 0.8, counting.head_for(target))
+    for name, spec in chosen.items():
+        yield measured_in_mode(setting, target, f"specdec {name}, 0.8", ", compiled", spec, ids)
 
 
 def batches(setting: Setting) -> Iterator[Row]:
     target = setting.model("llama-8b")
     for rows in setting.batches():
-        ids = counting.prompts(rows, setting.lengths()[0], target.config.vocab_size, setting.device)
+        ids = setting.prompts(target, rows)
         yield from against_plain(setting, target, ids, static=rows == setting.batches()[-2])
 
 
 def long_prompts(setting: Setting) -> Iterator[Row]:
     target = setting.model("qwen3-4b")
     for length in setting.lengths():
-        ids = counting.prompts(1, length, target.config.vocab_size, setting.device)
+        ids = setting.prompts(target, length=length)
         yield from against_plain(setting, target, ids, static=length == setting.lengths()[1])
 
 
 def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static: bool) -> Iterator[Row]:
     """Compare with plain decoding; static: also with a static cache, which takes half a minute to compile."""
-    yield in_way(setting, target, "specdec replay, 0.8", ", recorded", replayed(setting, target, ids, 0.8), ids)
-    for name, generate in plain_ways(target).items():
+    spec = replayed(setting, target, ids, 0.8)
+    yield measured_in_mode(setting, target, "specdec replay, 0.8", ", recorded", spec, ids)
+    for name, generate in plain_methods(target).items():
         if static or "static" not in name:
             yield measured(setting, target, name, generate, ids)
 
@@ -203,29 +207,29 @@ def against_plain(setting: Setting, target: PreTrainedModel, ids: Tensor, static
 def launches(setting: Setting) -> Iterator[Row]:
     """Count kernel launches and host syncs per token or round, using torch's profiler."""
     target = setting.model("llama-8b")
-    ids = counting.prompts(1, setting.lengths()[0], target.config.vocab_size, setting.device)
+    ids = setting.prompts(target)
     head = counting.head_for(target)
-    ways: dict[str, Any] = plain_ways(target)
-    for said in ("", ", recorded"):
-        ways |= {
-            f"specdec replay, 0.8{said}": replayed(setting, target, ids, 0.8),
-            f"specdec EAGLE-3 chain, 0.8{said}": replayed(setting, target, ids, 0.8, head),
-            f"specdec EAGLE-3 tree, 0{said}": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
+    chosen: dict[str, Any] = plain_methods(target)
+    for mode in ("", ", recorded"):
+        chosen |= {
+            f"specdec replay, 0.8{mode}": replayed(setting, target, ids, 0.8),
+            f"specdec EAGLE-3 chain, 0.8{mode}": replayed(setting, target, ids, 0.8, head),
+            f"specdec EAGLE-3 tree, 0{mode}": SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=8),
         }
     activities = torch.profiler.ProfilerActivity
     kind = activities.CUDA if setting.device.type == "cuda" else activities.CPU
-    for name, way in ways.items():
+    for name, method in chosen.items():
         counts, recorded = [], name.endswith(", recorded")
-        if isinstance(way, SpeculativeGenerator):
-            way.compile = LAUNCHED[", recorded" if recorded else ""]
+        if isinstance(method, SpeculativeGenerator):
+            method.compile = MODES[", recorded" if recorded else ""]
         few = 32 if recorded and "tree" not in name else 12  # by then what is replayed has been recorded
         for new in (few, few + 8):  # their difference is without the prompt's part
-            write(way, ids, new)
+            write(method, ids, new)
             with torch.profiler.profile(activities=[kind]) as profile:
-                write(way, ids, new)
+                write(method, ids, new)
             seen = {event.key: event.count for event in profile.key_averages()}
             counts.append([sum(seen.get(key, 0) for key in keys) for keys in (LAUNCHES, WAITS)])
-            counts[-1].append(passes(way, new) or 0)
+            counts[-1].append(passes(method, new) or 0)
         launched, waited, rounds = (b - a for a, b in zip(*counts, strict=True))
         yield {"method": name, "launches a pass": launched / rounds, "waits a pass": waited / rounds}
 
@@ -233,13 +237,10 @@ def launches(setting: Setting) -> Iterator[Row]:
 def parity(setting: Setting) -> Iterator[Row]:
     """Run the tests that compare texts with plain decoding on the device."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--device", setting.device.type, "-p", "no:cacheprovider"]
-    chosen = (
-        ["tests/unit/engine/test_trace.py"]
-        if setting.small
-        else ["tests/parity/test_parity.py", "tests/parity/test_sampling.py"]
-    )
+    full = ["tests/parity/test_parity.py", "tests/parity/test_sampling.py"]
+    chosen = ["tests/unit/engine/test_trace.py"] if setting.small else full
     done = subprocess.run([*command, "-m", "not slow", *chosen], cwd=ROOT, capture_output=True, text=True)
-    yield {"passed": done.returncode == 0, "said": done.stdout.strip().splitlines()[-1:]}
+    yield {"passed": done.returncode == 0, "summary": done.stdout.strip().splitlines()[-1:]}
 
 
 PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # seconds it may take
@@ -256,10 +257,10 @@ PARTS: dict[str, tuple[float, Callable[[Setting], Iterator[Row]]]] = {  # second
 }
 
 
-# Ways to generate
+# Methods
 
 
-def plain_ways(target: PreTrainedModel) -> dict[str, Any]:
+def plain_methods(target: PreTrainedModel) -> dict[str, Any]:
     """Plain decoding, eager and with a static cache, whose passes transformers compiles on a GPU: the baselines."""
 
     def static(ids: Tensor, **kwargs: Any) -> Tensor:
@@ -268,10 +269,10 @@ def plain_ways(target: PreTrainedModel) -> dict[str, Any]:
     return {"generate(), eager": target.generate, "generate(), static": static}
 
 
-def assisted_ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
+def assisted_methods(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, Any]:
     """transformers' assisted generation; since 5.24 also with a static cache, whose passes are compiled on a GPU."""
 
-    def way(static: bool) -> Any:
+    def method(static: bool) -> Any:
         generate = in_assisted(target, draft, None, static)
 
         def assisted(ids: Tensor, **kwargs: Any) -> Tensor:
@@ -279,7 +280,7 @@ def assisted_ways(target: PreTrainedModel, draft: PreTrainedModel) -> dict[str, 
 
         return assisted
 
-    return {"assisted, 0.8": way(False)} | ({"assisted, static, 0.8": way(True)} if ASSISTED_STATIC else {})
+    return {"assisted, 0.8": method(False)} | ({"assisted, static, 0.8": method(True)} if ASSISTED_STATIC else {})
 
 
 def replayed(
@@ -295,28 +296,28 @@ def replayed(
 # Measuring
 
 
-def in_way(
-    setting: Setting, target: PreTrainedModel, name: str, said: str, spec: SpeculativeGenerator, ids: Tensor
+def measured_in_mode(
+    setting: Setting, target: PreTrainedModel, name: str, mode: str, spec: SpeculativeGenerator, ids: Tensor
 ) -> Row:
-    """Run `measured` with the launch mode `LAUNCHED[said]`, and add specdec's warnings."""
-    spec.compile = LAUNCHED[said]
+    """Run `measured` with the launch mode `MODES[mode]`, and add specdec's warnings."""
+    spec.compile = MODES[mode]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        row = measured(setting, target, name + said, spec, ids)
+        row = measured(setting, target, name + mode, spec, ids)
     warned = [str(warning.message) for warning in caught if "specdec" in str(warning.message)]
     return row | ({"warned": warned} if warned else {})
 
 
-def measured(setting: Setting, target: PreTrainedModel, name: str, way: Any, ids: Tensor) -> Row:
-    """Measure the seconds per token after the first. way: a `generate` function, or an object that has one."""
+def measured(setting: Setting, target: PreTrainedModel, name: str, method: Any, ids: Tensor) -> Row:
+    """Measure the seconds per token after the first. method: a `generate` function, or an object that has one."""
     B, new = len(ids), setting.new_tokens
-    write(way, ids, new)  # compiles, and finds out what passes cost
-    first = least(setting, lambda: write(way, ids, 1))
+    write(method, ids, new)  # compiles, and finds out what passes cost
+    first = fastest_run(setting, lambda: write(method, ids, 1))
     if setting.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     outputs: list[Tensor] = []
-    whole = least(setting, lambda: outputs.append(write(way, ids, new)))
-    output, count = outputs[-1], passes(way, new)
+    whole = fastest_run(setting, lambda: outputs.append(write(method, ids, new)))
+    output, count = outputs[-1], passes(method, new)
     row: Row = {
         "method": name,
         "batch": B,
@@ -334,20 +335,20 @@ def measured(setting: Setting, target: PreTrainedModel, name: str, way: Any, ids
     return row
 
 
-def write(way: Any, ids: Tensor, new: int) -> Tensor:
+def write(method: Any, ids: Tensor, new: int) -> Tensor:
     mask = torch.ones_like(ids)
-    generate = getattr(way, "generate", way)
+    generate = getattr(method, "generate", method)
     return generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new, min_new_tokens=None)
 
 
-def passes(way: Any, new: int) -> int | None:
+def passes(method: Any, new: int) -> int | None:
     """Passes of the target in the last call, derived from its tokens, since a hook would trigger a recompilation."""
-    if isinstance(way, SpeculativeGenerator):
-        return way.last_report.num_rounds + 1
-    return None if way.__name__ == "assisted" else new
+    if isinstance(method, SpeculativeGenerator):
+        return method.last_report.num_rounds + 1
+    return None if method.__name__ == "assisted" else new
 
 
-def least(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
+def fastest_run(setting: Setting, work: Callable[[], Any], repeats: int = 2) -> float:
     """Seconds of the fastest run, including the device's work."""
     taken = []
     for _ in range(repeats):
@@ -423,9 +424,13 @@ def note(out: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def results(out: Path) -> list[Row]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
 def tables(out: Path) -> str:
     """Format all measurements, with a table for each part."""
-    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    rows = results(out)
     bandwidth = next((row["GB/s"] for row in rows if "GB/s" in row), None)
     made = []
     for part in dict.fromkeys(row["part"] for row in rows):
@@ -442,8 +447,7 @@ def draw(out: Path) -> None:
     """Draw the tokens per second of every method, with a panel for each part."""
     from matplotlib.figure import Figure
 
-    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "tokens/s" in row]
+    rows = [row for row in results(out) if "tokens/s" in row]
     parts = list(dict.fromkeys(row["part"] for row in rows))
     if not parts:
         return

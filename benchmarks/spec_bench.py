@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from transformers.utils import logging
 
-from benchmarks.compare import Compared, compare
+from benchmarks.compare import Comparison, compare
 from benchmarks.harness import machine
-from benchmarks.harness.failure import bad_input_ends
 from benchmarks.harness.methods import catalogue, select
 from benchmarks.harness.options import Bench, Options
+from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input_ends
 from benchmarks.harness.summary import MethodSummary, best_of_transformers, spread, summarise
 from benchmarks.harness.table import best_lines, number, table, times
 
@@ -61,21 +60,17 @@ def main(
     ] = None,
     thinking: Annotated[list[str] | None, typer.Option(help="Thinking, on or off; may be repeated.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 1024,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
-    ] = None,
+    max_prompt_tokens: MaxPromptTokens = None,
     repeats: Annotated[int, typer.Option(min=1)] = 1,
-    dtype: Annotated[
-        str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")
-    ] = Options.dtype,
+    dtype: Dtype = Options.dtype,
     device: Annotated[str, typer.Option()] = Options.device,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Threads = None,
 ) -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     pages = [f"# {Path(target).name}" + (f" with {Path(draft).name}" if draft else "")]
     with bad_input_ends():
-        modes = [_thinking(mode) for mode in thinking or [""]]
+        if unknown := [mode for mode in thinking or () if mode not in THINKING]:
+            raise ValueError(f"--thinking is on or off, got {unknown[0]!r}")
+        modes = [THINKING[mode] for mode in thinking or [""]]
         every = [
             Options(
                 target=target,
@@ -95,8 +90,8 @@ def main(
             )
             for path, heat, size, mode in product(data, temperature or [0.0], batch_size or [1], modes)
         ]
-        asked = [name for name in methods.split(",") if name]
-        boards = [(bench, select(list(catalogue(bench)), asked)) for bench in map(Bench, every)]
+        patterns = [name for name in methods.split(",") if name]
+        boards = [(bench, select(list(catalogue(bench)), patterns)) for bench in map(Bench, every)]
         for bench, chosen in boards:
             compared = compare(bench, chosen, repeats, out / _folder(bench.options))
             rows = summarise(compared.records, chosen)
@@ -105,7 +100,7 @@ def main(
     print("\n\n".join(pages))
 
 
-def board(compared: Compared, rows: list[MethodSummary]) -> str:
+def board(compared: Comparison, rows: list[MethodSummary]) -> str:
     """Format the table with a line per method: speed-ups, #MAT and 90% intervals, bootstrapped over questions.
 
     #MAT is the mean of the tokens per row and pass of the target.
@@ -115,7 +110,7 @@ def board(compared: Compared, rows: list[MethodSummary]) -> str:
     return table(head, [_line(row, groups, compared) for row in rows])
 
 
-def _line(row: MethodSummary, groups: list[str], compared: Compared) -> list[str]:
+def _line(row: MethodSummary, groups: list[str], compared: Comparison) -> list[str]:
     low, high = spread(compared.records, row.name)
     same = compared.identities.get(row.name)
     return [
@@ -126,12 +121,6 @@ def _line(row: MethodSummary, groups: list[str], compared: Compared) -> list[str
         f"{low:.2f} to {high:.2f}",
         "-" if same is None else f"{same.compared - len(same.differences)} of {same.compared}",
     ]
-
-
-def _thinking(mode: str) -> bool | None:
-    if mode not in THINKING:
-        raise ValueError(f"--thinking is on or off, got {mode!r}")
-    return THINKING[mode]
 
 
 def _folder(options: Options) -> str:

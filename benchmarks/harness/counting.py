@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from specdec.heads.eagle3.config import Eagle3Config, default_taps
 from specdec.heads.eagle3.head import Eagle3Head
 
-LOUD = 10.0  # of the embeddings; 32 layers of transformers' initial weights add about 11 to them
+EMBEDDING_SCALE = 10.0  # of the embeddings; 32 layers of transformers' initial weights add about 11 to them
 COMMON = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -89,17 +89,17 @@ def counting(shape: str, device: torch.device, small: bool = False, wrong: float
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    embedding.normal_(std=LOUD)
-    head[_next_tokens(config.vocab_size, wrong).to(device)] = embedding / (LOUD * config.hidden_size**0.5)
+    embedding.normal_(std=EMBEDDING_SCALE)
+    head[_next_tokens(config.vocab_size, wrong).to(device)] = embedding / (EMBEDDING_SCALE * config.hidden_size**0.5)
     return model.eval()
 
 
 def _next_tokens(vocab_size: int, wrong: float) -> Tensor:
     """Successor of each token, (V,) int64."""
-    behind = torch.arange(1, vocab_size + 1) % vocab_size
+    successors = torch.arange(1, vocab_size + 1) % vocab_size
     astray = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) < wrong
-    behind[astray] = behind[astray].roll(1)
-    return behind
+    successors[astray] = successors[astray].roll(1)
+    return successors
 
 
 def head_for(target: PreTrainedModel) -> Eagle3Head:

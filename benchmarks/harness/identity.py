@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from benchmarks.harness.methods import PLAIN
+from benchmarks.harness.measure import Record
 from benchmarks.harness.prompts import Job
-from benchmarks.harness.store import Record
 from examples.demo.divergence import Divergence, diverge, first_difference
+from specdec.evaluation.methods import PLAIN
 
 
 @dataclass(frozen=True)

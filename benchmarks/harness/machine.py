@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import transformers
 
 import specdec
+from specdec.utils.releases import installed
 
 
 def describe() -> dict[str, Any]:
@@ -29,7 +29,8 @@ def describe() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "specdec": specdec.__version__,
         "specdec_source": source_digest(),
-        "scikit-learn": _version("scikit-learn"),  # with it, transformers adapts the assistant's confidence threshold
+        "scikit-learn": installed("scikit-learn")
+        or None,  # with it, transformers adapts the assistant's confidence threshold
         "threads": torch.get_num_threads(),
     }
 
@@ -59,10 +60,3 @@ def _memory_gb() -> float:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     except (ValueError, OSError, AttributeError):
         return float("nan")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,27 +1,24 @@
-"""`measure`: generates one job with one method, and measures its times.
-
-All methods are timed in the same way: around the call, at each block that the streamer receives, and with a count of
-the target's forward passes.
-"""
+"""`measure`: generates one job with one method; `take_turns`: all methods in turn. Times are those of `time_call`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
-from benchmarks.harness.methods import Method
+from benchmarks.harness.methods import SINGLES
 from benchmarks.harness.options import Bench
 from benchmarks.harness.prompts import Job, left_padded
 from specdec import Report
+from specdec.evaluation.methods import Method
+from specdec.evaluation.timing import Call, time_call
 
 
 @dataclass(frozen=True)
@@ -50,20 +47,37 @@ class Measurement:
         return sum(map(len, self.tokens))
 
 
-class Clock(BaseStreamer):
-    """Streamer that records the time and number of the first tokens: assisted generation starts with a whole block."""
+@dataclass(frozen=True)
+class Record:
+    """A measurement with its settings, method and job.
 
-    def __init__(self, rows: int):
-        self.rows, self.blocks = rows, 0
-        self.first_moment, self.first_tokens = float("nan"), 0
+    Attributes:
+        fingerprint: hash of the settings.
+        session: start time of the process that measured.
+    """
 
-    def put(self, value: Tensor) -> None:
-        self.blocks += 1
-        if self.blocks == 2:  # the first is the prompt
-            self.first_moment, self.first_tokens = perf_counter(), value.numel() // self.rows
+    fingerprint: str
+    session: str
+    method: str
+    job: str
+    group: str
+    repeat: int
+    measurement: Measurement
 
-    def end(self) -> None:
-        pass
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.method, self.job, self.repeat
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=list)  # reports hold deques
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        entry = json.loads(line)
+        measurement = entry.pop("measurement")
+        counts, known = measurement.pop("report"), {field.name for field in dataclasses.fields(Report)}
+        report = Report(**{name: count for name, count in counts.items() if name in known}) if counts else None
+        return cls(**entry, measurement=Measurement(**measurement, report=report))
 
 
 def measure(
@@ -84,23 +98,36 @@ def measure(
         ends: end tokens.
         seed: seed of torch, set before the call.
     """
+    singles = method.name.endswith(SINGLES)
+    batches = [[prompt] for prompt in job.prompts] if singles else [job.prompts]
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
     torch.manual_seed(seed)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # transformers' advice on generation flags, once per call
-        if not method.singles:
-            return _call(method, target, job.prompts, arguments, pad, ends)
-        parts = [_call(method, target, [prompt], arguments, pad, ends) for prompt in job.prompts]
+    hook = target.register_forward_pre_hook(count)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # transformers' advice on generation flags, once per call
+            inputs = [left_padded(prompts, pad, target.device) for prompts in batches]
+            calls = [time_call(method, batch, pad_token_id=pad, **arguments) for batch in inputs]
+    finally:
+        hook.remove()
+    texts = [[_until_end(row, ends) for row in call.texts] for call in calls]
     return Measurement(
-        tokens=[part.tokens[0] for part in parts],
-        seconds=sum(part.seconds for part in parts),
-        time_to_first_token=sum(part.time_to_first_token for part in parts) / len(parts),
-        decode_seconds=sum(part.decode_seconds for part in parts),
-        decode_tokens=sum(part.decode_tokens for part in parts),
-        passes=sum(part.passes for part in parts),
+        tokens=[row for rows in texts for row in rows],
+        seconds=sum(call.seconds for call in calls),
+        time_to_first_token=sum(call.time_to_first_token for call in calls) / len(calls),
+        decode_seconds=sum(call.decode_seconds for call in calls),
+        decode_tokens=sum(_after_first(call, rows) for call, rows in zip(calls, texts, strict=True)),
+        passes=passes,
+        report=None if singles else calls[0].report,
     )
 
 
-def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
+def measure_job(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any) -> Measurement:
     """Run `measure` with the benchmark's options.
 
     Args:
@@ -118,39 +145,24 @@ def take(bench: Bench, method: Method, job: Job, repeat: int = 0, **changed: Any
     )
 
 
-def _call(
-    method: Method,
-    target: PreTrainedModel,
-    prompts: Sequence[Tensor],
-    arguments: dict[str, Any],
-    pad: int,
-    ends: set[int],
-) -> Measurement:
-    inputs = left_padded(prompts, pad, target.device)
-    clock, passes = Clock(len(prompts)), 0
+def take_turns(
+    methods: Sequence[Method], target: PreTrainedModel, jobs: Sequence[Job], arguments: dict[str, Any], repeats: int
+) -> list[Record]:
+    """Measure every method `repeats` times on every job, in turn, after a warm-up call of each."""
 
-    def count(*_: Any) -> None:
-        nonlocal passes
-        passes += 1
+    def one(method: Method, job: Job, seed: int) -> Record:
+        taken = measure(method, target, job, arguments, pad=0, ends=set(), seed=seed)
+        return Record("", "", method.name, job.id, job.group, seed, taken)
 
-    hook = target.register_forward_pre_hook(count)
-    try:
-        start = perf_counter()
-        output = method.generate(**inputs, **arguments, pad_token_id=pad, streamer=clock)
-        rows = output[:, inputs["input_ids"].shape[1] :].tolist()  # on an accelerator, this waits for it
-        end = perf_counter()
-    finally:
-        hook.remove()
-    tokens = [_until_end(row, ends) for row in rows]
-    return Measurement(
-        tokens=tokens,
-        seconds=end - start,
-        time_to_first_token=clock.first_moment - start,
-        decode_seconds=end - clock.first_moment,
-        decode_tokens=sum(max(0, len(row) - clock.first_tokens) for row in tokens),
-        passes=passes,
-        report=method.report(),
-    )
+    for method in methods:
+        one(method, jobs[0], 0)
+    return [one(method, job, repeat) for job in jobs for repeat in range(repeats) for method in methods]
+
+
+def _after_first(call: Call, texts: Sequence[Sequence[int]]) -> int:
+    """Number of tokens after each row's first one, or first block: assisted generation starts with a whole block."""
+    first = call.times.count(call.times[0]) // len(texts) if call.times else 0
+    return sum(max(0, len(row) - first) for row in texts)
 
 
 def _until_end(tokens: list[int], ends: set[int]) -> list[int]:

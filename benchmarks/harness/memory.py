@@ -13,10 +13,11 @@ import sys
 from base64 import b64decode, b64encode
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.harness.measure import measure
+from benchmarks.harness.measure import measure_job
 from benchmarks.harness.methods import catalogue
 from benchmarks.harness.options import Bench, Options
 
@@ -26,31 +27,15 @@ def peak_memory(options: Options, method: str) -> dict[str, float]:
 
     Uses the first job, after a warm-up. The difference is called `generating`. Without /proc, `peak` includes loading.
     """
-    argument = b64encode(pickle.dumps((options, method))).decode()
-    done = subprocess.run([sys.executable, "-m", __spec__.name, argument], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"measuring the memory of {method} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_apart(__spec__.name, b64encode(pickle.dumps((options, method))).decode())
 
 
 def _measure(options: Options, name: str) -> dict[str, float]:
     bench = Bench(options)
     method = catalogue(bench)[name]()
-    loaded = status("VmRSS")
-    # Loading reads the weights file through the page cache and may hold them twice; 5 resets the mark to what is
-    # resident now (Linux, proc_pid_clear_refs(5)).
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    loaded = reset_peak()
     for job in (bench.warm_up, bench.jobs[0]):
-        measure(
-            method,
-            bench.target,
-            job,
-            options.generate_arguments,
-            pad=bench.pad_token,
-            ends=bench.end_tokens,
-            seed=options.seed,
-        )
+        measure_job(bench, method, job)
     peak = status("VmHWM")
     if peak != peak:  # no /proc; macOS counts in bytes, others in KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
@@ -58,6 +43,24 @@ def _measure(options: Options, name: str) -> dict[str, float]:
     if torch.cuda.is_available():
         figures["gpu_peak"] = torch.cuda.max_memory_allocated() / 2**20
     return figures
+
+
+def reset_peak() -> float:
+    """Reset the high-water mark to what is resident now, and return this in MiB.
+
+    Loading reads the weights file through the page cache and may hold the weights twice.
+    """
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux, proc_pid_clear_refs(5)
+    return status("VmRSS")
+
+
+def run_apart(module: str, *arguments: str) -> Any:
+    """Run a module in its own process, so that memory left over does not affect it, and read its last line as JSON."""
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"python -m {module} {arguments} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def status(field: str) -> float:
@@ -70,5 +73,4 @@ def status(field: str) -> float:
 
 
 if __name__ == "__main__":
-    given, wanted = pickle.loads(b64decode(sys.argv[1]))
-    print(json.dumps(_measure(given, wanted)))
+    print(json.dumps(_measure(*pickle.loads(b64decode(sys.argv[1])))))

@@ -1,10 +1,9 @@
-"""`Method`: one way to generate, and `catalogue`, the methods to compare."""
+"""`catalogue`: the methods to compare."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
@@ -14,32 +13,16 @@ from transformers import PreTrainedModel
 
 from benchmarks.harness.options import Bench
 from benchmarks.harness.peers import NAMES, peers
-from specdec import DraftModelProposer, NgramProposer, Proposer, Report, SpeculativeGenerator
+from specdec import DraftModelProposer, NgramProposer, Proposer
+from specdec.evaluation.methods import PLAIN, Method, speculative
 from specdec.models.compat import ASSISTED_STATIC
 from specdec.proposers.factory import as_proposer
 from specdec.utils.choices import COUPLED, RuleName
 
-PLAIN = "plain"
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it
-DRAFTED_AT_MOST = 64  # tokens that a static cache has room for beyond the text
+MAX_DRAFT_TOKENS = 64  # tokens that a static cache has room for beyond the text
 CACHE_SIZES = 512  # tokens by which static caches differ
 SINGLES = ":singles"  # the batch's prompts one after the other
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to generate.
-
-    Attributes:
-        generate: function with the arguments of `model.generate()`.
-        report: function that returns specdec's report of the last call; None for other libraries.
-        singles: call it once per prompt of a batch.
-    """
-
-    name: str
-    generate: Callable[..., Any]
-    report: Callable[[], Report | None] = lambda: None
-    singles: bool = False
 
 
 def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
@@ -62,29 +45,26 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
         f"specdec-ngram-{K}": (ngram, K),
     }
     if options.draft is not None:
-        single["hf-assistant"] = lambda: assisted(bench.target, bench.draft, None)
-        if ASSISTED_STATIC:
-            single["hf-assistant-static"] = lambda: assisted(bench.target, bench.draft, None, static=True)
-        ours["specdec-draft"] = (whole_vocab, None)
-        for length in options.draft_lengths:
-            single[f"hf-assistant-{length}"] = partial(_late_assisted, bench, length)
+        for length in (None, *options.draft_lengths):
+            ending = "" if length is None else f"-{length}"
+            single[f"hf-assistant{ending}"] = partial(_assisted, bench, length)
             if ASSISTED_STATIC:
-                single[f"hf-assistant-static-{length}"] = partial(_late_assisted, bench, length, static=True)
-            ours[f"specdec-draft-{length}"] = (whole_vocab, length)
+                single[f"hf-assistant-static{ending}"] = partial(_assisted, bench, length, static=True)
+            ours[f"specdec-draft{ending}"] = (whole_vocab, length)
         ours[f"specdec-draft-vocab{options.draft_vocab}"] = (trimmed, None)
     for text in options.proposers:
-        ours[f"specdec-{text}"] = (partial(_named, text, bench), None)
+        ours[f"specdec-{text}"] = (lambda text=text: as_proposer(text, bench.target), None)
 
     made: dict[str, Callable[[], Method]] = {}
     for name, make in single.items():
         if options.batch_size == 1 or name == PLAIN:
             made[name] = partial(_call, name, make)
         if options.batch_size > 1:
-            made[name + SINGLES] = partial(_call, name + SINGLES, make, singles=True)
+            made[name + SINGLES] = partial(_call, name + SINGLES, make)
+    rules: dict[str, RuleName] = {"": COUPLED} | {f":{rule}": rule for rule in options.rules}
     for name, (proposer, fixed) in ours.items():
-        made[name] = partial(_speculative, name, bench, proposer, fixed)
-        for rule in options.rules:
-            made[f"{name}:{rule}"] = partial(_speculative, f"{name}:{rule}", bench, proposer, fixed, rule)
+        for ending, rule in rules.items():
+            made[name + ending] = partial(_speculative, name + ending, bench, proposer, fixed, rule)
     return made | {name: partial(_call, name, make) for name, make in peers(bench).items()}
 
 
@@ -94,19 +74,12 @@ def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     Without patterns: all methods except single calls of transformers' methods and those of other libraries.
     """
     if not patterns:
-        return [name for name in names if not _on_demand(name)]
+        theirs = [name for name in names if name.startswith(TRANSFORMERS) and name.endswith(SINGLES)]
+        return [name for name in names if name not in theirs and not name.startswith(NAMES)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
     return [name for name in names if name == PLAIN or any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _on_demand(name: str) -> bool:
-    return name.startswith(NAMES) or (name.startswith(TRANSFORMERS) and name.endswith(SINGLES))
-
-
-def _named(text: str, bench: Bench) -> Proposer:
-    return as_proposer(text, bench.target)
 
 
 def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..., Any]:
@@ -143,27 +116,19 @@ def assisted(
 
 def static_cache(input_ids: Tensor, max_new_tokens: int, **others: Any) -> dict[str, Any]:
     """Return arguments for a static cache with space for drafts, rounded up as each size is compiled separately."""
-    needed = input_ids.shape[1] + max_new_tokens + DRAFTED_AT_MOST
+    needed = input_ids.shape[1] + max_new_tokens + MAX_DRAFT_TOKENS
     return {"cache_implementation": "static", "max_cache_len": -(-needed // CACHE_SIZES) * CACHE_SIZES}
 
 
-def speculative(
-    name: str, target: PreTrainedModel, proposer: Proposer, length: int | None, rule: RuleName = COUPLED
-) -> Method:
-    """Make a method of specdec. A call without speculation is an error, as it would be measured as plain decoding."""
-    spec = SpeculativeGenerator(target, proposer, draft_length=length, rule=rule, on_unsupported="error")
-    return Method(name, spec.generate, lambda: spec.last_report)
-
-
-def _late_assisted(bench: Bench, tokens: int, static: bool = False) -> Callable[..., Any]:
+def _assisted(bench: Bench, tokens: int | None, static: bool = False) -> Callable[..., Any]:
     return assisted(bench.target, bench.draft, tokens, static)
 
 
-def _call(name: str, make: Callable[[], Callable[..., Any]], singles: bool = False) -> Method:
-    return Method(name, make(), singles=singles)
+def _call(name: str, make: Callable[[], Callable[..., Any]]) -> Method:
+    return Method(name, make())
 
 
 def _speculative(
-    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName = COUPLED
+    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName
 ) -> Method:
     return speculative(name, bench.target, proposer(), length, rule)

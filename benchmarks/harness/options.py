@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.harness.prompts import Job, Messages, Question, choose, cut_into_jobs, encode, read, turn_name, warm_up
+from benchmarks.harness.script import load, prepare
 from specdec.models.introspection import end_tokens
 
 
@@ -39,9 +39,9 @@ class Options:
     draft_lengths: tuple[int, ...] = (2, 4)
     draft_vocab: int = 32768
     proposers: tuple[str, ...] = ()
-    rules: tuple[str, ...] = ()  # beside the default
+    rules: tuple[str, ...] = ()  # in addition to the default
     all_turns: bool = False
-    thinking: bool | None = None  # what a chat template is told; None: nothing
+    thinking: bool | None = None  # `enable_thinking` of the chat template; None: not passed
 
     @property
     def fingerprinted(self) -> dict[str, Any]:
@@ -79,18 +79,17 @@ class Bench:
     options: Options
 
     def __post_init__(self) -> None:
-        if self.options.threads is not None:
-            torch.set_num_threads(self.options.threads)
+        prepare(self.options.threads)
 
     @cached_property
     def target(self) -> PreTrainedModel:
-        return self._load(self.options.target)
+        return load(self.options.target, self.options.dtype, self.options.device)
 
     @cached_property
     def draft(self) -> PreTrainedModel:
         if self.options.draft is None:
             raise ValueError("this method needs a draft model: pass --draft")
-        return self._load(self.options.draft)
+        return load(self.options.draft, self.options.dtype, self.options.device)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -117,15 +116,14 @@ class Bench:
         for question in self.questions:
             if len(question.turns) <= turn:
                 continue
-            before: Messages = []
-            for asked in range(turn):
-                answer = answers[turn_name(question, asked)]
-                said = self.tokenizer.decode(answer, skip_special_tokens=True)
-                before += [{"role": "user", "content": question.turns[asked]}, {"role": "assistant", "content": said}]
+            before: list[dict[str, str]] = []
+            for i in range(turn):
+                answer = self.tokenizer.decode(answers[turn_name(question, i)], skip_special_tokens=True)
+                before += [{"role": "user", "content": question.turns[i]}, {"role": "assistant", "content": answer}]
             jobs.append(self._job(question, before))
         return jobs
 
-    def _job(self, question: Question, before: Messages | None = None) -> Job:
+    def _job(self, question: Question, before: Messages = ()) -> Job:
         template = {} if self.options.thinking is None else {"enable_thinking": self.options.thinking}
         return encode(question, self.tokenizer, self.options.max_prompt_tokens, before, **template)
 
@@ -148,12 +146,3 @@ class Bench:
         config = self.target.generation_config
         given = config.pad_token_id if config is not None else None
         return int(given) if isinstance(given, int) else min(self.end_tokens, default=0)
-
-    def _load(self, path: str) -> PreTrainedModel:
-        return load(path, self.options.dtype, self.options.device)
-
-
-@lru_cache(maxsize=2)
-def load(path: str, dtype: str, device: str) -> PreTrainedModel:
-    """Load models once for several options, for example with other prompts or batch sizes."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()

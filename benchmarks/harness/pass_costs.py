@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 from time import perf_counter
 
@@ -14,17 +13,11 @@ from specdec.models.introspection import device_of
 from specdec.models.runner import ModelRunner
 
 SIZES = (1, 2, 4, 8, 12, 16, 24, 32)
+CONTEXT, REPEATS = 300, 7  # tokens in the cache; passes of each size, after one warm-up pass
 
 
-def pass_costs(
-    runner: ModelRunner, sizes: Sequence[int] = SIZES, context: int = 300, repeats: int = 7, batch_size: int = 1
-) -> dict[int, float]:
-    """Measure the median seconds of a pass over n draft tokens per row, by n, with all sizes in turn.
-
-    Args:
-        context: tokens in the cache.
-        repeats: passes of each size, after one warm-up pass.
-    """
+def pass_costs(runner: ModelRunner, batch_size: int) -> dict[int, float]:
+    """Measure the median seconds of a pass over n draft tokens per row, by n, with all sizes in turn."""
     device = device_of(runner.model)
     vocab = runner.config.vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -33,10 +26,10 @@ def pass_costs(
         return torch.randint(vocab, (batch_size, n), generator=generator).to(device)
 
     runner.start(batch_size)
-    runner.extend(tokens(context), [0] * batch_size)
-    taken: dict[int, list[float]] = {n: [] for n in sizes}
-    for _ in range(repeats + 1):
-        for n in sizes:
+    runner.extend(tokens(CONTEXT), [0] * batch_size)
+    taken: dict[int, list[float]] = {n: [] for n in SIZES}
+    for _ in range(REPEATS + 1):
+        for n in SIZES:
             draft = tokens(n)
             depth = torch.arange(n, device=device).expand(batch_size, n)
             seen = torch.ones(n, n, dtype=torch.bool, device=device).tril().expand(batch_size, n, n)

@@ -7,11 +7,11 @@ Files are JSONL in their published formats: Spec-Bench's and MT-bench's `questio
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ TEXTS = ("question", "prompt", "text")
 WARM_UP = "Name three rivers and, for each of them, a town on its banks."
 
 
-Messages = list[dict[str, str]]
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class Job:
     id: str
     group: str
     prompts: tuple[Tensor, ...]
+
+
+Grouped = TypeVar("Grouped", Question, Job)
 
 
 def read(path: Path, coding_apart: bool = False) -> list[Question]:
@@ -85,21 +88,25 @@ def _question(entry: dict[str, Any], name: str, group: str, coding_apart: bool) 
 
 def choose(questions: Sequence[Question], per_group: int) -> list[Question]:
     """Select `per_group` evenly spaced questions of each group, so that all of MT-bench's categories are included."""
-    groups: dict[str, list[Question]] = {}
-    for question in questions:
-        groups.setdefault(question.group, []).append(question)
     chosen = []
-    for members in groups.values():
+    for members in _by_group(questions):
         count = min(per_group, len(members))
         chosen += [members[i * len(members) // count] for i in range(count)]
     return chosen
+
+
+def _by_group(questions: Iterable[Grouped]) -> Collection[list[Grouped]]:
+    groups: dict[str, list[Grouped]] = {}
+    for question in questions:
+        groups.setdefault(question.group, []).append(question)
+    return groups.values()
 
 
 def encode(
     question: Question,
     tokenizer: PreTrainedTokenizerBase,
     max_tokens: int | None = None,
-    before: Messages | None = None,
+    before: Messages = (),
     **template: Any,
 ) -> Job:
     """Encode a turn in the tokenizer's chat template, shortened in the middle since instructions are at the ends.
@@ -108,20 +115,18 @@ def encode(
         before: the conversation up to this turn.
         template: arguments of the chat template, for example `enable_thinking`.
     """
-    before = before or []
     turn = len(before) // 2
-    text = question.turns[turn]
-    ids = _encode(before, text, tokenizer, template)
-    while max_tokens is not None and len(ids) > max_tokens:
-        kept = tokenizer(text, add_special_tokens=False)["input_ids"]
-        keep = len(kept) - (len(ids) - max_tokens)
-        if keep < 1:
-            raise ValueError(
-                f"max_prompt_tokens={max_tokens} leaves nothing of question {question.id}, turn {turn + 1}"
-            )
-        text = tokenizer.decode(kept[: keep - keep // 2]) + tokenizer.decode(kept[len(kept) - keep // 2 :])
+    name, text = turn_name(question, turn), question.turns[turn]
+    while True:
         ids = _encode(before, text, tokenizer, template)
-    return Job(turn_name(question, turn), question.group, (ids,))
+        excess = 0 if max_tokens is None else len(ids) - max_tokens
+        if excess <= 0:
+            return Job(name, question.group, (ids,))
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        left = len(tokens) - excess
+        if left < 1:
+            raise ValueError(f"max_prompt_tokens={max_tokens} leaves nothing of question {name}")
+        text = tokenizer.decode(tokens[: left - left // 2]) + tokenizer.decode(tokens[len(tokens) - left // 2 :])
 
 
 def turn_name(question: Question, turn: int) -> str:
@@ -133,10 +138,7 @@ def cut_into_jobs(questions: Sequence[Job], batch_size: int) -> list[Job]:
     """Form batches with questions of each group in turn, as on a server. An incomplete batch is left out."""
     if batch_size == 1:
         return list(questions)
-    groups: dict[str, list[Job]] = {}
-    for question in questions:
-        groups.setdefault(question.group, []).append(question)
-    dealt = [q for layer in zip_longest(*groups.values()) for q in layer if q is not None]
+    dealt = [q for layer in zip_longest(*_by_group(questions)) for q in layer if q is not None]
     if len(dealt) < batch_size:
         raise ValueError(f"{len(dealt)} prompts do not fill a batch of {batch_size}: raise --per-category")
     batches = [dealt[i : i + batch_size] for i in range(0, len(dealt) - batch_size + 1, batch_size)]

@@ -28,29 +28,22 @@ class Replay(Proposer):
         texts: expected text of each row, including the prompt, without padding.
         right: share of correct draft tokens, independently of each other. Acceptance ends at the first wrong token.
         vocab_size: vocabulary size of the target.
-        behind: optional proposer that drafts chains at its own cost; its tokens are then replaced.
+        inner: optional proposer that drafts chains at its own cost; its tokens are then replaced.
     """
 
     paces_itself = True
 
-    def __init__(
-        self,
-        texts: Sequence[Sequence[int]],
-        right: float,
-        vocab_size: int,
-        behind: Proposer | None = None,
-        seed: int = 0,
-    ):
-        chances = Random(seed)
+    def __init__(self, texts: Sequence[Sequence[int]], right: float, vocab_size: int, inner: Proposer | None = None):
+        chances = Random(0)
         self._drafts = [
             [token if chances.random() < right else (token + 1) % vocab_size for token in text] for text in texts
         ]
-        self.behind = behind
+        self.inner = inner
 
     def propose(self, context: Context) -> DraftTree:
-        if self.behind is None:
+        if self.inner is None:
             return context.chain([self._next(context, b, context.pacer.limit) for b in range(context.batch_size)])
-        draft = self.behind.propose(context)
+        draft = self.inner.propose(context)
         drafted = [self._next(context, b, draft.size - 1) for b in range(context.batch_size)]
         padded = [[*row, *[0] * (draft.size - 1 - len(row))] for row in drafted]
         tokens = draft.tokens.clone()
@@ -61,30 +54,30 @@ class Replay(Proposer):
         written = context.ends[b] - context.pads[b]
         return self._drafts[b][written : written + count]
 
-    # What the proposer behind is told
+    # Calls passed on to the inner proposer
 
     def taps(self, target: PreTrainedModel) -> Taps | None:
-        return None if self.behind is None else self.behind.taps(target)
+        return None if self.inner is None else self.inner.taps(target)
 
     def check(self, target: PreTrainedModel) -> None:
-        if self.behind is not None:
-            self.behind.check(target)
+        if self.inner is not None:
+            self.inner.check(target)
 
     def begin(self, context: Context) -> None:
-        if self.behind is not None:
-            self.behind.begin(context)
+        if self.inner is not None:
+            self.inner.begin(context)
 
     def drafting_model(self) -> nn.Module | None:
-        return None if self.behind is None else self.behind.drafting_model()
+        return None if self.inner is None else self.inner.drafting_model()
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
-        if self.behind is not None:
-            self.behind.observe(draft, result, accepted)
+        if self.inner is not None:
+            self.inner.observe(draft, result, accepted)
 
     def __copy__(self) -> Replay:
-        """Copy the proposer for one call, together with `behind`."""
+        """Copy the proposer for one call, together with `inner`."""
         made: Any = object.__new__(type(self))
-        made.__dict__.update(self.__dict__, behind=copy.copy(self.behind))
+        made.__dict__.update(self.__dict__, inner=copy.copy(self.inner))
         return made
 
 

@@ -2,48 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.measure import Measurement
-from specdec import Report
-
-
-@dataclass(frozen=True)
-class Record:
-    """A measurement with its settings, method and job.
-
-    Attributes:
-        fingerprint: hash of the settings.
-        session: start time of the process that measured.
-    """
-
-    fingerprint: str
-    session: str
-    method: str
-    job: str
-    group: str
-    repeat: int
-    measurement: Measurement
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        return self.method, self.job, self.repeat
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), default=list)  # reports hold deques
-
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        entry = json.loads(line)
-        measurement = entry.pop("measurement")
-        counts, known = measurement.pop("report"), {field.name for field in dataclasses.fields(Report)}
-        report = Report(**{name: count for name, count in counts.items() if name in known}) if counts else None
-        return cls(**entry, measurement=Measurement(**measurement, report=report))
+from benchmarks.harness.measure import Record
 
 
 class Store:

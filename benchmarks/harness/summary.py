@@ -6,16 +6,18 @@ is the speed-up. Repeats of a question count as their median.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import fmean, median
 
-from benchmarks.harness.measure import Measurement
-from benchmarks.harness.methods import PLAIN, TRANSFORMERS
-from benchmarks.harness.store import Record
+from benchmarks.harness.measure import Measurement, Record
+from benchmarks.harness.methods import SINGLES, TRANSFORMERS
 from specdec import Report
+from specdec.evaluation.methods import PLAIN
+from specdec.evaluation.timing import pooled
 
+DRAWS = 1000  # of the questions, for a bootstrap interval
 Figure = Callable[[Measurement], float]
 
 
@@ -44,10 +46,6 @@ class MethodSummary:
     time_to_first_token: float
     time_per_output_token: float
     report: Report | None
-
-    @property
-    def of_transformers(self) -> bool:
-        return self.name.startswith(TRANSFORMERS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
         }
         at_once = {r.job for r in own + plain if not r.measurement.decode_tokens}
         decoded, plain_decoded = ([r for r in some if r.job not in at_once] for some in (own, plain))
-        taken = [record.measurement for record in own]
+        reports = [record.measurement.report for record in own]
         rows.append(
             MethodSummary(
                 name=name,
@@ -91,35 +89,34 @@ def summarise(records: Sequence[Record], names: Sequence[str]) -> list[MethodSum
                 tokens_per_pass=_per_pass(own),
                 time_to_first_token=_average(own, lambda m: m.time_to_first_token),
                 time_per_output_token=_average(own, lambda m: m.seconds * len(m.tokens) / m.new_tokens),
-                report=_pooled(taken),
+                report=pooled(reports) if any(reports) else None,
             )
         )
     return rows
 
 
-def spread(records: Sequence[Record], name: str, draws: int = 1000) -> tuple[float, float]:
+def spread(records: Sequence[Record], name: str) -> tuple[float, float]:
     """Bootstrap interval of the speed-up: 5% and 95% quantiles over draws of the questions with replacement."""
-    own, plain = (_by_job(records, method) for method in (name, PLAIN))
+    own, plain = (_by_job((r for r in records if r.method == method), _speed) for method in (name, PLAIN))
     jobs, random, found = sorted(own.keys() & plain.keys()), Random(0), []
-    for _ in range(draws):
+    for _ in range(DRAWS):
         drawn = random.choices(jobs, k=len(jobs))
         found.append(sum(own[job] for job in drawn) / sum(plain[job] for job in drawn))
     found.sort()
-    return found[draws // 20], found[draws - 1 - draws // 20]
+    return found[DRAWS // 20], found[-1 - DRAWS // 20]
 
 
-def _by_job(records: Sequence[Record], method: str) -> dict[str, float]:
-    """Tokens/s of each question, as the median of its repeats."""
+def _by_job(records: Iterable[Record], figure: Figure) -> dict[str, float]:
+    """Figure of each job, as the median of its repeats."""
     by_job: dict[str, list[float]] = {}
     for record in records:
-        if record.method == method:
-            by_job.setdefault(record.job, []).append(_speed(record.measurement))
+        by_job.setdefault(record.job, []).append(figure(record.measurement))
     return {job: median(values) for job, values in by_job.items()}
 
 
 def best_of_transformers(rows: Sequence[MethodSummary]) -> Best | None:
     """Find the best settings of transformers, among those with the most jobs. None if there are no measurements."""
-    theirs = [row for row in rows if row.of_transformers]
+    theirs = [row for row in rows if row.name.startswith(TRANSFORMERS)]
     if not theirs:
         return None
     most = max(row.jobs for row in theirs)
@@ -143,15 +140,12 @@ def _decode_speed(m: Measurement) -> float:
 
 
 def _per_pass(records: Sequence[Record]) -> float:
-    tokens = sum(r.measurement.new_tokens / len(r.measurement.tokens) for r in records)
-    passes = sum(map(_passes, records))
+    """Tokens per row and target pass. In single calls each row has its own passes."""
+    tokens = passes = 0.0
+    for measurement, singles in ((r.measurement, r.method.endswith(SINGLES)) for r in records):
+        tokens += measurement.new_tokens / len(measurement.tokens)
+        passes += measurement.passes / (len(measurement.tokens) if singles else 1)
     return tokens / passes if passes else float("nan")
-
-
-def _passes(record: Record) -> float:
-    """Target passes per row. In single calls each row has its own passes."""
-    measurement = record.measurement
-    return measurement.passes / (len(measurement.tokens) if record.method.endswith(":singles") else 1)
 
 
 def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> float:
@@ -159,22 +153,8 @@ def _ratio(own: Sequence[Record], plain: Sequence[Record], figure: Figure) -> fl
 
 
 def _average(records: Sequence[Record], figure: Figure) -> float:
-    """Average over jobs of the median over repeats."""
-    by_job: dict[str, list[float]] = {}
-    for record in records:
-        by_job.setdefault(record.job, []).append(figure(record.measurement))
-    return fmean(median(values) for values in by_job.values())
+    return fmean(_by_job(records, figure).values())
 
 
 def _jobs(records: Sequence[Record]) -> set[str]:
     return {record.job for record in records}
-
-
-def _pooled(measurements: Sequence[Measurement]) -> Report | None:
-    reports = [m.report for m in measurements if m.report is not None]
-    if not reports:
-        return None
-    total = Report()
-    for report in reports:
-        total.add(report)
-    return total

@@ -30,29 +30,15 @@ def detail_table(rows: Sequence[MethodSummary], identities: Mapping[str, Identit
     ).split("|")
     lines = []
     for row in rows:
-        report = row.report
-        counts = (
-            ["-"] * 2
-            if report is None
-            else [number(report.draft_acceptance_rate), number(report.mean_acceptance_length)]
-        )
-        shares = ["-"] * 3
+        report, counts, shares = row.report, ["-"] * 2, ["-"] * 3
         if report is not None:
+            counts = [number(report.draft_acceptance_rate), number(report.mean_acceptance_length)]
             shares = [percent(report.seconds[phase], report.round_seconds) for phase in ("draft", "verify")]
             shares.append(percent(report.overhead, 1))
-        lines.append(
-            [
-                row.name,
-                number(row.tokens_per_second),
-                times(row.decode),
-                number(row.tokens_per_pass),
-                *counts,
-                number(1e3 * row.time_to_first_token),
-                number(1e3 * row.time_per_output_token),
-                *shares,
-                str(identities[row.name]) if row.name in identities else "-",
-            ]
-        )
+        speeds = [number(row.tokens_per_second), times(row.decode), number(row.tokens_per_pass)]
+        milliseconds = [number(1e3 * row.time_to_first_token), number(1e3 * row.time_per_output_token)]
+        same = str(identities[row.name]) if row.name in identities else "-"
+        lines.append([row.name, *speeds, *counts, *milliseconds, *shares, same])
     return table(head, lines)
 
 

@@ -12,10 +12,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
-from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -24,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.utils import logging
 
 from benchmarks.harness import machine
-from benchmarks.harness.memory import status
+from benchmarks.harness.memory import reset_peak, run_apart, status
+from benchmarks.harness.script import Dtype, Proposers
 from benchmarks.harness.table import table
 from specdec import Context, DraftTree, Proposer, SpeculativeGenerator
 from specdec.models.capability import capability
@@ -54,11 +51,9 @@ def main(
         str, typer.Option(help="Lengths of prompts in tokens, separated by commas.")
     ] = "1024,4096,16384,32768",
     rows: Annotated[str, typer.Option(help="Rows per batch.")] = "1",
-    proposer: Annotated[
-        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
-    ] = None,
+    proposer: Proposers = None,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 32,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
     without_plain: Annotated[
         bool, typer.Option(help="Skip plain decoding, if it needs more memory than available.")
     ] = False,
@@ -75,17 +70,17 @@ def main(
         found = []
         for batch in map(int, rows.split(",")):
             for length in map(int, lengths.split(",")):
-                most = {method: _apart(name, dtype, method, length, batch, max_new_tokens) for method in methods}
+                same = ["--target", name, "--dtype", dtype, "--max-new-tokens", str(max_new_tokens)]
+                each = {method: json.dumps([method, length, batch]) for method in methods}
+                most = {method: run_apart(__spec__.name, *same, "--one", one) for method, one in each.items()}
                 reference = most.get(PLAIN)
                 cells = [f"{most[m]:.0f}" + (f" ({most[m] / reference:.2f}x)" if reference else "") for m in methods]
                 found.append([str(batch), str(length), *cells])
         print(table(["rows", "prompt", *methods], found))
         print("\nThe cache after the prompt and a draft, bytes per token of the prompt, by kind of layer:\n")
         model = load(name, dtype)
-        print(
-            table(["layers", "prompt", PLAIN, NOTHING], [r for n in lengths.split(",") for r in cached(model, int(n))])
-        )
-        print()
+        rows_of_cache = [row for length in lengths.split(",") for row in cached(model, int(length))]
+        print(table(["layers", "prompt", PLAIN, NOTHING], rows_of_cache) + "\n")
 
 
 def generating(model: PreTrainedModel, method: str, length: int, batch: int, new: int) -> float:
@@ -98,10 +93,7 @@ def generating(model: PreTrainedModel, method: str, length: int, batch: int, new
     generate(**prompts(model, 40, batch), **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
     inputs = prompts(model, length, batch)
     gc.collect()
-    before = status("VmRSS")
-    # 5 sets the high-water mark back to what is resident now (Linux, proc_pid_clear_refs(5)).
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
+    before = reset_peak()
     generate(**inputs, **arguments)
     return status("VmHWM") - before
 
@@ -134,9 +126,8 @@ def load(name: str, dtype: str) -> PreTrainedModel:
     kind, more = SHAPES[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SMALL, **more)
-    return (
-        AutoModelForCausalLM.from_config(config).to(torch.float32 if dtype == "auto" else getattr(torch, dtype)).eval()
-    )
+    number_format = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    return AutoModelForCausalLM.from_config(config).to(number_format).eval()
 
 
 def prompts(model: PreTrainedModel, length: int, batch: int) -> dict[str, torch.Tensor]:
@@ -147,28 +138,6 @@ def prompts(model: PreTrainedModel, length: int, batch: int) -> dict[str, torch.
     for row in range(batch):
         mask[row, : row * length // 8] = 0
     return {"input_ids": ids * mask, "attention_mask": mask}
-
-
-def _apart(name: str, dtype: str, method: str, length: int, batch: int, new: int) -> float:
-    """Run `generating` in its own process, so that memory left over does not affect the next measurement."""
-    what = json.dumps([method, length, batch])
-    command = [
-        sys.executable,
-        "-m",
-        __spec__.name,
-        "--target",
-        name,
-        "--dtype",
-        dtype,
-        "--max-new-tokens",
-        str(new),
-        "--one",
-        what,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"measuring {method} over {batch} x {length} tokens failed:\n{done.stderr[-2000:]}")
-    return float(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

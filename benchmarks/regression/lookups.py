@@ -18,9 +18,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel
 
+from benchmarks.harness.script import Dtype, load, prepare
 from benchmarks.harness.table import table
 from benchmarks.regression.repeated import JOBS
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
@@ -45,7 +45,7 @@ def main(
     job: Annotated[list[str] | None, typer.Option(help=f"Jobs: {', '.join(JOBS)}. Default: all.")] = None,
     calls: Annotated[int, typer.Option(min=1, help="Maximum calls per job.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
     texts: Annotated[
         Path | None,
         typer.Option(help="JSONL file with prompt, response and source of this model's answers, used instead of jobs."),
@@ -55,12 +55,12 @@ def main(
         bool, typer.Option("--matches", help="Count correct tokens by the length of the match.")
     ] = False,
 ) -> None:
-    logging.set_verbosity_error()
+    prepare()
     tokenizer = AutoTokenizer.from_pretrained(target)
     if texts is not None:
         known = written(texts, tokenizer, calls, max_new_tokens)
     else:
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        model = load(target, dtype)
         known = {name: answered(model, tokenizer, name, calls, max_new_tokens) for name in job or JOBS}
     if matches:
         print(table(["match", "tokens", "right"], by_match([call for them in known.values() for call in them])))

@@ -10,19 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
-from benchmarks.harness import machine
-from benchmarks.harness.methods import PLAIN, Method, speculative
+from benchmarks.harness.measure import take_turns
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Dtype, Threads, conditions, load, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import number, percent, table, times
-from benchmarks.harness.turns import take_turns
 from specdec import NgramProposer, Report
 from specdec.data.prompts import PROMPTS
+from specdec.evaluation.methods import PLAIN, plain, speculative
+from specdec.evaluation.timing import pooled
 
 LENGTH_0 = "specdec, draft length 0"
 PROMPT = PROMPTS[-1]  # a text to rewrite: n-grams are found in it
@@ -38,23 +37,20 @@ def main(
     draft_length: Annotated[
         int, typer.Option(min=1, help="Tokens per n-gram draft in the measurement of a round's parts.")
     ] = 7,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16, float16 or float32.")] = "auto",
+    threads: Threads = None,
+    dtype: Dtype = "auto",
     device: Annotated[str, typer.Option()] = "cpu",
     out: Annotated[Path | None, typer.Option(help="Markdown file to write, too.")] = None,
 ) -> None:
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).to(device).eval()
+    prepare(threads)
+    model = load(target, dtype, device)
     prompt = PROMPT.encode(AutoTokenizer.from_pretrained(target))["input_ids"][0]
     job = Job(PROMPT.name, PROMPT.name, (prompt,))
     given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "repetition_penalty": 1.0}
     greedy = given | {"do_sample": False}
     sampled = given | {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
-    pair = [Method(PLAIN, model.generate), speculative(LENGTH_0, model, NgramProposer(), 0)]
+    pair = [plain(model), speculative(LENGTH_0, model, NgramProposer(), 0)]
     rows = summarise(take_turns(pair, model, [job], greedy, repeats), [PLAIN, LENGTH_0])
     lines = [[row.name, number(1e3 * row.time_per_output_token), times(row.overall), times(row.decode)] for row in rows]
     length_0 = table(["method", "ms/token", "speed", "speed, decode only"], lines)
@@ -63,11 +59,7 @@ def main(
     for name, arguments in (("T = 0", greedy), ("T = 1", sampled)):
         method = speculative(name, model, NgramProposer(), draft_length)
         records = take_turns([method], model, [job], arguments, repeats)
-        total = Report()
-        for record in records:
-            if record.measurement.report is not None:
-                total.add(record.measurement.report)
-        split.append([name, *_shares(total)])
+        split.append([name, *_shares(pooled(record.measurement.report for record in records))])
     head = (
         "|ms/round|rounds with a draft|tokens/round|verify|draft|accept|other|accept and other|outside the model".split(
             "|"
@@ -76,8 +68,7 @@ def main(
     text = "\n\n".join(
         [
             f"# Overhead: {Path(target).name}",
-            f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new "
-            f"tokens, {repeats} repeats, side by side.",
+            f"{conditions(model, max_new_tokens)}, {repeats} repeats, side by side.",
             "Draft length 0 against plain `generate()` (median over repeats):",
             length_0,
             f"Where a round's time goes, n-gram drafts of {draft_length} tokens (drafting runs no model here):",

@@ -13,19 +13,16 @@ import inspect
 import textwrap
 from collections.abc import Callable, Iterator
 from itertools import islice
-from time import perf_counter
 from typing import Annotated, Any
 
-import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel
 
-from benchmarks.harness import machine
+from benchmarks.harness.script import Dtype, Proposers, conditions, load, prepare
 from benchmarks.harness.table import table
-from specdec import SpeculativeGenerator
 from specdec.data.prompts import Prompt
-from specdec.evaluation.timing import Clock
+from specdec.evaluation.methods import PLAIN, plain, speculative
+from specdec.evaluation.timing import Call, pooled, time_call
 
 app = typer.Typer(add_completion=False)
 
@@ -92,18 +89,16 @@ JOBS: dict[str, Callable[[], Iterator[str]]] = {"edits": edits, "queries": queri
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of a chat model.")],
-    proposer: Annotated[
-        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
-    ] = None,
+    proposer: Proposers = None,
     job: Annotated[list[str] | None, typer.Option(help=f"Jobs: {', '.join(JOBS)}. Default: all.")] = None,
     calls: Annotated[int, typer.Option(min=1, help="Maximum calls per job.")] = 20,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 96,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    prepare()
+    model = load(target, dtype)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    print(f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens.\n")
+    print(f"{conditions(model, max_new_tokens)}.\n")
     rows = [row for name in job or JOBS for row in compared(model, tokenizer, name, proposer, calls, max_new_tokens)]
     columns = ["job", "method", "calls", "s decoding", "speed-up", "whole calls", "tokens per pass", "plain's text"]
     print(table(columns, rows))
@@ -113,28 +108,25 @@ def compared(
     model: PreTrainedModel, tokenizer: Any, job: str, names: list[str] | None, calls: int, new: int
 ) -> Iterator[list[str]]:
     """Yield the rows of the table, after a warm-up call of each method with a prompt of another job."""
-    specs = {name: SpeculativeGenerator(model, name, on_unsupported="error") for name in names or ["ngram", "suffix"]}
-    methods: dict[str, Any] = {"plain": model.generate, **{name: spec.generate for name, spec in specs.items()}}
-    taken = {name: [0.0, 0.0] for name in methods}  # seconds of whole calls, and after their first tokens
-    texts: dict[str, list[list[int]]] = {name: [] for name in methods}
-    for generate in methods.values():
-        generate(**Prompt("warm up", "Count to twenty.").encode(tokenizer), max_new_tokens=8, do_sample=False)
-    for spec in specs.values():
-        spec.report.reset()
+    methods = [plain(model), *(speculative(name, model, name) for name in names or ["ngram", "suffix"])]
+    taken: dict[str, list[Call]] = {method.name: [] for method in methods}
+    for method in methods:
+        method.generate(**Prompt("warm up", "Count to twenty.").encode(tokenizer), max_new_tokens=8, do_sample=False)
     for text in islice(JOBS[job](), calls):
         inputs = Prompt(job, text).encode(tokenizer)
-        for name, generate in methods.items():
-            clock, start = Clock(), perf_counter()
-            output = generate(**inputs, max_new_tokens=new, do_sample=False, streamer=clock)
-            taken[name][0] += perf_counter() - start
-            taken[name][1] += clock.moments[-1] - clock.moments[1]
-            texts[name].append(output[0, inputs["input_ids"].shape[1] :].tolist())
-    whole, decoding = taken["plain"]
-    for name, (seconds, later) in taken.items():
-        same = sum(ours == theirs for ours, theirs in zip(texts[name], texts["plain"], strict=True))
-        tokens = f"{specs[name].report.tokens_per_round:.2f}" if name in specs else "1"
+        for method in methods:
+            taken[method.name].append(time_call(method, inputs, max_new_tokens=new, do_sample=False))
+    totals = {
+        name: (sum(call.seconds for call in calls), sum(call.decode_seconds for call in calls))
+        for name, calls in taken.items()
+    }
+    whole, decoding = totals[PLAIN]
+    for name, (seconds, later) in totals.items():
+        same = sum(ours.texts == theirs.texts for ours, theirs in zip(taken[name], taken[PLAIN], strict=True))
+        report = pooled(call.report for call in taken[name])
+        tokens = f"{report.tokens_per_round:.2f}" if report.num_calls else "1"
         speeds = [f"{later:.1f}", f"{decoding / later:.2f}x", f"{whole / seconds:.2f}x"]
-        yield [job, name, str(len(texts[name])), *speeds, tokens, f"{same} of {len(texts[name])}"]
+        yield [job, name, str(len(taken[name])), *speeds, tokens, f"{same} of {len(taken[name])}"]
 
 
 if __name__ == "__main__":

@@ -10,22 +10,20 @@ from __future__ import annotations
 
 import copy
 from statistics import median
-from time import perf_counter
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
+from transformers import AutoTokenizer
 
-from benchmarks.harness import machine
+from benchmarks.harness.script import Dtype, Proposers, conditions, load, prepare
 from benchmarks.harness.table import table
-from specdec import SpeculativeGenerator
 from specdec.data.prompts import PROMPTS, Prompt
-from specdec.evaluation.timing import Clock
+from specdec.evaluation.methods import PLAIN, plain, speculative
+from specdec.evaluation.timing import Call, time_call
 from specdec.models.compat import CACHE, cache_in
 
-ASKED = "Now say the same in two sentences."
+SECOND_QUESTION = "Now say the same in two sentences."
 
 app = typer.Typer(add_completion=False)
 
@@ -33,44 +31,36 @@ app = typer.Typer(add_completion=False)
 @app.command(help=__doc__)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of any causal LM.")],
-    proposer: Annotated[
-        list[str] | None, typer.Option(help="Proposer, in the format of SpeculativeGenerator; may be repeated.")
-    ] = None,
+    proposer: Proposers = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Minimum tokens of the first turn's prompt.")] = 600,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 48,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
-    logging.set_verbosity_error()
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    prepare()
+    model = load(target, dtype)
     tokenizer = AutoTokenizer.from_pretrained(target)
-    methods: dict[str, Any] = {"plain": model.generate}
-    for name in proposer or ["ngram"]:
-        methods[f"specdec, {name}"] = SpeculativeGenerator(model, name, on_unsupported="error").generate
+    methods = [plain(model), *(speculative(f"specdec, {name}", model, name) for name in proposer or ["ngram"])]
 
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None}
     first = model.generate(**_first(tokenizer, prompt_tokens), **arguments, return_dict_in_generate=True)
-    second = torch.cat([first.sequences, _asked(tokenizer)], 1)
-    taken: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    texts: dict[tuple[str, bool], list[int]] = {}
+    second = torch.cat([first.sequences, _second_question(tokenizer)], 1)
+    taken: dict[tuple[str, bool], list[Call]] = {}
     for repeat in range(repeats + 1):
-        for name, generate in methods.items():
+        for method in methods:
             for cached in (False, True):
                 cache = copy.deepcopy(cache_in(first)) if cached else None
-                clock, start = Clock(), perf_counter()
-                text = generate(second, **{CACHE: cache}, streamer=clock, **arguments)
+                call = time_call(method, {"input_ids": second}, **{CACHE: cache}, **arguments)
                 if repeat:  # the first one warms up
-                    taken.setdefault((name, cached), []).append((clock.moments[1] - start, clock.moments[-1] - start))
-                texts[name, cached] = text[0, second.shape[1] :].tolist()
+                    taken.setdefault((method.name, cached), []).append(call)
 
-    print(
-        f"{machine.cpu_model()}, {torch.get_num_threads()} threads, {model.dtype}, {max_new_tokens} new tokens a turn."
-    )
+    print(f"{conditions(model, max_new_tokens)} a turn.")
     print(f"First turn {first.sequences.shape[1]} tokens, the second reads {second.shape[1]}; {repeats} repeats.\n")
     rows = []
-    for (name, cached), times in taken.items():
-        same = "yes" if texts[name, cached] == texts["plain", cached] else "no"
-        seconds = [f"{median(part):.2f}" for part in zip(*times, strict=True)]
+    for (name, cached), calls in taken.items():
+        same = "yes" if calls[-1].texts == taken[PLAIN, cached][-1].texts else "no"
+        times = [call.time_to_first_token for call in calls], [call.seconds for call in calls]
+        seconds = [f"{median(part):.2f}" for part in times]
         rows.append([name, "yes" if cached else "no", *seconds, same])
     print(table(["method", "first turn's cache", "s to the first token", "s in all", "plain's text"], rows))
 
@@ -83,12 +73,12 @@ def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
     return Prompt("first turn", text).encode(tokenizer)
 
 
-def _asked(tokenizer: Any) -> torch.Tensor:
+def _second_question(tokenizer: Any) -> torch.Tensor:
     """Tokens between the first and the second answer, (1, T) int64."""
     if tokenizer.chat_template is None:
-        return tokenizer(ASKED, return_tensors="pt")["input_ids"]
+        return tokenizer(SECOND_QUESTION, return_tensors="pt")["input_ids"]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    turns.append({"role": "user", "content": ASKED})
+    turns.append({"role": "user", "content": SECOND_QUESTION})
     whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return tokenizer(whole.rsplit("ANSWER", 1)[1], add_special_tokens=False, return_tensors="pt")["input_ids"]
 

@@ -16,23 +16,22 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 
 from benchmarks.harness import machine
-from benchmarks.harness.failure import bad_input_ends
-from benchmarks.harness.measure import take
-from benchmarks.harness.methods import speculative
+from benchmarks.harness.measure import Record, measure_job
 from benchmarks.harness.options import Bench, Options
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.script import Threads, bad_input_ends, log
+from benchmarks.harness.store import Store
 from benchmarks.harness.table import number, table
-from specdec import DynamicTree, Eagle3Proposer, Report
+from specdec import DynamicTree, Eagle3Proposer
+from specdec.evaluation.methods import speculative
+from specdec.evaluation.timing import pooled
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.head import Eagle3Head
 
 DEPTH = 6
 FIXED = (4, 3, 2, 1)  # 4 + 12 + 24 + 24 nodes
 app = typer.Typer(add_completion=False)
-log = Console(stderr=True, highlight=False)
 
 
 def shapes(head: Eagle3Head, temperature: float) -> Iterator[tuple[str, Callable[[], Eagle3Proposer], int | None]]:
@@ -56,7 +55,7 @@ def main(
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     only: Annotated[str, typer.Option(help="Measure only shapes whose name starts with this text.")] = "",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Threads = None,
 ) -> None:
     bench = Bench(
         Options(
@@ -82,7 +81,7 @@ def main(
         method = speculative(name, bench.target, make(), length)
         missing = [job for job in jobs if (name, job.id, 0) not in store.done]
         for count, job in enumerate(missing, start=1):
-            taken = take(bench, method, job)
+            taken = measure_job(bench, method, job)
             assert taken.report is not None
             found = taken.report.mean_acceptance_length
             store.append(Record(store.fingerprint, "", name, job.id, job.group, 0, taken))
@@ -109,12 +108,8 @@ def fingerprint(head: Eagle3Head) -> str:
 
 def line(name: str, records: Sequence[Record], groups: Sequence[str]) -> list[str]:
     """Format a row of the table: a shape's mean acceptance lengths, pooled over the rounds of each group."""
-    reports, whole = {group: Report() for group in groups}, Report()
-    for record in records:
-        assert record.measurement.report is not None
-        reports[record.group].add(record.measurement.report)
-        whole.add(record.measurement.report)
-    lengths = [report.mean_acceptance_length for report in reports.values()]
+    reports = {g: pooled(r.measurement.report for r in records if r.group == g) for g in groups}
+    lengths, whole = [report.mean_acceptance_length for report in reports.values()], pooled(reports.values())
     nodes = whole.num_draft_tokens / max(1, whole.num_drafts)
     return [
         name,

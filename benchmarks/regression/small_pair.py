@@ -13,16 +13,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 from benchmarks.harness import machine
 from benchmarks.harness.identity import compare_texts
-from benchmarks.harness.methods import PLAIN, Method, assisted, speculative
+from benchmarks.harness.measure import take_turns
+from benchmarks.harness.methods import assisted
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Threads, prepare
 from benchmarks.harness.summary import summarise
 from benchmarks.harness.table import detail_table, table, times
-from benchmarks.harness.turns import take_turns
 from specdec import DraftModelProposer
+from specdec.evaluation.methods import Method, plain, speculative
 
 LAYERS, DRAFT_LAYERS, VOCAB, PROMPT_TOKENS = 6, 1, 4096, 32
 SHARPEN = 4.0  # as initialised, all tokens' logits are nearly the same and the text repeats one token
@@ -30,7 +31,7 @@ SHARPEN = 4.0  # as initialised, all tokens' logits are nearly the same and the 
 app = typer.Typer(add_completion=False)
 
 
-def small_pair(disagreement: float = 0.02, seed: int = 0) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+def small_pair(disagreement: float) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
     """Make a target and its draft model.
 
     Args:
@@ -48,7 +49,7 @@ def small_pair(disagreement: float = 0.02, seed: int = 0) -> tuple[LlamaForCausa
         eos_token_id=None,
         pad_token_id=0,
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     target = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for weight in target.parameters():
@@ -72,11 +73,9 @@ def main(
     disagreement: Annotated[
         float, typer.Option(min=0, help="Scale of the layers that the draft lacks; at 0 all drafts are accepted.")
     ] = 0.02,
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    threads: Threads = None,
 ) -> None:
-    logging.set_verbosity_error()
-    if threads is not None:
-        torch.set_num_threads(threads)
+    prepare(threads)
     target, draft = small_pair(disagreement)
     generator = torch.Generator().manual_seed(0)
     jobs = [
@@ -91,7 +90,7 @@ def main(
         )
         for label, length in lengths.items()
     }
-    methods = [Method(PLAIN, target.generate), *(method for pair in pairs.values() for method in pair)]
+    methods = [plain(target), *(method for pair in pairs.values() for method in pair)]
     arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
         arguments |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -20,10 +20,10 @@ import torch
 import typer
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.prompts import Job
+from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads
 from benchmarks.harness.table import number, table
 from specdec import SpeculativeGenerator
 from specdec.heads.kinds import Head
@@ -45,14 +45,11 @@ def main(
     answers: Annotated[Path, typer.Option(help="File to keep the target's answers (JSONL).", dir_okay=False)],
     per_category: Annotated[int, typer.Option(min=1, help="Prompts per group.")] = 10,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 200,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of a prompt; longer ones are shortened.")
-    ] = None,
+    max_prompt_tokens: MaxPromptTokens = None,
     draft_length: Annotated[int, typer.Option(min=1, help="Draft tokens per chain.")] = 5,
-    dtype: Annotated[str, typer.Option(help="Number format: auto (as saved), bfloat16 or float32.")] = "float32",
-    threads: Annotated[int | None, typer.Option(min=1)] = None,
+    dtype: Dtype = "float32",
+    threads: Threads = None,
 ) -> None:
-    logging.set_verbosity_error()
     bench = Bench(
         Options(
             target,

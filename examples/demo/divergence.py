@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from specdec.data.chat_template import common_prefix
+
 # Rounding in dozens of layers adds up to a few units in the last place of a logit. A gap of more than four units is no
 # near tie.
 NEAR_TIE = 4
@@ -49,11 +51,8 @@ class Divergence:
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
     """Index of the first token that differs or is missing in one text; None if the texts are the same."""
-    for index, (a, b) in enumerate(zip(plain, speculative, strict=False)):
-        if a != b:
-            return index
-    shorter = min(len(plain), len(speculative))
-    return None if len(plain) == len(speculative) else shorter
+    index = common_prefix(plain, speculative)
+    return None if index == len(plain) == len(speculative) else index
 
 
 @torch.no_grad()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.demo import weights
 from specdec.models.hardware import best_device, number_format
 
 
-def locate(name: str, cache_dir: str | Path | None = None) -> str:
+def locate(name: str) -> str:
     """Return the path of one of the demo's own models, after fetching it if needed. Other names are unchanged."""
-    return str(weights.fetch(name, cache_dir)) if name in weights.MODELS else name
+    return str(weights.fetch(name)) if name in weights.MODELS else name
 
 
 def load(path: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

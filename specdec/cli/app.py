@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
-from specdec.cli.common import print_versions, speak
+from specdec.cli.common import print_versions, show_messages
 from specdec.cli.errors import Commands
 
 app = typer.Typer(cls=Commands, help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
@@ -37,4 +37,4 @@ def main(
     if version:
         print_versions()
         raise typer.Exit
-    speak()
+    show_messages()

@@ -6,48 +6,35 @@ import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from specdec.cli.common import (
-    WHAT_DRAFTS,
-    Device,
-    DraftLength,
-    Format,
-    Rule,
-    Target,
-    Temperature,
-    check,
-    interrupted,
-    load,
-    proposer_names,
-    sampling,
-)
-from specdec.cli.measuring import bar, encoded, of_ours, on_prompts
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_message, progress_bar, sampling
+from specdec.cli.measuring import built_in, encoded, print_results
 from specdec.data.messages import first_questions
 from specdec.utils.choices import COUPLED
 
-PICTURES = (".png", ".svg", ".pdf")
+CHARTS = (".png", ".svg", ".pdf")
 
 
 def bench(
-    target: Target,
+    target: options.Target,
     proposers: list[str] | None = typer.Argument(
-        None, help=f'{WHAT_DRAFTS} May be given several times; default: "auto".', autocompletion=proposer_names
-    ),
-    prompts: Path | None = typer.Option(
         None,
-        help="Prompts: .txt with one per line, or a format of `regenerate`. Default: three built-in prompts.",
-        exists=True,
+        help=f'{options.PROPOSER_HELP} May be given several times; default: "auto".',
+        autocompletion=options.proposer_names,
     ),
-    limit: int = typer.Option(8, min=1, help="Maximum number of prompts."),
+    prompts: Path | None = options.prompts_option("three"),
+    limit: options.Limit = 8,
     repeats: int = typer.Option(1, min=1, help="Runs of each prompt with each proposer."),
     max_new_tokens: int = typer.Option(128, min=8, help="Maximum new tokens per prompt."),
-    temperature: Temperature = 0.0,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON instead of a table."),
     chart: Path | None = typer.Option(None, help="Write a chart of the speed-ups to this .png, .svg or .pdf file."),
 ) -> None:
@@ -61,47 +48,41 @@ def bench(
         check(target, name)
     if chart is not None:
         _check(chart)
-    asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+    questions, count = first_questions(prompts, limit) if prompts else ([], 0)
     from specdec.evaluation.bench import bench as measure
     from specdec.proposers.factory import as_proposers
 
     try:
         model, tokenizer = load(target, dtype=dtype, device=device)
-        made = as_proposers(names, model)
-        used = encoded(asked, tokenizer) or of_ours(tokenizer, limit)
-        with bar() as progress:
+        used = encoded(questions, tokenizer) or built_in(tokenizer, limit)
+        arguments: dict[str, Any] = {
+            "repeats": repeats,
+            "max_new_tokens": max_new_tokens,
+            "draft_length": draft_length,
+            "rule": rule,
+        }
+        with progress_bar("measuring") as progress:
             found = measure(
-                model,
-                made,
-                used,
-                repeats=repeats,
-                max_new_tokens=max_new_tokens,
-                draft_length=draft_length,
-                rule=rule,
-                progress=progress,
-                **sampling(temperature),
+                model, as_proposers(names, model), used, progress=progress, **arguments, **sampling(temperature)
             )
     except KeyboardInterrupt:
         raise interrupted("stopped before anything was measured") from None
     if as_json:
         typer.echo(json.dumps(found.to_dict() | {"target": target, "max_new_tokens": max_new_tokens}))
     else:
-        asked_of = on_prompts(found.prompts, count or len(used), prompts)
-        times = f", {repeats} times" if repeats > 1 else ""
-        typer.echo(f"measured on {asked_of}{times}, up to {max_new_tokens} new tokens each, in whole calls\n")
-        typer.echo(found.summary())
+        print_results(found, found.prompts, count or len(used), prompts, max_new_tokens, repeats)
     if chart is not None:
         from specdec.evaluation.plots import speed_ups
 
         speed_ups(found.speed_ups).figure.savefig(chart)
-        typer.echo(f"wrote the chart to {chart}", err=True)
+        print_message(f"wrote the chart to {chart}")
     if found.stopped:
         raise interrupted()
 
 
 def _check(chart: Path) -> None:
-    if chart.suffix not in PICTURES:
-        raise ValueError(f"{chart} must end in one of {', '.join(PICTURES)}")
+    if chart.suffix not in CHARTS:
+        raise ValueError(f"{chart} must end in one of {', '.join(CHARTS)}")
     if not chart.parent.is_dir():
         raise ValueError(f"the folder {chart.parent} for {chart.name} does not exist: create it, or choose another one")
     if chart.is_dir() or not os.access(chart if chart.exists() else chart.parent, os.W_OK):

@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import typer
 from rich.console import Console
 
-from specdec.cli.common import (
-    Device,
-    DraftLength,
-    Format,
-    ProposerOption,
-    Rule,
-    Seed,
-    Temperature,
-    check,
-    generator,
-    interrupted,
-    sampling,
-)
+from specdec.cli import options
+from specdec.cli.common import check, generator, interrupted, print_message, sampling
 from specdec.utils.choices import COUPLED
 from specdec.utils.paths import located
-
-if TYPE_CHECKING:
-    from specdec.engine.report import Report
 
 
 def chat(
     target: str = typer.Argument(help="Path or hub id of a chat model.", callback=located),
-    proposer: ProposerOption = "auto",
+    proposer: options.Proposer = "auto",
     system: str | None = typer.Option(None, help="System prompt."),
     max_new_tokens: int = typer.Option(512, min=1, help="Maximum new tokens per answer."),
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)
@@ -51,18 +35,21 @@ def chat(
     console.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation.[/dim]")
     stopped = False
     try:
-        while (said := _asked(console)) is not None:
-            if not said:
+        while (text := _read(console)) is not None:
+            if not text:
                 continue
             try:
-                report = chat_session.say(said, ColourStreamer(tokenizer, console))
+                report = chat_session.say(text, ColourStreamer(tokenizer, console))
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation continues)[/dim]")
                 continue
             except ValueError as error:  # only this turn fails, the conversation continues
-                typer.secho(f"error: {error}", fg="red", err=True)
+                print_message(error, "error")
                 continue
-            console.print(f"[dim]{_in_a_line(report)}[/dim]")
+            console.print(
+                f"[dim]{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, "
+                f"{report.tokens_per_second:.1f} tokens/s; {report.tokens_per_round:.2f} per pass of the model[/dim]"
+            )
     except KeyboardInterrupt:  # while waiting for input
         stopped = True
         console.print()
@@ -72,19 +59,12 @@ def chat(
         raise interrupted()
 
 
-def _in_a_line(report: Report) -> str:
-    return (
-        f"{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, {report.tokens_per_second:.1f} tokens/s; "
-        f"{report.tokens_per_round:.2f} per pass of the model"
-    )
-
-
-def _asked(console: Console) -> str | None:
+def _read(console: Console) -> str | None:
     """Read a line from the user; None at the end of input."""
     try:
         return console.input("[bold]> [/bold]").strip()
     except UnicodeDecodeError as error:
-        typer.secho(f"error: the terminal sent bytes that are not text: {error}", fg="red", err=True)
+        print_message(f"the terminal sent bytes that are not text: {error}", "error")
         return ""
     except EOFError:
         console.print()

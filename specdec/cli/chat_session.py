@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from specdec.cli.streamer import ColourStreamer
+from specdec.data.chat_template import common_prefix
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.engine.report import Report
 from specdec.models.compat import CACHE
@@ -69,7 +70,7 @@ class Chat:
         ids = self._encoded(messages)
         prompt = torch.tensor([ids], device=self.spec.model.device)
         try:
-            self._keep(_common(self._cached, ids))
+            self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
             arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
             out = self.spec.generate(prompt, streamer=streamer, **arguments)
             self._cached = out[0, : self._length].tolist()
@@ -101,9 +102,7 @@ class Chat:
     def _keep(self, length: int, interrupted: bool = False) -> None:
         """Crop the cache to `length` tokens, or clear it if it cannot be cropped (slid windows, recurrent states).
 
-        Args:
-            length: number of tokens to keep.
-            interrupted: True after an interrupted pass, which only some of the layers may have stored.
+        Only some of the layers may have stored an `interrupted` pass.
         """
         try:
             for layer in self._cache.layers if length else ():
@@ -128,11 +127,3 @@ class Chat:
 
     def _forget(self) -> None:
         self._cache, self._cached = DynamicCache(config=self.spec.model.config), []
-
-
-def _common(cached: Sequence[int], ids: Sequence[int]) -> int:
-    """Length of the common prefix of the cached tokens and the text without its last token, which must be read."""
-    same = 0
-    while same < min(len(cached), len(ids) - 1) and cached[same] == ids[same]:
-        same += 1
-    return same

@@ -1,16 +1,18 @@
-"""Shared parts of the commands: options, loading of models, and messages to the user."""
+"""Shared parts of the commands: messages to the user, and loading of models."""
 
 from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specdec.utils.choices import PROPOSERS_IN_WORDS, WITH_NGRAMS, NumberFormat, ProposerName, RuleName, check_name
-from specdec.utils.paths import located, require_folder_or_id
+from specdec.utils.choices import WITH_NGRAMS, NumberFormat, RuleName, check_name
+from specdec.utils.paths import require_folder_or_id
 
 if TYPE_CHECKING:
     import torch
@@ -18,58 +20,61 @@ if TYPE_CHECKING:
 
     from specdec.engine.generator import SpeculativeGenerator
 
-COLDEST, HOTTEST = 1e-4, 1e4  # temperatures: decoding is greedy below and uniform above
 INTERRUPTED = 130  # exit code of shells: 128 plus the number of SIGINT
 
-
-def proposer_names(incomplete: str) -> list[str]:
-    """Complete a proposer's name in the shell."""
-    return [
-        name for name in (*get_args(ProposerName), "draft:", "dflash:", "ngram+draft:") if name.startswith(incomplete)
-    ]
+COLOURS = {"": None, "warning": "yellow"}  # of other kinds of messages: red
+default_format = warnings.formatwarning
 
 
-def warm_enough(temperature: float) -> float:
-    """Reject a temperature so low that dividing the logits by it gives infinity."""
-    if 0 < temperature < COLDEST:
-        raise typer.BadParameter(f"{temperature} is neither 0, which means greedy, nor at least {COLDEST}")
-    return temperature
+def print_message(text: object, kind: str = "") -> None:
+    """Print a message on standard error: standard output is for results.
+
+    Args:
+        kind: word before the text, such as "warning" or "error".
+    """
+    line = typer.style(f"{kind}: {text}", fg=COLOURS.get(kind, "red")) if kind else text
+    typer.echo(line, err=True)
 
 
-WHAT_DRAFTS = f"Proposer: {PROPOSERS_IN_WORDS}."
-Target = Annotated[str, typer.Argument(help="Path or hub id of the target model.", callback=located)]
-ProposerOption = Annotated[str, typer.Option(help=WHAT_DRAFTS, autocompletion=proposer_names)]
-Temperature = Annotated[
-    float, typer.Option(min=0.0, max=HOTTEST, help="Sampling temperature; 0 is greedy.", callback=warm_enough)
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(min=-(2**63), max=2**64 - 1, help="Random seed for sampling."),
-]
-DraftLength = Annotated[
-    int | None, typer.Option(min=0, help="Draft tokens per round; 0: none. Default: adapts to measured costs.")
-]
-Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperature 0; "typical" is lossy.')]
-Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
-Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
-
-format_of_others = warnings.formatwarning
-
-
-class Said(logging.Handler):
-    """Prints the library's log messages, such as progress of slow steps, on standard error."""
+class MessageHandler(logging.Handler):
+    """Prints the library's log messages, such as progress of slow steps."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        typer.echo(record.getMessage(), err=True)
+        print_message(record.getMessage())
 
 
-def speak() -> None:
+def show_messages() -> None:
     """Show the library's log messages and warnings as single lines."""
     warnings.formatwarning = summary
     log = logging.getLogger("specdec")
     log.setLevel(logging.INFO)
-    if not any(isinstance(handler, Said) for handler in log.handlers):
-        log.addHandler(Said())
+    if not any(isinstance(handler, MessageHandler) for handler in log.handlers):
+        log.addHandler(MessageHandler())
+
+
+def summary(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """Format warnings of specdec without the source line that raised them."""
+    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
+    return f"warning: {message}\n" if ours else default_format(message, category, filename, lineno, line)
+
+
+@contextmanager
+def progress_bar(title: str, enabled: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on standard error.
+
+    Yields:
+        A function to call with the numbers of finished and of all steps, and optionally a note to show next to them.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not enabled) as bar:
+        task = bar.add_task("", total=None, note="")
+        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
 
 
 def print_versions(err: bool = False) -> None:
@@ -81,7 +86,7 @@ def print_versions(err: bool = False) -> None:
     from specdec.utils.releases import TESTED, advice, is_tested, summary
 
     typer.echo(f"specdec {__version__}, {summary()}", err=err)
-    untested = [package for package in TESTED if not is_tested(package)]
+    untested = [advice(package) for package in TESTED if not is_tested(package)]
     if not untested:
         return
     try:
@@ -89,14 +94,14 @@ def print_versions(err: bool = False) -> None:
 
         fault = installation_fault()
     except ImportError as error:
-        fault = f"specdec cannot be imported here ({error}). {' '.join(advice(package) for package in untested)}"
-    for message in [fault] if fault else [advice(package) for package in untested]:
-        typer.secho(f"warning: {message}", fg="yellow", err=True)
+        fault = f"specdec cannot be imported here ({error}). {' '.join(untested)}"
+    for text in [fault] if fault else untested:
+        print_message(text, "warning")
 
 
-def interrupted(what: str = "stopped") -> typer.Exit:
-    """Print `what` and return the exception to raise after Ctrl-C."""
-    typer.echo(what, err=True)
+def interrupted(text: str = "stopped") -> typer.Exit:
+    """Print a message and return the exception to raise after Ctrl-C."""
+    print_message(text)
     return typer.Exit(INTERRUPTED)
 
 
@@ -104,9 +109,8 @@ def check(target: str, proposer: str = "auto") -> None:
     """Raise ValueError for names that can be rejected without importing torch."""
     check_name(proposer)
     kind, _, source = proposer.removeprefix(WITH_NGRAMS).partition(":")
-    if kind == "exit":  # followed by a number of layers
-        source = ""
-    for name in (target, *([source] if source else [])):
+    source = "" if kind == "exit" else source  # followed by a number of layers
+    for name in filter(None, (target, source)):
         require_folder_or_id(name)
 
 
@@ -129,12 +133,12 @@ def load(
 
     place = _device(device) if device else best_device()
     if others := crowded(place):
-        typer.echo(others, err=True)
+        print_message(others)
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
-        typer.echo(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}", err=True)
+        print_message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
     if not tokenizer:
         return model, None
     with read_by_library(f"the tokenizer of {target}"):
@@ -156,9 +160,11 @@ def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
     """Return the sampling arguments of `generate()`, after seeding torch if a seed is given."""
     import torch
 
+    from specdec.data.batched_generation import sampling as arguments
+
     if seed is not None:
         torch.manual_seed(seed)
-    return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    return arguments(temperature)
 
 
 def generator(
@@ -169,11 +175,3 @@ def generator(
 
     model, tokenizer = load(target, dtype=dtype, device=device)
     return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer
-
-
-def summary(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    """Format warnings of specdec without the source line that raised them."""
-    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    return f"warning: {message}\n" if ours else format_of_others(message, category, filename, lineno, line)

@@ -10,16 +10,13 @@ from typing import Any
 
 import typer
 
-from specdec.cli.common import HOTTEST, Target, check, interrupted, load, warm_enough
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, progress_bar
 from specdec.data.entries import check_text
 
 
-def _warm_enough(temperatures: list[float]) -> list[float]:
-    return [warm_enough(temperature) for temperature in temperatures]
-
-
 def regenerate(
-    target: Target,
+    target: options.Target,
     prompts: Path = typer.Argument(
         help="Prompts or conversations: JSONL (.gz), .txt with one per line, or a datasets folder.", exists=True
     ),
@@ -29,8 +26,8 @@ def regenerate(
     temperature: list[float] = typer.Option(
         [0.0],
         min=0.0,
-        max=HOTTEST,
-        callback=_warm_enough,
+        max=options.MAX_TEMPERATURE,
+        callback=lambda temperatures: list(map(options.check_temperature, temperatures)),
         help="Sampling temperature; 0 is greedy. If given several times, conversations use them in turn.",
     ),
     batch_size: int = typer.Option(8, min=1, help="Conversations answered at a time."),
@@ -49,13 +46,11 @@ def regenerate(
     seed: int = typer.Option(0, min=-(2**53), max=2**53, help="Random seed for sampling."),
 ) -> None:
     """Let a target answer prompts, to get training texts for a head."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from specdec.data.messages import read_prompts
-    from specdec.data.skipped import LeftOut
+    from specdec.data.skipped import Skipped
 
     switches = _switches(template)
-    useless = LeftOut("prompts")
+    useless = Skipped("prompts")
     useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # reported before the model is loaded
     check(target)
     from accelerate.utils import gather_object
@@ -67,13 +62,13 @@ def regenerate(
     together = started_together()
     model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
     model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    with Progress(*columns, disable=not together.is_main_process) as bar:
-        task, started = bar.add_task("answers", total=None, speed=""), perf_counter()
+    started, finished = perf_counter(), False
+    with progress_bar("answers", enabled=together.is_main_process) as bar:
 
         def progress(done: int, total: int, tokens: int) -> None:
-            speed = f"{tokens / (perf_counter() - started):.0f} tokens/s"
-            bar.update(task, completed=done, total=total, speed=speed)
+            nonlocal finished
+            finished = done == total
+            bar(done, total, f"{tokens / (perf_counter() - started):.0f} tokens/s")
 
         try:
             tokens = answer(
@@ -95,7 +90,7 @@ def regenerate(
             )
         except KeyboardInterrupt:
             raise interrupted(f"stopped: the answers in {out} are kept, run the same command again to resume") from None
-        finished = bar.finished and not Answers(out).parts()
+    finished = finished and not Answers(out).parts()
     tokens = sum(gather_object([tokens]))
     if not together.is_main_process:
         return

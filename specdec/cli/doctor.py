@@ -6,34 +6,20 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import (
-    WHAT_DRAFTS,
-    Format,
-    Target,
-    Temperature,
-    check,
-    interrupted,
-    load,
-    print_versions,
-    proposer_names,
-    sampling,
-)
-from specdec.cli.measuring import bar, encoded, of_ours, on_prompts
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_versions, progress_bar, sampling
+from specdec.cli.measuring import built_in, encoded, print_results
 from specdec.data.messages import first_questions
 
 
 def doctor(
-    target: Target,
-    proposer: str = typer.Argument("auto", help=WHAT_DRAFTS, autocompletion=proposer_names),
-    prompts: Path | None = typer.Option(
-        None,
-        help="Prompts: .txt with one per line, or a format of `regenerate`. Default: two built-in prompts.",
-        exists=True,
-    ),
-    limit: int = typer.Option(8, min=1, help="Maximum number of prompts."),
+    target: options.Target,
+    proposer: str = typer.Argument("auto", help=options.PROPOSER_HELP, autocompletion=options.proposer_names),
+    prompts: Path | None = options.prompts_option("two"),
+    limit: options.Limit = 8,
     max_new_tokens: int = typer.Option(64, min=8, help="Maximum new tokens per prompt."),
-    temperature: Temperature = 0.0,
-    dtype: Format = "auto",
+    temperature: options.Temperature = 0.0,
+    dtype: options.Format = "auto",
 ) -> None:
     """Find the fastest way to decode these prompts, and what limits it.
 
@@ -41,27 +27,18 @@ def doctor(
     results so far.
     """
     check(target, proposer)
-    asked, count = first_questions(prompts, limit) if prompts else ([], 0)
+    questions, count = first_questions(prompts, limit) if prompts else ([], 0)
     from specdec.evaluation.doctor import diagnose
     from specdec.models.capability import installation_fault
 
     print_versions(err=True)
-    if installation_fault():
-        raise ValueError(installation_fault())
+    if fault := installation_fault():
+        raise ValueError(fault)
     model, tokenizer = load(target, dtype=dtype)
-    theirs, ours = encoded(asked, tokenizer), of_ours(tokenizer, 2)
-    with bar() as progress:
-        found = diagnose(
-            model,
-            proposer,
-            theirs or ours,
-            usual=ours if theirs else (),
-            max_new_tokens=max_new_tokens,
-            progress=progress,
-            **sampling(temperature),
-        )
-    asked_of = on_prompts(found.answered, count or len(ours), prompts)
-    typer.echo(f"measured on {asked_of}, up to {max_new_tokens} new tokens each, in whole calls\n")
-    typer.echo(found.summary())
+    theirs, ours = encoded(questions, tokenizer), built_in(tokenizer, 2)
+    arguments = {"usual": ours if theirs else (), "max_new_tokens": max_new_tokens, **sampling(temperature)}
+    with progress_bar("measuring") as progress:
+        found = diagnose(model, proposer, theirs or ours, progress=progress, **arguments)
+    print_results(found, found.answered, count or len(ours), prompts, max_new_tokens)
     if found.stopped:
         raise interrupted()

@@ -14,6 +14,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from specdec.cli.common import print_message
+
 BAD_INPUT, UNEXPECTED = 2, 70  # exit codes: 2 as for a wrong option, 70 as EX_SOFTWARE in sysexits.h
 PACKAGE = Path(__file__).parents[1]
 
@@ -30,10 +32,10 @@ class Commands(TyperGroup):
             if ctx.params.get("debug"):
                 traceback.print_exception(error)
             if is_bad_input(error):
-                typer.secho(f"error: {error}", fg="red", err=True)
+                print_message(error, "error")
                 raise typer.Exit(BAD_INPUT) from error
             again = f"`specdec --debug {ctx.invoked_subcommand} ...`, or SPECDEC_DEBUG=1, shows the traceback"
-            typer.secho(f"unexpected error, {type(error).__name__}: {error} ({again})", fg="red", err=True)
+            print_message(f"{error} ({again})", f"unexpected error, {type(error).__name__}")
             raise typer.Exit(UNEXPECTED) from error
 
 

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 import sys
-from time import perf_counter
 
 import typer
 
-from specdec.cli.common import (
-    Device,
-    DraftLength,
-    Format,
-    ProposerOption,
-    Rule,
-    Seed,
-    Target,
-    Temperature,
-    check,
-    generator,
-    interrupted,
-    sampling,
-)
+from specdec.cli import options
+from specdec.cli.common import check, generator, interrupted, print_message, sampling
 from specdec.data.entries import check_text
 from specdec.utils.choices import COUPLED
 
 
 def generate(
-    target: Target,
+    target: options.Target,
     prompt: str | None = typer.Argument(
         None, help="User message, in the chat template if the model has one. Default: read from standard input."
     ),
-    proposer: ProposerOption = "auto",
+    proposer: options.Proposer = "auto",
     max_new_tokens: int = typer.Option(256, min=1, help="Maximum new tokens."),
-    temperature: Temperature = 0.0,
-    seed: Seed = None,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
-    dtype: Format = "auto",
-    device: Device = None,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
+    dtype: options.Format = "auto",
+    device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
     compare: bool = typer.Option(False, "--compare", help="Run plain decoding first, and print the speed-up."),
 ) -> None:
@@ -46,18 +33,20 @@ def generate(
     Ctrl-C stops the text and prints the report so far.
     """
     check(target, proposer)
-    asked = _asked(prompt)
+    text = _read(prompt)
     from transformers import TextStreamer
 
     from specdec.data.prompts import Prompt
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
-    inputs = Prompt("", asked).encode(tokenizer, spec.model.device)
-    plain = 0.0
+    inputs = Prompt("", text).encode(tokenizer, spec.model.device)
+    plain_seconds = 0.0
     if compare:
-        start = perf_counter()
-        out = spec.model.generate(**inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
-        plain = (perf_counter() - start) / (out.shape[1] - inputs["input_ids"].shape[1])
+        from specdec.evaluation.methods import plain
+        from specdec.evaluation.timing import Speed, time_call
+
+        call = time_call(plain(spec.model), inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
+        plain_seconds = Speed.of([call]).time_per_token
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     stopped = False
     try:
@@ -66,21 +55,22 @@ def generate(
         stopped = True
         streamer.end()
     report = spec.last_report
-    typer.echo(report.to_json() if as_json else f"\n{report}", err=True)
-    if plain and report.num_output_tokens:
-        typer.echo(f"{plain * report.tokens_per_second:.2f}x plain decoding, {1 / plain:.1f} tokens/s", err=True)
+    print_message(report.to_json() if as_json else f"\n{report}")
+    if plain_seconds and report.num_output_tokens:
+        speed_up = plain_seconds * report.tokens_per_second
+        print_message(f"{speed_up:.2f}x plain decoding, {1 / plain_seconds:.1f} tokens/s")
     if stopped:
         raise interrupted()
 
 
-def _asked(prompt: str | None) -> str:
+def _read(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         raise ValueError('a prompt is missing: use specdec generate MODEL "a prompt", or pass one on standard input')
     try:
-        asked = sys.stdin.read() if prompt is None else prompt
-        check_text(asked)
+        text = sys.stdin.read() if prompt is None else prompt
+        check_text(text)
     except ValueError as error:
         raise ValueError(f"the prompt is not text in UTF-8: {error}") from error
-    if not asked.strip():
+    if not text.strip():
         raise ValueError("the prompt is empty: give some text")
-    return asked
+    return text

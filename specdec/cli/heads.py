@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from specdec.cli.common import load
+from specdec.cli.common import load, print_message
 from specdec.utils.choices import HeadLayout
 from specdec.utils.paths import require_folder_or_id
 
@@ -19,7 +19,7 @@ def inspect(
     """Show the contents of an EAGLE head or a block-parallel drafter, the parts in use, and the assumptions made."""
     if probe and target is None:
         raise typer.BadParameter("--probe needs --target", param_hint="--probe")
-    for name in (head, *([target] if target else [])):
+    for name in filter(None, (head, target)):
         require_folder_or_id(name)
     from specdec.heads.eagle3.head import Eagle3Head
     from specdec.heads.hydra.head import HydraHeads
@@ -77,8 +77,8 @@ def export(
     loaded = load(head)
     save(loaded if layout == "int8" else widened(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
-        typer.secho(f"warning: {lost}", fg="yellow", err=True)
+        print_message(lost, "warning")
     if layout == "speculators" and not target:
-        typer.secho("warning: vLLM reads the target from this layout's config: give --target", fg="yellow", err=True)
+        print_message("vLLM reads the target from this layout's config: give --target", "warning")
     size = (Path(out) / "model.safetensors").stat().st_size
     typer.echo(f"{out}: {size / 1e6:.1f} MB in the layout {layout}")

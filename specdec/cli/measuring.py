@@ -1,26 +1,29 @@
-"""Shared parts of `bench` and `doctor`: encoded prompts, and a progress bar on standard error."""
+"""Shared parts of `bench` and `doctor`: encoded prompts, and the printed results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from specdec.data.messages import Asked
+    from specdec.data.messages import Conversation
+    from specdec.evaluation.bench import Bench
+    from specdec.evaluation.diagnosis import Diagnosis
 
 
-def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
+def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:
     """Tokenize conversations up to the answer, (T,) int64 each. Those that the chat template refuses are left out."""
     import torch
 
     from specdec.data.conversations import encode_prompt
-    from specdec.data.skipped import LeftOut
+    from specdec.data.skipped import Skipped
 
-    prompts, left_out = [], LeftOut("prompts")
+    prompts, left_out = [], Skipped("prompts")
     for one in asked:
         try:
             tokens = encode_prompt(one.messages, tokenizer, **one.template)
@@ -30,30 +33,23 @@ def encoded(asked: Sequence[Asked], tokenizer: Any) -> list[Tensor]:
         except ValueError as error:
             left_out.add(one.place, error)
     if asked:
-        left_out.settle(len(prompts))
+        left_out.check_and_warn(len(prompts))
     return prompts
 
 
-def of_ours(tokenizer: Any, limit: int) -> list[Tensor]:
+def built_in(tokenizer: Any, limit: int) -> list[Tensor]:
     """Tokenize the first `limit` of the built-in prompts, (T,) int64 each."""
     from specdec.data.prompts import PROMPTS
 
     return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
 
 
-def on_prompts(answered: int, available: int, file: Path | None) -> str:
-    """Describe how many prompts of which file were answered."""
+def print_results(
+    found: Bench | Diagnosis, answered: int, available: int, file: Path | None, max_new_tokens: int, repeats: int = 1
+) -> None:
+    """Print which prompts of which file were answered, and the results."""
     count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
-    return f"{count} prompts of {file or 'specdec'}"
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[int, int], None]]:
-    """Show a progress bar, and yield a function to call with the numbers of finished and of all calls."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    times = f", {repeats} times" if repeats > 1 else ""
+    prompts = f"{count} prompts of {file or 'specdec'}{times}"
+    typer.echo(f"measured on {prompts}, up to {max_new_tokens} new tokens each, in whole calls\n")
+    typer.echo(found.summary())

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.cli.common import INTERRUPTED, DraftLength, ProposerOption, Rule, Seed, Target, check
+from specdec.cli import options
+from specdec.cli.common import INTERRUPTED, check, print_message
 from specdec.utils.choices import COUPLED, NumberFormat
 
 if TYPE_CHECKING:
@@ -16,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def serve(
-    target: Target,
-    proposer: ProposerOption = "auto",
+    target: options.Target,
+    proposer: options.Proposer = "auto",
     host: str = typer.Option("localhost", help="Address to listen on."),
     port: int = typer.Option(8000, min=1, max=65535, help="Port to listen on."),
-    seed: Seed = None,
-    draft_length: DraftLength = None,
-    rule: Rule = COUPLED,
+    seed: options.Seed = None,
+    draft_length: options.DraftLength = None,
+    rule: options.Rule = COUPLED,
     dtype: NumberFormat = typer.Option("auto", help="Number format; auto: as saved."),
     device: str = typer.Option("auto", help='Device: "cpu", "cuda", ... Default: the best one available.'),
 ) -> None:
@@ -39,7 +40,7 @@ def serve(
         check(target, proposer)
         from specdec.cli.server import serve as serve_model
 
-        typer.echo(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}", err=True)
+        print_message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
         serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
     except KeyboardInterrupt:  # the server has released everything by now
         raise typer.Exit(INTERRUPTED) from None

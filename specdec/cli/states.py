@@ -7,17 +7,18 @@ from typing import Literal
 
 import typer
 
-from specdec.cli.common import Device, Target, check, interrupted, load
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, load, print_message
 
 
 def serve_states(
-    target: Target,
+    target: options.Target,
     host: str = typer.Option("localhost", help="Address to listen on. Anyone who can reach it can use the target."),
     port: int = typer.Option(8100, min=0, max=65535, help="Port to listen on."),
     shard: Literal["none", "devices"] = typer.Option(
         "none", help='"devices": split the target over all devices of this machine (device_map).'
     ),
-    device: Device = None,
+    device: options.Device = None,
 ) -> None:
     """Serve a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C stops it."""
     check(target)
@@ -31,7 +32,7 @@ def serve_states(
     else:
         model = as_fast_as_it_reads(load(target, tokenizer=False, device=device)[0])
     server = StatesServer(model, (host, port))
-    typer.echo(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}", err=True)
+    print_message(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}")
     try:
         server.serve_forever()
     except KeyboardInterrupt:

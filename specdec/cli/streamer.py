@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+
+from specdec.evaluation.timing import Clock
 
 ACCEPTED_STYLE = "green"
 UNFINISHED = "\ufffd"  # replacement character, decoded from an incomplete character
 
 
-class ColourStreamer(BaseStreamer):
+class ColourStreamer(Clock):
     """A streamer for `generate()` that prints text as it is generated, with accepted draft tokens in colour.
 
     specdec calls `on_accept` right before each `put`. Plain `generate()` does not, so its text has no colour.
@@ -33,11 +32,10 @@ class ColourStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, console: Console):
+        super().__init__()
         self.tokens: list[int] = []
-        self.times: list[float] = []
         self._tokenizer = tokenizer
         self._console = console
-        self._prompt_seen = False
         self._accepted = False
         self._shown = 0  # number of tokens whose text is printed
         self._context = 0  # decoding starts here, before `_shown`: a token's text depends on the previous one
@@ -48,32 +46,20 @@ class ColourStreamer(BaseStreamer):
         """Set whether the next token passed to `put` is an accepted draft token."""
         self._accepted = accepted
 
-    def put(self, value: torch.Tensor) -> None:
-        """Receive the prompt, which is not printed, and then the generated tokens.
-
-        Args:
-            value: token ids of any shape, int64.
-        """
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        now = time.perf_counter()
-        for token in value.reshape(-1).tolist():
-            self.times.append(now)
+    def show(self, tokens: torch.Tensor) -> None:
+        """Print the text of generated tokens."""
+        for token in tokens.reshape(-1).tolist():
             self.tokens.append(token)
             self._pending_accepted.append(self._accepted)
-            self._show_complete()
+            text = self._pending_text()
+            if text and not text.endswith(UNFINISHED):
+                self._show(text)
         self._accepted = False
 
     def end(self) -> None:
         """Print the remaining text, including an incomplete character."""
         self._show(self._pending_text())
         self._console.out("", highlight=False)
-
-    def _show_complete(self) -> None:
-        text = self._pending_text()
-        if text and not text.endswith(UNFINISHED):
-            self._show(text)
 
     def _pending_text(self) -> str:
         before = self._tokenizer.decode(self.tokens[self._context : self._shown], skip_special_tokens=True)
@@ -83,12 +69,12 @@ class ColourStreamer(BaseStreamer):
     def _show(self, text: str) -> None:
         # A character of several tokens is coloured only if all of them were accepted.
         style = ACCEPTED_STYLE if self._pending_accepted and all(self._pending_accepted) else None
-        self._console.out(self._folded(text), style=style, highlight=False, end="")
+        self._console.out(self._wrapped(text), style=style, highlight=False, end="")
         self._console.file.flush()
         self._context, self._shown = self._shown, len(self.tokens)
         self._pending_accepted = []
 
-    def _folded(self, text: str) -> str:
+    def _wrapped(self, text: str) -> str:
         """Insert line breaks where a terminal would wrap a line, since a recorded picture would cut it off."""
         if not self._console.record:
             return text

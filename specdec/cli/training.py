@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 
-from specdec.cli.common import Target, check, interrupted
+from specdec.cli import options
+from specdec.cli.common import check, interrupted, print_message
 from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
-
-if TYPE_CHECKING:
-    from specdec.training.evaluate import Evaluation
 
 
 def train(
-    target: Target,
+    target: options.Target,
     data: Path = typer.Argument(
         help="Texts written by the target: JSONL (.gz), .txt, or a datasets folder.", exists=True
     ),
@@ -134,16 +131,12 @@ def train(
     if isinstance(found, HeldOut):
         typer.echo(f"held-out texts: loss {found.loss:.3f}, simulated length {found.simulated_length:.2f}; not decoded")
     else:
-        _say(found, recipe.drafted)
+        typer.echo(
+            f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
+            f"{found.tree_length_sampled:.2f} at T=1; chains of {recipe.drafted}: "
+            f"{found.mean_acceptance_length:.2f}, simulated {found.simulated_length:.2f}"
+        )
+        if found.warning:
+            print_message(found.warning, "warning")
     name = kind if kind in ("eagle3", "mtp") else "dflash"
     typer.echo(f"the head is in {out / 'head'}: SpeculativeGenerator(model, '{name}:{out / 'head'}')")
-
-
-def _say(found: Evaluation, drafted: int) -> None:
-    typer.echo(
-        f"mean acceptance length on held-out prompts: {found.tree_length:.2f} with trees at T=0, "
-        f"{found.tree_length_sampled:.2f} at T=1; chains of {drafted}: "
-        f"{found.mean_acceptance_length:.2f}, simulated {found.simulated_length:.2f}"
-    )
-    if found.warning:
-        typer.secho(f"warning: {found.warning}", fg="yellow", err=True)

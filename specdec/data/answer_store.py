@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class Answers:
     def __init__(self, out: Path, share: tuple[int, int] = (0, 1)):
         mine, processes = share
         self.out = out
-        self.own = out if processes == 1 else out.with_name(f"{out.name}.{mine}.part")
+        self.own_path = out if processes == 1 else out.with_name(f"{out.name}.{mine}.part")
         out.parent.mkdir(parents=True, exist_ok=True)
 
     def files(self) -> list[Path]:
@@ -40,18 +41,18 @@ class Answers:
         """Part files that are not joined yet."""
         return sorted(self.out.parent.glob(f"{glob.escape(self.out.name)}.[0-9]*.part"))
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Cut off half-written lines of a killed process. One process calls this while no process writes.
 
         Call it only after checking that all `entries` belong to this run. A last line that lacks only its newline is
         a complete answer and is kept.
         """
         for path in self.files():
-            end, last = 0, b"\n"
-            for _, start, last in _lines(path):
-                end = start + len(last)
-            os.truncate(path, end)
-            if not last.endswith(b"\n"):
+            start, last = 0, b""
+            for _, start, last in _lines(path):  # noqa: B007
+                pass
+            os.truncate(path, start + len(last))
+            if last and not last.endswith(b"\n"):
                 with path.open("ab") as file:
                     file.write(b"\n")
 
@@ -62,11 +63,10 @@ class Answers:
             ValueError: a file contains something other than answers.
         """
         for path in self.files():
-            for entry, _, _ in _lines(path):
-                yield entry
+            yield from (entry for entry, _, _ in _lines(path))
 
     def append(self, entry: dict[str, Any]) -> None:
-        with self.own.open("a", encoding="utf-8") as file:
+        with self.own_path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry, ensure_ascii=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -75,19 +75,14 @@ class Answers:
         """Join the parts, if any, into one file in the order of the prompts. After a kill it can be repeated."""
         if not self.parts():
             return
-        files, places = self.files(), {}
-        for number, path in enumerate(files):
-            for entry, start, _ in _lines(path):
-                places[entry["id"]] = (number, start)
-        opened = [path.open("rb") for path in files]
-        with tempfile.TemporaryDirectory(dir=self.out.parent) as own:  # a fixed name could be a user's file
-            partial = Path(own) / self.out.name
-            with partial.open("wb") as joined:
-                for _, (number, start) in sorted(places.items()):
-                    opened[number].seek(start)
-                    joined.write(opened[number].readline())
-            for file in opened:
-                file.close()
+        places = {entry["id"]: (path, start) for path in self.files() for entry, start, _ in _lines(path)}
+        with tempfile.TemporaryDirectory(dir=self.out.parent) as folder:  # a fixed name could be a user's file
+            partial = Path(folder) / self.out.name
+            with ExitStack() as stack, partial.open("wb") as joined:
+                opened = {path: stack.enter_context(path.open("rb")) for path in self.files()}
+                for _, (path, start) in sorted(places.items()):
+                    opened[path].seek(start)
+                    joined.write(opened[path].readline())
             partial.rename(self.out)
         for path in self.parts():
             path.unlink()

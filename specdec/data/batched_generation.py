@@ -1,4 +1,4 @@
-"""`Answering`: continuous batching without drafts. A row whose answer has ended takes the next prompt at once.
+"""`BatchedGenerator`: continuous batching without drafts. A row whose answer has ended takes the next prompt at once.
 
 With many rows, one token per row already uses the hardware well, so it matters more that no row waits for the longest.
 The target's generation config is respected: each request has its own logits processors, and plain `generate()` runs
@@ -44,26 +44,26 @@ class Request:
         prompt: token ids.
         temperature: 0 for greedy decoding.
         seed: random seed of this request, independent of the other rows.
-        asker: any object of the caller, to identify the request.
+        owner: any object of the caller, to identify the request.
 
     Attributes:
         answer: token ids, including the end token.
         cut: True if there is no end token: the answer reached the maximum length, a stop string or a time limit.
         processors: logits processors that `generate()` would apply.
-        draws: random generator for sampling.
+        generator: random generator for sampling.
     """
 
     prompt: list[int]
     temperature: float = 0.0
     seed: int = 0
-    asker: Any = None
+    owner: Any = None
     answer: list[int] = field(default_factory=list)
     cut: bool = False
     processors: LogitsProcessorList = field(default_factory=LogitsProcessorList)
-    draws: torch.Generator | None = None
+    generator: torch.Generator | None = None
 
 
-class Answering:
+class BatchedGenerator:
     """Answers requests in one batch of the target, with continuous batching.
 
     Args:
@@ -86,10 +86,10 @@ class Answering:
         outside = decided_before(model, None, {})
         if outside:
             raise ValueError(f"the target's generation config is not supported: {outside}. Remove this setting from it")
-        self._able = able = capability(model)
-        self.model, self.max_new_tokens, self._tokenizer, self._said = model, max_new_tokens, tokenizer, False
-        self.rows = rows if able.trees else 1
-        self._batch, self._reader = ModelRunner(model, able.masks), ModelRunner(model, able.masks)
+        self._capability = capability(model)
+        self.model, self.max_new_tokens, self._tokenizer, self._warned = model, max_new_tokens, tokenizer, False
+        self.rows = rows if self._capability.trees else 1
+        self._batch, self._reader = (ModelRunner(model, self._capability.masks) for _ in range(2))
         self._ends = end_tokens(model)
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Answering:
         Args:
             take: called for each free row; returns the next request, or None if there is none at the moment.
         """
-        if self._able.masks is not None:
+        if self._capability.masks is not None:
             self._batch.start(self.rows)
         running: list[Request | None] = [None] * self.rows
         while True:
@@ -118,7 +118,7 @@ class Answering:
             self._step(running, busy)
             for row in busy:
                 request = running[row]
-                if request is not None and self._over(request):
+                if request is not None and self._is_finished(request):
                     running[row] = None
                     self._batch.truncate([0 if r == row else n for r, n in enumerate(self._batch.lengths)])
                     yield request
@@ -130,15 +130,15 @@ class Answering:
         """
         prompt = torch.tensor([request.prompt], device=device_of(self.model))
         self._prepare(request, prompt)
-        if not request.answer:
-            request.draws = torch.Generator(prompt.device).manual_seed(request.seed)
-            self._reader.start(1)
-            logits = self._reader.extend(prompt, [0]).logits
-            self._batch.cache.adopt(row, self._reader.cache)
-            self._append([request], logits[:, 0])
-            return not self._over(request)
-        request.cut = request.answer[-1] not in self._ends
-        return False
+        if request.answer:
+            request.cut = request.answer[-1] not in self._ends
+            return False
+        request.generator = torch.Generator(prompt.device).manual_seed(request.seed)
+        self._reader.start(1)
+        logits = self._reader.extend(prompt, [0]).logits
+        self._batch.cache.adopt(row, self._reader.cache)
+        self._append([request], logits[:, 0])
+        return not self._is_finished(request)
 
     def _prepare(self, request: Request, prompt: Tensor) -> None:
         """Take the logits processors for a prompt (1, T) from `model.generate()`.
@@ -157,27 +157,23 @@ class Answering:
         ):
             parts = (input_ids, logits_processor, stopping_criteria, generation_config)
             call = Call(*parts, streamer=None, model_kwargs=inputs, encoder_outputs=None, text_kwargs=inputs)
-            reason = self._why_plain(call)
+            others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
+            reason = f"the generation config uses {', '.join(others)}" if others else None
+            reason = reason or why_plain(model, self._capability, call, uses_target_choices=True)
             if reason is None:
                 request.processors = logits_processor
                 return input_ids
-            if not self._said:
-                self._said = True
+            if not self._warned:
+                self._warned = True
                 warnings.warn(f"answers are generated one at a time with plain generate(): {reason}")
             torch.manual_seed(request.seed)
             return plain(model, call, is_synced(model, None))
 
-        options = ANSWER | _sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
+        options = ANSWER | sampling(request.temperature) | {"max_new_tokens": self.max_new_tokens}
         options = with_stop_strings(self.model, None, options | {"tokenizer": self._tokenizer})
         options.pop("tokenizer")
         text = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=decode, **options)
         request.answer = text[0, prompt.shape[1] :].tolist()
-
-    def _why_plain(self, call: Call) -> str | None:
-        others = [type(criterion).__name__ for criterion in call.criteria if type(criterion) not in ENDS]
-        if others:
-            return f"the generation config uses {', '.join(others)}"
-        return why_plain(self.model, self._able, call, uses_target_choices=True)
 
     def _step(self, running: Sequence[Request | None], busy: Sequence[int]) -> None:
         """Generate one token for every busy row."""
@@ -203,13 +199,14 @@ class Answering:
         if not request.temperature:
             return int(scores.argmax(-1))
         possible = scores[0].isfinite().nonzero()[:, 0]  # sampling from the whole vocabulary takes milliseconds
-        return int(possible[torch.multinomial(scores[0, possible].softmax(-1), 1, generator=request.draws)])
+        return int(possible[torch.multinomial(scores[0, possible].softmax(-1), 1, generator=request.generator)])
 
-    def _over(self, request: Request) -> bool:
+    def _is_finished(self, request: Request) -> bool:
         ended = request.answer[-1] in self._ends
         request.cut = not ended and len(request.answer) >= self.max_new_tokens
         return ended or request.cut
 
 
-def _sampling(temperature: float) -> dict[str, Any]:
+def sampling(temperature: float) -> dict[str, Any]:
+    """Return the sampling arguments of `generate()`; temperature 0 is greedy."""
     return {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

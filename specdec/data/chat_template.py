@@ -12,9 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.data.messages import Message
 
-GENERATION = re.compile(
-    r"\{%-?\s*generation\s*-?%\}"
-)  # marks the text that the target writes, if the template supports it
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the target's text, if the template supports it
 QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
 
 
@@ -69,12 +67,13 @@ class ChatTemplate:
         before = rendered(messages[:-1], self.tokenizer, True, **template)
         after = rendered(messages, self.tokenizer, False, **template)
         parts = _parts(messages[-1])
-        trimmed = not _shows(before, after, parts)
-        if trimmed and not _shows(_squeezed(before), _squeezed(after), [_squeezed(part) for part in parts]):
+        trimmed = not _contains(before, after, parts)
+        if trimmed and not _contains(
+            _without_spaces(before), _without_spaces(after), list(map(_without_spaces, parts))
+        ):
             return None
         prompt, ids = self._ids(before), self._ids(after)
-        start = _shared(prompt, ids)
-        marked = self._marked(messages, **template)
+        start, marked = common_prefix(prompt, ids), self._marked(messages, **template)
         if start == len(prompt):
             start = max(start, marked or 0)
         elif marked is None:
@@ -93,7 +92,7 @@ class ChatTemplate:
         for place, token in enumerate(ids):
             if token in self._stops:
                 return ids[: place if cut else place + 1]
-        return ids[: len(ids) - _shared(ids[::-1], self._tail[::-1])]
+        return ids[: len(ids) - common_prefix(ids[::-1], self._tail[::-1])]
 
     def response(self, text: str, cut: bool) -> list[int]:
         """Tokenize an answer given verbatim, including its end token."""
@@ -116,7 +115,7 @@ class ChatTemplate:
         if not found:  # a template that expects contents in parts
             return None
         ids, closing = self._ids(tail), self._ids(asked)
-        closing = closing[_shared(closing, self._ids(asking)) :]
+        closing = closing[common_prefix(closing, self._ids(asking)) :]
         return ids[: len(ids) - len(closing)] if closing and ids[-len(closing) :] == closing else ids
 
     def _marked(self, messages: Sequence[Message], **template: Any) -> int | None:
@@ -161,18 +160,22 @@ def _parts(message: Message) -> list[str]:
     return [part for part in (message.get("reasoning_content"), *texts, *called) if part]
 
 
-def _shows(before: str, after: str, parts: Sequence[str]) -> bool:
+def _contains(before: str, after: str, parts: Sequence[str]) -> bool:
     """Return whether `after` contains all parts of an answer, not only in the prompt `before`."""
-    start = _shared(before, after)
+    start = common_prefix(before, after)
     return all((place := after.rfind(part)) >= 0 and place + len(part) > start for part in parts)
 
 
-def _shared(one: Sequence[Any], two: Sequence[Any]) -> int:
-    """Length of the common prefix of two sequences."""
-    if two[: len(one)] == one:
-        return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), len(two))
+def common_prefix(one: Sequence[Any], two: Sequence[Any]) -> int:
+    """Length of the common prefix of two sequences.
+
+    Examples:
+        >>> common_prefix("speculate", "special")
+        4
+    """
+    shorter = min(len(one), len(two))
+    return next((i for i in range(shorter) if one[i] != two[i]), shorter)
 
 
-def _squeezed(text: str) -> str:
+def _without_spaces(text: str) -> str:
     return "".join(text.split())

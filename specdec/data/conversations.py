@@ -18,9 +18,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specdec.data.chat_template import ChatTemplate, rendered
 from specdec.data.entries import FORMATS, cleaned, read_entries
-from specdec.data.messages import Asked, Message, asked_in, extra_of
+from specdec.data.messages import Conversation, Message, extra_of, parse_conversation
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, as_text, extend, fingerprint, recorded, texts_of
-from specdec.data.skipped import LeftOut
+from specdec.data.skipped import Skipped
 from specdec.data.texts import Text
 
 
@@ -48,7 +48,7 @@ def read_texts(
     Raises:
         ValueError: a file cannot be read, or none of its texts can be trained on.
     """
-    encode, left_out = Encoder(tokenizer, marks, ends), LeftOut("texts")
+    encode, left_out = Encoder(tokenizer, marks, ends), Skipped("texts")
     kept = cut = lost = marked = 0
     for place, entry in read_entries(data):
         try:
@@ -88,7 +88,7 @@ def read_texts(
         )
     for message in encode.warnings():
         warnings.warn(message)
-    left_out.settle(kept)
+    left_out.check_and_warn(kept)
 
 
 class Encoder:
@@ -101,7 +101,7 @@ class Encoder:
 
     Attributes:
         answers: number of answers in conversations.
-        otherwise: answers that the template renders differently from how they were written; not trained on.
+        changed: answers that the template renders differently from how they were written; not trained on.
         trimmed: answers that the template renders without surrounding whitespace.
         recorded: number of conversations with token ids.
         foreign: conversations with token ids of another tokenizer.
@@ -109,7 +109,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, marks: Sequence[int] = (), ends: Sequence[int] = ()):
         self.tokenizer, self.marks = tokenizer, marks
-        self.answers = self.otherwise = self.trimmed = self.recorded = self.foreign = 0
+        self.answers = self.changed = self.trimmed = self.recorded = self.foreign = 0
         self._template = ChatTemplate(tokenizer, ends)
 
     def __call__(self, entry: Any) -> list[Text]:
@@ -118,9 +118,9 @@ class Encoder:
 
     def warnings(self) -> Iterator[str]:
         """Yield warnings about the entries so far."""
-        if self.otherwise:
+        if self.changed:
             yield (
-                f"{self.otherwise} of {self.answers} answers in conversations are not trained on: the chat template "
+                f"{self.changed} of {self.answers} answers in conversations are not trained on: the chat template "
                 "renders them differently from how they were written (for example without their thinking), or from how "
                 "its prompt begins them. `specdec regenerate` records token ids, which need no template; "
                 '{"prompt": ..., "response": ...} is used verbatim'
@@ -160,13 +160,14 @@ class Encoder:
         return self._messages(entry)
 
     def _messages(self, entry: dict[str, Any]) -> list[Text]:
-        asked, cut = asked_in(entry), entry.get("finish") == "length"
-        roles = [message["role"] for message in asked.messages]
+        conversation, cut = parse_conversation(entry), entry.get("finish") == "length"
+        roles = [message["role"] for message in conversation.messages]
         if self.tokenizer.chat_template is None and roles == ["user", "assistant"]:
-            prompt, response = (message["content"] for message in asked.messages)
+            prompt, response = (message["content"] for message in conversation.messages)
             return self._pair({"prompt": prompt, "response": response, "finish": entry.get("finish")})
-        texts = self._conversation(asked, cut)
-        if texts and asked.shows and not any(bool(_marked(text.ids, self.marks).any()) for text in texts):
+        texts = self._conversation(conversation, cut)
+        read = any(bool(_marked(text.ids, self.marks).any()) for text in texts)
+        if texts and conversation.is_multimodal and not read:
             raise ValueError(
                 "the conversation contains images, videos or audio, but the chat template inserts none of the target's "
                 "placeholders for them: it supports text only"
@@ -177,30 +178,30 @@ class Encoder:
         """Encode a prompt and its verbatim response."""
         if "prompt" not in entry:
             raise ValueError("found a response without its prompt")
-        question = Asked([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
+        question = Conversation([{"role": "user", "content": entry["prompt"]}], extra_of(entry))
         prompt = encode_prompt(question.messages, self.tokenizer, **question.template)
         answer = self._template.response(entry["response"], entry.get("finish") == "length")
         if not answer:
             raise ValueError("the response is empty")
         return [as_text(prompt + answer, [0] * len(prompt) + [1] * len(answer))]
 
-    def _conversation(self, asked: Asked, cut: bool) -> list[Text]:
+    def _conversation(self, conversation: Conversation, cut: bool) -> list[Text]:
         """Encode each answer as the template renders it right after it was given.
 
         A template may change an answer in later turns (for example remove its thinking): the next answer then begins
         another text. An answer that is changed at once is not the target's text, and is not trained on.
         """
-        answers = [i for i, message in enumerate(asked.messages) if message["role"] == "assistant"]
+        messages = conversation.messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             raise ValueError("the conversation has no answer: it needs a message with the role assistant")
         sequences: list[TokenSequence] = []
-        for i in answers:
-            if i == 0:  # nothing was asked
-                continue
+        for i in filter(None, answers):  # before message 0 nothing was asked
             self.answers += 1
-            answer = self._template.answer(asked.messages[: i + 1], cut and i == answers[-1], **asked.template)
+            cut_off = cut and i == answers[-1]
+            answer = self._template.answer(messages[: i + 1], cut_off, **conversation.template)
             if answer is None:
-                self.otherwise += 1
+                self.changed += 1
                 continue
             self.trimmed += answer.trimmed
             extend(sequences, answer.prompt, answer.ids)

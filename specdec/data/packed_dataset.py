@@ -59,9 +59,8 @@ class StateDataset(Dataset):
         self._paths = [self.folder / f"states-{number:05d}.safetensors" for number in range(described["shards"])]
         self._lengths = [self._lengths_of(path) for path in self._paths]  # of each shard's uncut texts
         self._bounds = [packed(lengths.clamp(max=length), length) for lengths in self._lengths]
-        self._ends = torch.tensor([len(bounds) - 1 for bounds in self._bounds]).cumsum(
-            0
-        )  # rows up to the end of each shard
+        rows = torch.tensor([len(bounds) - 1 for bounds in self._bounds])
+        self._ends = rows.cumsum(0)  # rows up to the end of each shard
 
     def _lengths_of(self, shard: Path) -> Tensor:
         with read_by_library(shard), safe_open(shard, "pt") as file:
@@ -80,10 +79,8 @@ class StateDataset(Dataset):
         return sum(int(lengths.clamp(max=self.length).sum()) for lengths in self._lengths)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
+        index = range(len(self))[index]  # IndexError if out of range
         parts: dict[str, list[Tensor]] = {"ids": [], "learn": [], "states": [], "over_all": [], "documents": []}
-        index %= len(self)
         shard = int(torch.searchsorted(self._ends, index, right=True))
         lengths, bounds = self._lengths[shard], self._bounds[shard]
         row = index - int(self._ends[shard]) + len(bounds) - 1  # within the shard
@@ -112,9 +109,7 @@ class PackedTexts(Dataset):
         return int(self._texts.lengths.clamp(max=self.length).sum())
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+        index = range(len(self))[index]  # IndexError if out of range
         first, end = self._bounds[index : index + 2].tolist()
         row = [Text(text.ids[: self.length], text.learn[: self.length]) for text in self._texts[first:end]]
         return {

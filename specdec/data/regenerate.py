@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data.answer_store import Answers
-from specdec.data.batched_generation import Answering, Request
+from specdec.data.batched_generation import BatchedGenerator, Request
 from specdec.data.conversations import context_of, encode_prompt
-from specdec.data.messages import SWITCHES, Asked, Message, extra_of, read_prompts
+from specdec.data.messages import SWITCHES, Message, extra_of, read_prompts, template_arguments
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
-from specdec.data.skipped import LeftOut
+from specdec.data.skipped import Skipped
 
 AHEAD = 16  # batches of prompts that are sorted by length together
 MOST_TURNS = 1000  # distance between the seeds of two conversations
@@ -28,14 +28,14 @@ LEFT, DONE, USELESS = range(3)  # states of a prompt
 
 
 @dataclass
-class Conversation:
+class ActiveConversation:
     """A conversation in progress, which becomes one line of the output.
 
     Attributes:
         number: index of its entry among the prompts.
         place: location of the entry.
-        asked: user and system messages that are not in `messages` yet, in order.
-        extra: further arguments of the chat template, see `Asked`.
+        pending: user and system messages that are not in `messages` yet, in order.
+        extra: further arguments of the chat template, see `Conversation`.
         messages: the conversation so far, with the target's answers.
         finish: "length" if the last answer was cut off, otherwise "stop".
         sequences: token ids that the target read and wrote, see `sequences`.
@@ -43,7 +43,7 @@ class Conversation:
 
     number: int
     place: str
-    asked: list[Message]
+    pending: list[Message]
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[Message] = field(default_factory=list)
     finish: str = "stop"
@@ -58,12 +58,9 @@ class Conversation:
 
     def next_question(self) -> list[Message] | None:
         """Return the conversation up to the next answer; None if it is finished."""
-        if self.finish == "length" or not self.asked:
-            return None
-        while self.asked:
-            message = self.asked.pop(0)
-            self.messages.append(message)
-            if message["role"] == "user":
+        while self.pending and self.finish != "length":
+            self.messages.append(self.pending.pop(0))
+            if self.messages[-1]["role"] == "user":
                 return self.messages
         return None
 
@@ -135,27 +132,27 @@ def regenerate(
     mine, processes = share
     answers, name = Answers(out, share), str(target.config._name_or_path)
 
-    def conversations(left_out: LeftOut) -> Iterator[Conversation]:
+    def conversations(left_out: Skipped) -> Iterator[ActiveConversation]:
         return islice(_conversations(given, tokenizer, switches or {}, left_out), limit)
 
-    useless = LeftOut("prompts")
+    useless = Skipped("prompts")
     done = _finished(answers, conversations(useless), name, temperatures, max_new_tokens)
-    (useless.settle if mine == 0 else useless.check)(len(done) - done.count(USELESS))
+    (useless.check_and_warn if mine == 0 else useless.check)(len(done) - done.count(USELESS))
     agree(True)  # no process writes before all have read and checked the files
     if mine == 0:
-        answers.mend()
+        answers.repair()
     agree(True)
     own, vocabulary = range(mine, len(done), processes), fingerprint(tokenizer)
-    answers.own.touch()
+    answers.own_path.touch()
     useful = len(own) - done[mine::processes].count(USELESS)
-    handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, LeftOut("conversations")
-    early = LeftOut("conversations", "end before a question that cannot follow the target's answer")
+    handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, Skipped("conversations")
+    early = Skipped("conversations", "end before a question that cannot follow the target's answer")
     progress(handled, len(own), tokens)
-    asked = conversations(LeftOut("prompts"))  # which were reported above
-    waiting = _alike((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
+    asked = conversations(Skipped("prompts"))  # which were reported above
+    waiting = _sorted_by_length((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
     further: deque[Request] = deque()  # next turns of conversations that have begun
 
-    def request(c: Conversation) -> Request | None:
+    def request(c: ActiveConversation) -> Request | None:
         try:
             prompt = _next_prompt(c, tokenizer, max_prompt_tokens)
         except ValueError as error:
@@ -175,8 +172,8 @@ def regenerate(
             handled += 1
         return None
 
-    for answered in Answering(target, batch_size, max_new_tokens, tokenizer).run(take):
-        c = answered.asker
+    for answered in BatchedGenerator(target, batch_size, max_new_tokens, tokenizer).run(take):
+        c = answered.owner
         c.take_answer(answered, tokenizer)
         tokens += len(answered.answer)
         if (after := request(c)) is not None:
@@ -201,47 +198,39 @@ def regenerate(
 
 def _finished(
     answers: Answers,
-    conversations: Iterator[Conversation],
+    conversations: Iterator[ActiveConversation],
     target: str,
     temperatures: Sequence[float],
     max_new_tokens: int,
 ) -> bytearray:
-    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`.
+    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`."""
 
-    Raises:
-        ValueError: an earlier run had another target, other prompts or other options.
-    """
-    said: dict[int, tuple[int, int, int]] = {}  # number of messages asked, and checksums to save memory
+    def refuse(what: str, advice: str = "") -> NoReturn:
+        raise ValueError(f"{answers.out} holds answers {what}: choose another output file{advice}")
+
+    answered: dict[int, tuple[int, int, int]] = {}  # number of messages, and checksums to save memory
     for entry in answers.entries():
         number = entry["id"]
-        usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
         if entry.get("target") != target:
-            raise ValueError(
-                f"{answers.out} holds answers of another target or to other prompts: choose another output file"
-            )
+            refuse("of another target or to other prompts")
+        usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
         for option, mine in usual.items():
             if entry.get(option, mine) != mine:
-                raise ValueError(
-                    f"{answers.out} holds answers with {option} {entry[option]}, but this run uses {mine}: "
-                    "choose another output file, or resume with the options of the earlier run"
-                )
-        asked = [message for message in entry["messages"] if message["role"] != "assistant"]
-        said[number] = len(asked), _checksum(asked), _checksum(Asked([], extra_of(entry)).template)
+                advice = ", or resume with the options of the earlier run"
+                refuse(f"with {option} {entry[option]}, but this run uses {mine}", advice)
+        given = [message for message in entry["messages"] if message["role"] != "assistant"]
+        answered[number] = len(given), _checksum(given), _checksum(template_arguments(extra_of(entry)))
     done = bytearray()
     for c in conversations:
         done.extend(USELESS for _ in range(len(done), c.number))
-        done.append(DONE if c.number in said else LEFT)
+        done.append(DONE if c.number in answered else LEFT)
         if done[-1] == LEFT:
             continue
-        count, asked_for, template = said.pop(c.number)
-        if _checksum(c.asked[:count]) != asked_for:
-            raise ValueError(
-                f"{answers.out} holds answers of another target or to other prompts: choose another output file"
-            )
-        if _checksum(Asked([], c.extra).template) != template:
-            raise ValueError(
-                f"{answers.out} holds answers with other chat template arguments: choose another output file"
-            )
+        count, given_before, template = answered.pop(c.number)
+        if _checksum(c.pending[:count]) != given_before:
+            refuse("of another target or to other prompts")
+        if _checksum(template_arguments(c.extra)) != template:
+            refuse("with other chat template arguments")
     return done
 
 
@@ -250,54 +239,44 @@ def _checksum(content: Any) -> int:
 
 
 def _conversations(
-    prompts: Any, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any], left_out: LeftOut
-) -> Iterator[Conversation]:
+    prompts: Any, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any], left_out: Skipped
+) -> Iterator[ActiveConversation]:
     for number, given in read_prompts(prompts, left_out):
         asked = [message for message in given.messages if message["role"] != "assistant"]
         if tokenizer.chat_template is None and len(asked) > 1:
-            left_out.add(
-                given.place,
-                "it has several messages, but the tokenizer has no chat template: only single messages can be used",
-            )
+            why = "it has several messages, but the tokenizer has no chat template: only single messages can be used"
+            left_out.add(given.place, why)
             continue
         if any(message["role"] == "tool" for message in asked):
-            left_out.add(
-                given.place,
-                "it has tool results, but the target may not make the same tool calls: remove everything from the "
-                "first tool call on (training accepts such conversations as they are)",
-            )
+            why = "it has tool results, but the target may not make the same tool calls: remove everything from the "
+            why += "first tool call on (training accepts such conversations as they are)"
+            left_out.add(given.place, why)
             continue
-        own = {SWITCHES: switches | given.extra.get(SWITCHES, {})}
-        extra = given.extra | {name: template for name, template in own.items() if template}
-        yield Conversation(number, given.place, asked, extra)
+        own = switches | given.extra.get(SWITCHES, {})
+        extra = given.extra | ({SWITCHES: own} if own else {})
+        yield ActiveConversation(number, given.place, asked, extra)
 
 
-def _alike(conversations: Iterator[Conversation], window: int) -> Iterator[Conversation]:
+def _sorted_by_length(conversations: Iterator[ActiveConversation], window: int) -> Iterator[ActiveConversation]:
     """Sort windows of conversations by length, up and down in turn: attention runs over the longest row of a batch."""
     up = True
     while some := list(islice(conversations, window)):
-        by_length = sorted(some, key=lambda c: sum(map(_length, c.asked)))
-        yield from by_length if up else reversed(by_length)
+        yield from sorted(some, key=lambda c: sum(len(message["content"]) for message in c.pending), reverse=not up)
         up = not up
 
 
-def _length(message: Message) -> int:
-    return len(message["content"])
-
-
 def _next_prompt(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    conversation: ActiveConversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> list[int] | None:
     """Return the tokens up to the next answer; None if the conversation is finished.
 
-    Raises:
-        ValueError: the conversation cannot continue; it was reset to its state after the last answer.
+    If the conversation cannot continue, reset it to its state after the last answer, and raise ValueError.
     """
     messages = conversation.next_question()
     if messages is None:
         return None
     try:
-        prompt = encode_prompt(messages, tokenizer, **Asked(messages, conversation.extra).template)
+        prompt = encode_prompt(messages, tokenizer, **template_arguments(conversation.extra))
         if not prompt:
             raise ValueError("the tokenizer returns no tokens for it")
         if len(prompt) > max_prompt_tokens:
@@ -305,6 +284,6 @@ def _next_prompt(
     except ValueError:
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()
-        conversation.asked.clear()
+        conversation.pending.clear()
         raise
     return prompt

@@ -1,4 +1,4 @@
-"""`LeftOut`: collects entries that cannot be used, and reports them once with their locations."""
+"""`Skipped`: collects entries that cannot be used, and reports them once with their locations."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ NAMED = 3  # entries that a message lists
 LONGEST = 300  # maximum characters of a reason
 
 
-class LeftOut:
+class Skipped:
     """Counts entries that cannot be used, and keeps the locations and reasons of the first few.
 
     Args:
         what: noun for the entries, in the plural.
-        happened: verb phrase of the warning.
+        verb: verb phrase of the warning.
     """
 
-    def __init__(self, what: str, happened: str = "were left out"):
-        self.what, self.happened, self.count = what, happened, 0
+    def __init__(self, what: str, verb: str = "were left out"):
+        self.what, self.verb, self.count = what, verb, 0
         self._first: list[str] = []
 
     def add(self, place: str, why: Exception | str) -> None:
         self.count += 1
         if self.count <= NAMED:
             reason = str(why)
-            self._first.append(f"{place}: {reason if len(reason) <= LONGEST else reason[:LONGEST] + ' ...'}")
+            self._first.append(f"{place}: {reason[:LONGEST]}" + " ..." * (len(reason) > LONGEST))
 
     def check(self, left: int) -> None:
         """Raise ValueError if no usable entries are left."""
@@ -34,9 +34,9 @@ class LeftOut:
     def warn(self, left: int) -> None:
         """Warn about the entries left out. Call it after reading all entries."""
         if self.count:
-            warnings.warn(f"{self.count} of {self.count + left} {self.what} {self.happened}:{self._named()}")
+            warnings.warn(f"{self.count} of {self.count + left} {self.what} {self.verb}:{self._named()}")
 
-    def settle(self, left: int) -> None:
+    def check_and_warn(self, left: int) -> None:
         """Raise ValueError if no usable entries are left; otherwise warn about those left out."""
         self.check(left)
         self.warn(left)

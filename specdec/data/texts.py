@@ -76,8 +76,8 @@ def end_to_end(texts: Sequence[Text]) -> dict[str, Tensor]:
     }
 
 
-def keep(texts: Iterable[Text], file: Path) -> Texts:
-    """Write texts one by one into a safetensors file, atomically, and return them as `kept_texts` reads them."""
+def save_texts(texts: Iterable[Text], file: Path) -> Texts:
+    """Write texts one by one into a safetensors file, atomically, and return them as `load_texts` reads them."""
     file.parent.mkdir(parents=True, exist_ok=True)
     lengths = array("q")
     with TemporaryFile(dir=file.parent) as ids, TemporaryFile(dir=file.parent) as learn:
@@ -89,7 +89,7 @@ def keep(texts: Iterable[Text], file: Path) -> Texts:
         with partial.open("wb") as out:
             _join(out, lengths, ids, learn)
         partial.rename(file)
-    return kept_texts(file)
+    return load_texts(file)
 
 
 def _join(out: IO[bytes], lengths: array[int], ids: IO[bytes], learn: IO[bytes]) -> None:
@@ -107,7 +107,7 @@ def _join(out: IO[bytes], lengths: array[int], ids: IO[bytes], learn: IO[bytes])
         shutil.copyfileobj(part, out, 2**20)
 
 
-def kept_texts(file: Path) -> Texts:
-    """Memory-map a file that `keep` wrote: the system loads only the parts that are used."""
+def load_texts(file: Path) -> Texts:
+    """Memory-map a file that `save_texts` wrote: the system loads only the parts that are used."""
     with read_by_library(file):
         return Texts(**load_file(file))

@@ -1,4 +1,4 @@
-"""`bench`: measure plain decoding and several proposers on some prompts, in turns (see `timing`)."""
+"""`bench`: measure the speed-up of several proposers over plain decoding."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.engine.generator import SpeculativeGenerator
 from specdec.evaluation.diagnosis import Measured, table
-from specdec.evaluation.methods import Method
-from specdec.evaluation.timing import Runs, take_turns
+from specdec.evaluation.methods import plain, speculative
+from specdec.evaluation.timing import Runs, Speed, steps, take_turns, warm_up
 from specdec.models.introspection import device_of
 from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, RuleName
 from specdec.utils.moved import renamed_method
 
-PLAIN = "plain"
 COLUMNS = ["", "tokens/s", "speed-up", "by prompt", "ms to first token", "ms per token", "tokens per pass", "same text"]
 
 
 @dataclass(frozen=True)
-class Answered:
+class MethodResult:
     """Results of one method.
 
     Attributes:
@@ -51,13 +48,13 @@ class Bench:
 
     Examples:
         >>> from specdec.evaluation.diagnosis import Measured
-        >>> plain = Answered(Measured("plain", "model.generate()", 100, 8.0, 0.5), (1.0,), same=1)
-        >>> ngram = Answered(Measured("ngram", "...", 100, 4.0, 0.5), (2.0,), same=1)
+        >>> plain = MethodResult(Measured("plain", "model.generate()", 100, 8.0, 0.5), (1.0,), same=1)
+        >>> ngram = MethodResult(Measured("ngram", "...", 100, 4.0, 0.5), (2.0,), same=1)
         >>> Bench((plain, ngram), prompts=1, repeats=1).speed_ups
         {'ngram': (2.0,)}
     """
 
-    methods: tuple[Answered, ...]
+    methods: tuple[MethodResult, ...]
     prompts: int
     repeats: int
     stopped: bool = False
@@ -76,7 +73,7 @@ class Bench:
         short = [kind + colon + Path(source).name for kind, colon, source in parts]
         return short if len({*short}) == len(short) else whole
 
-    def _row(self, label: str, method: Answered) -> list[str]:
+    def _row(self, label: str, method: MethodResult) -> list[str]:
         measured, plain = method.measured, self.methods[0].measured
         return [
             label,
@@ -158,41 +155,24 @@ def bench(
         print(bench(model, {"ngram": NgramProposer()}, prompts).summary())
         ```
     """
-    device = device_of(target)
-    arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
-    methods = [Method(PLAIN, "model.generate()", target.generate)]
+    methods = [plain(target)]
     for name, proposer in proposers.items():
-        spec = SpeculativeGenerator(target, proposer, draft_length=draft_length, rule=rule, on_unsupported="error")
-        methods.append(Method(name, f'SpeculativeGenerator(model, "{name}")', spec.generate, spec))
-    runs = [Runs(method, device, arguments) for method in methods]
-    done, total = 0, (1 + repeats * len(prompts)) * len(runs)
-    progress(done, total)
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    all_prompts = [prompt for prompt in prompts for _ in range(repeats)]
-    with torch.random.fork_rng():
-        for run in runs:
-            run.warm_up(prompts[0])
-            step()
-        answered = take_turns(runs, all_prompts, step)
-    answered -= answered % repeats  # complete prompts only
+        methods.append(speculative(name, target, proposer, draft_length, rule, code=f'"{name}"'))
+    arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
+    runs = [Runs(method, device_of(target), arguments) for method in methods]
+    step = steps(progress, (1 + repeats * len(prompts)) * len(runs))
+    warm_up(runs, prompts[0], step)
+    answered = take_turns(runs, prompts, step, repeats)
     if not answered:
         raise KeyboardInterrupt
-    for run in runs:
-        del run.calls[answered:]
-    found = tuple(_answered(run, runs[0], repeats) for run in runs)
-    return Bench(found, answered // repeats, repeats, stopped=answered < len(all_prompts))
+    found = tuple(_result(run, runs[0], repeats) for run in runs)
+    return Bench(found, answered, repeats, stopped=answered < len(prompts))
 
 
-def _answered(run: Runs, plain: Runs, repeats: int) -> Answered:
+def _result(run: Runs, plain: Runs, repeats: int) -> MethodResult:
     def pace(run: Runs, at: int) -> float:
-        calls = run.calls[at : at + repeats]
-        return sum(call.seconds for call in calls) / sum(len(call.text) for call in calls)
+        return Speed.of(run.calls[at : at + repeats]).time_per_token
 
     speed_ups = tuple(pace(plain, at) / pace(run, at) for at in range(0, len(run.calls), repeats))
-    same = sum(torch.equal(a.text, b.text) for a, b in zip(run.calls, plain.calls, strict=True))
-    return Answered(run.measured(), speed_ups, same)
+    same = sum(a.texts == b.texts for a, b in zip(run.calls, plain.calls, strict=True))
+    return MethodResult(run.measured(), speed_ups, same)

@@ -137,15 +137,13 @@ class Diagnosis:
         report, rounds = method.report, method.report.num_row_rounds
         longest = 1 + sum(report.num_draft_tokens_per_pos) / rounds  # tokens a round, were every draft accepted
         wider = max(0.0, report.seconds["verify"] - rounds * self.step)
-        spared = {
-            "if all its drafts were accepted": (
-                report.round_seconds * (1 - report.tokens_per_round / longest),
-                self._acceptance,
-            ),
-            "if drafting were free": (report.seconds["draft"], self._drafting),
-            "if its target passes were as fast as plain decoding's": (wider, self._passes),
-        }
-        found = [Limit(method.seconds - saved, means, cure) for means, (saved, cure) in spared.items()]
+        rejected = report.round_seconds * (1 - report.tokens_per_round / longest)
+        saved = (
+            (rejected, "if all its drafts were accepted", self._acceptance),
+            (report.seconds["draft"], "if drafting were free", self._drafting),
+            (wider, "if its target passes were as fast as plain decoding's", self._passes),
+        )
+        found = [Limit(method.seconds - seconds, means, cure) for seconds, means, cure in saved]
         return sorted(found, key=lambda limit: limit.seconds)
 
     def summary(self) -> str:
@@ -165,10 +163,9 @@ class Diagnosis:
     def _facts(self) -> list[str]:
         found = []
         if self.acceptance:
-            found.append(
-                "acceptance rate of chains by position: " + " ".join(f"{rate:.2f}" for rate in self.acceptance)
-            )
-        if self._unusual and self.elsewhere is not None:
+            rates = " ".join(f"{rate:.2f}" for rate in self.acceptance)
+            found.append(f"acceptance rate of chains by position: {rates}")
+        if self._unusual:
             found.append(f"acceptance rate at the first position on specdec's own prompts: {self.elsewhere:.2f}")
         if self.uncovered > MISSING:
             found.append(f"{100 * self.uncovered:.0f}% of the target's tokens are not in the draft's vocabulary")
@@ -187,12 +184,8 @@ class Diagnosis:
             last = "None of these would make drafting faster than plain decoding here."
         else:
             last = f"The first limits the speed-up most. {most.cure}"
-        return [
-            "",
-            f"{method.name} has a speed-up of {self._speed_up(method.seconds, method):.2f}x. It would be at most",
-            *listed,
-            last,
-        ]
+        speed_up = f"{method.name} has a speed-up of {self._speed_up(method.seconds, method):.2f}x"
+        return ["", f"{speed_up}. It would be at most", *listed, last]
 
     def _speed_up(self, seconds: float, method: Measured) -> float:
         return self.plain.pace * method.tokens / seconds
@@ -205,10 +198,8 @@ class Diagnosis:
     def _acceptance(self) -> str:
         by_a_model = self.best_draft.report.num_draft_passes > 0
         if by_a_model and self.uncovered > MISSING:
-            return (
-                "Each token outside of the draft's vocabulary ends a draft: use a larger vocabulary, from text like "
-                "yours."
-            )
+            advice = "use a larger vocabulary, from text like yours."
+            return f"Each token outside of the draft's vocabulary ends a draft: {advice}"
         if by_a_model and self._unusual:
             return "Your prompts differ from the draft's training data, or they lack the chat template."
         lookup = "" if self.uses_lookup else ', or n-grams together with either ("ngram+eagle3", "ngram+draft:PATH")'
@@ -222,9 +213,7 @@ class Diagnosis:
 
     @property
     def _passes(self) -> str:
-        verify = self.best_draft.report
-        ratio = verify.seconds["verify"] / verify.num_row_rounds / self.step
-        return (
-            f"One of its target passes takes {ratio:.2f} times as long as plain decoding's: another number format "
-            "(--dtype) may be faster."
-        )
+        report = self.best_draft.report
+        ratio = report.seconds["verify"] / report.num_row_rounds / self.step
+        slower = f"One of its target passes takes {ratio:.2f} times as long as plain decoding's"
+        return f"{slower}: another number format (--dtype) may be faster."

@@ -1,7 +1,4 @@
-"""`diagnose`: measure plain decoding and the methods of a proposer on some prompts, in turns.
-
-The methods are defined in `methods`, measured by `timing`, and summarised in `diagnosis`.
-"""
+"""`diagnose`: measure the methods of a proposer, to recommend one and to find what limits it."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from transformers import PreTrainedModel
 
 from specdec.engine.report import Report
 from specdec.evaluation.diagnosis import Diagnosis
-from specdec.evaluation.methods import Method, chain, methods
-from specdec.evaluation.timing import Runs, take_turns
+from specdec.evaluation.methods import CHAINS, methods
+from specdec.evaluation.timing import Runs, Speed, steps, take_turns, warm_up
 from specdec.models.introspection import device_of
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
@@ -36,9 +33,7 @@ def diagnose(
     progress: Callable[[int, int], Any] = lambda done, total: None,
     **arguments: Any,
 ) -> Diagnosis:
-    """Measure plain decoding and each method of a proposer on some prompts, after one warm-up call each.
-
-    If interrupted (Ctrl-C), it returns the results so far, provided that every method has answered one prompt.
+    """Measure plain decoding and each method of a proposer (see `methods`) on some prompts, as `bench` does.
 
     Args:
         target: the target model.
@@ -65,36 +60,24 @@ def diagnose(
     device = device_of(target)
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     runs = [Runs(method, device, arguments) for method in methods(target, proposer)]
-    done, total = 0, (1 + len(prompts)) * len(runs) + len(usual)
-    progress(done, total)
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    spec = runs[1].method.spec
-    assert spec is not None
-    whole = spec.proposer
+    step = steps(progress, (1 + len(prompts)) * len(runs) + len(usual))
+    warm_up(runs, prompts[0], step)
+    answered = take_turns(runs, prompts, step)
+    if not answered:
+        raise KeyboardInterrupt
+    plain, given = runs[:2]
+    longest = next(run for run in runs if run.method.name == f"chain of {CHAINS[-1]}")
+    elsewhere = Runs(longest.method, device, arguments)
+    on_usual = take_turns([elsewhere], usual, step) if answered == len(prompts) else 0
+    assert given.method.spec is not None
+    whole = given.method.spec.proposer
     drafts = whole.other if isinstance(whole, HybridProposer) else whole
-    with torch.random.fork_rng():
-        for run in runs:
-            run.warm_up(prompts[0])
-            step()
-        answered = take_turns(runs, prompts, step)
-        if not answered:
-            raise KeyboardInterrupt
-        chains = chain(target, drafts)
-        elsewhere = Runs(Method("usual prompts", "", chains.generate, chains), device, arguments)
-        on_usual = take_turns([elsewhere], usual, step) if answered == len(prompts) else 0
-    plain = runs[0]
-    longest = next(run for run in reversed(runs) if run.method.name.startswith("chain"))
     return Diagnosis(
         plain=plain.measured(),
         drafting=tuple(run.measured() for run in runs[1:]),
-        step=plain.step,
+        step=Speed.of(plain.calls).time_per_output_token,
         acceptance=_rates(longest.report),
-        uncovered=_uncovered(drafts, torch.cat([call.text for call in plain.calls])),
+        uncovered=_uncovered(drafts, torch.tensor([token for call in plain.calls for token in call.texts[0]])),
         elsewhere=next(iter(_rates(elsewhere.report)), 0.0) if on_usual else None,
         has_head=isinstance(drafts, (Eagle3Proposer, MtpProposer)),
         uses_lookup=isinstance(whole, (HybridProposer, Lookup)),

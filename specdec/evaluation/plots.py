@@ -1,6 +1,6 @@
 """Plots of speculative decoding: draft trees, acceptance rate by position, time by phase, speed-ups.
 
-They need matplotlib (`pip install matplotlib`), which is imported on the first plot.
+They need matplotlib (`pip install matplotlib`), which is imported on the first plot. Each returns its axes.
 
 Example:
     ```python
@@ -14,15 +14,17 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine.report import PHASES, Report
 from specdec.engine.trace import RoundTrace, shown
+from specdec.sampling.results import depths_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-ACCEPTED, REJECTED, TARGETS_OWN = "#2e7d32", "#9e9e9e", "#1565c0"
+ACCEPTED, REJECTED, BONUS = "#2e7d32", "#9e9e9e", "#1565c0"
 PART_COLOURS = {"prefill": "#90a4ae", "draft": "#fb8c00", "verify": "#1e88e5", "accept": "#43a047", "other": "#8e24aa"}
 BAR, DOT = "#80cbc4", "#00695c"
 Reports = Report | Mapping[str, Report]
@@ -39,21 +41,17 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
         tokenizer: decodes tokens; None to show token ids.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.round_tree(rounds[0], tokenizer).figure.savefig("round.png")
         ```
     """
-    depths, heights = round.depths, _heights(round.parents)
+    depths, heights = depths_of(round.parents), _heights(round.parents)
     bonus = len(depths)  # the bonus or recovered token is drawn as one more node, after the accepted path
     if round.next_token is not None:
         depths.append(len(round.path))
-        heights.append(_free(heights, depths, heights[round.path[-1]]))
-    if ax is None:
-        ax = _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
+        heights.append(_free_height(heights, depths, heights[round.path[-1]]))
+    ax = ax or _new_axes(1.7 * (max(depths) + 1), 0.9 + 0.5 * (1 + max(heights) - min(heights)))
 
     def edge(above: int, below: int, colour: str, style: str = "-") -> None:
         ends = [depths[above], depths[below]], [-heights[above], -heights[below]]
@@ -71,8 +69,8 @@ def round_tree(round: RoundTrace, tokenizer: Any = None, ax: Axes | None = None)
             edge(above, below, colour)
         node(below, round.tokens[below], colour if below else "black", round.chances[below] if below else None)
     if round.next_token is not None:
-        edge(round.path[-1], bonus, TARGETS_OWN, "--")
-        node(bonus, round.next_token, TARGETS_OWN, None)
+        edge(round.path[-1], bonus, BONUS, "--")
+        node(bonus, round.next_token, BONUS, None)
     ax.set_title(f"{len(round.tokens) - 1} drafted, {len(round.path) - 1} accepted, {len(round.new_tokens)} new tokens")
     ax.set(xlim=(-0.5, max(depths) + 0.5), ylim=(-max(heights) - 0.6, -min(heights) + 0.6))
     ax.axis("off")
@@ -86,15 +84,12 @@ def acceptance_per_position(reports: Reports, ax: Axes | None = None) -> Axes:
         reports: a report, or several by name.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.acceptance_per_position({"ngram": ngram.report, "eagle3": eagle3.report})
         ```
     """
-    ax = _new_axes(6, 3.5) if ax is None else ax
+    ax = ax or _new_axes(6, 3.5)
     for name, report in _named(reports).items():
         rates = report.conditional_acceptance_rate_per_pos
         length = f"{report.mean_acceptance_length:.2f} tokens per draft" if report.num_drafts else "no drafts"
@@ -113,16 +108,13 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
         reports: a report, or several by name.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.time_per_part(spec.last_report)
         ```
     """
     named = _named(reports)
-    ax = _new_axes(6, 1.2 + 0.4 * len(named)) if ax is None else ax
+    ax = ax or _new_axes(6, 1.2 + 0.4 * len(named))
     ends = [0.0] * len(named)
     for part in PHASES:
         spent = [1e3 * report.seconds[part] / max(1, report.num_output_tokens) for report in named.values()]
@@ -142,15 +134,12 @@ def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) 
         by_prompt: speed-ups by proposer, such as `Bench.speed_ups`.
         ax: axes to draw on; None for a new figure.
 
-    Returns:
-        The axes.
-
     Example:
         ```python
         plots.speed_ups(bench(model, proposers, prompts).speed_ups)
         ```
     """
-    ax = _new_axes(6, 1.2 + 0.5 * len(by_prompt)) if ax is None else ax
+    ax = ax or _new_axes(6, 1.2 + 0.5 * len(by_prompt))
     for height, speeds in enumerate(by_prompt.values()):
         mean = sum(speeds) / len(speeds)
         bars = ax.barh(height, mean, color=BAR, height=0.7)
@@ -183,26 +172,18 @@ def _new_axes(width: float, height: float) -> Axes:
 
 def _heights(parents: list[int]) -> list[float]:
     """Height of each node: leaves lie below each other, and a parent at the middle of its children."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    heights = [0.0] * len(parents)
-    leaves = 0
+    heights, leaf = [0.0] * len(parents), count()
 
     def place(node: int) -> float:
-        nonlocal leaves
-        below = [place(child) for child in children.get(node, [])]
-        if below:
-            heights[node] = (below[0] + below[-1]) / 2
-        else:
-            heights[node], leaves = float(leaves), leaves + 1
+        children = [place(child) for child, parent in enumerate(parents) if parent == node]
+        heights[node] = (children[0] + children[-1]) / 2 if children else float(next(leaf))
         return heights[node]
 
     place(0)
     return heights
 
 
-def _free(heights: list[float], depths: list[int], wanted: float) -> float:
+def _free_height(heights: list[float], depths: list[int], wanted: float) -> float:
     """Height closest to `wanted` at which no node of the last depth is within one unit."""
     taken = [height for height, depth in zip(heights, depths, strict=False) if depth == depths[-1]]
     steps = (wanted + sign * step / 2 for step in range(2 * len(heights) + 3) for sign in (1, -1))

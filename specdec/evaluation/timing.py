@@ -1,9 +1,13 @@
-"""`Runs`: timed calls of one method. Methods take turns, so that drift of the machine affects all of them alike."""
+"""`time_call`: a timed call of `generate()`; `Runs`: the calls of one method, which takes turns with others.
+
+Methods take turns, so that drift of the machine affects all of them alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from time import perf_counter
 from typing import Any
 
@@ -19,13 +23,29 @@ WARM_UP = 16  # new tokens of a warm-up call
 
 
 class Clock(BaseStreamer):
-    """Streamer that records when tokens arrive; the first entry is the prompt."""
+    """Streamer that records when tokens arrive. Subclasses may show them.
+
+    Attributes:
+        times: `time.perf_counter()` at each token after the prompt.
+    """
 
     def __init__(self) -> None:
-        self.moments: list[float] = []
+        self.times: list[float] = []
+        self._prompt_seen = False
 
     def put(self, value: Tensor) -> None:
-        self.moments.append(perf_counter())
+        """Receive the prompt, then the generated tokens.
+
+        Args:
+            value: token ids of any shape, int64.
+        """
+        if self._prompt_seen:
+            self.times += [perf_counter()] * value.numel()
+            self.show(value)
+        self._prompt_seen = True
+
+    def show(self, tokens: Tensor) -> None:
+        """Show generated tokens."""
 
     def end(self) -> None:
         pass
@@ -36,16 +56,80 @@ class Call:
     """A timed call.
 
     Attributes:
-        text: (T,) int64, new tokens.
-        seconds: duration of the call.
-        decoding: seconds of these after the first token.
-        report: report of the call; empty for plain decoding.
+        texts: new tokens of each row.
+        seconds: duration of the call, including prefill.
+        times: seconds from the start of the call to each streamed token; empty if `generate` does not stream.
+        report: specdec's report of the call; None for other methods.
     """
 
-    text: Tensor
+    texts: list[list[int]]
     seconds: float
-    decoding: float
-    report: Report
+    times: list[float]
+    report: Report | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.texts))
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.times[0] if self.times else float("nan")
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last one."""
+        return self.times[-1] - self.times[0] if self.times else float("nan")
+
+
+def time_call(method: Method, inputs: Mapping[str, Tensor], streamer: Clock | None = None, **arguments: Any) -> Call:
+    """Generate with a method and measure when the call and each of its tokens were done.
+
+    Args:
+        method: the method to measure.
+        inputs: tensors for `generate()`, among them `input_ids` (B, T) int64.
+        streamer: receives the tokens, to show them for example.
+        arguments: further arguments of `generate()`.
+    """
+    clock = streamer or Clock()
+    start = perf_counter()
+    output = method.generate(**inputs, **arguments, streamer=clock)
+    texts = output[:, inputs["input_ids"].shape[1] :].tolist()  # a host sync on accelerators
+    seconds = perf_counter() - start
+    report = None if method.spec is None else method.spec.last_report
+    return Call(texts, seconds, [moment - start for moment in clock.times], report)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Pooled times of several calls in seconds.
+
+    Attributes:
+        time_to_first_token: mean over the calls.
+        time_per_token: duration of the calls, per token.
+        time_per_output_token: time per token after each call's first; `time_per_token` if there are no others.
+    """
+
+    time_to_first_token: float
+    time_per_token: float
+    time_per_output_token: float
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> Speed:
+        streamed = [call for call in calls if call.times]
+        tokens, later = sum(call.num_tokens for call in calls), sum(len(call.times) - 1 for call in streamed)
+        per_token = sum(call.seconds for call in calls) / tokens if tokens else float("nan")
+        decoding = sum(call.decode_seconds for call in streamed)
+        first = sum(call.time_to_first_token for call in calls) / len(calls)
+        return cls(first, per_token, decoding / later if later else per_token)
+
+
+def pooled(reports: Iterable[Report | None]) -> Report:
+    """Add up reports."""
+    total = Report()
+    for report in reports:
+        if report is not None:
+            total.add(report)
+    return total
 
 
 class Runs:
@@ -61,68 +145,60 @@ class Runs:
         self.method, self._device, self._arguments = method, device, arguments
         self.calls: list[Call] = []
 
-    def warm_up(self, prompt: Tensor) -> None:
-        """Make a call that is not counted. The pacer keeps its estimates."""
-        self.answer(prompt, max_new_tokens=WARM_UP)
-        self.calls.clear()
-
     def answer(self, prompt: Tensor, **changed: Any) -> None:
         """Make a timed call for a prompt (T,) int64; `changed` overrides arguments."""
-        ids, clock = prompt[None].to(self._device), Clock()
-        mask = torch.ones_like(ids)  # otherwise a pad token in the prompt would count as padding
-        torch.manual_seed(0)  # the same text for every method
-        start = perf_counter()
-        output = self.method.generate(ids, attention_mask=mask, streamer=clock, **self._arguments | changed)
-        text = output[0, len(prompt) :].cpu()  # a host sync on accelerators
-        seconds = perf_counter() - start
-        report = Report() if self.method.spec is None else self.method.spec.last_report
-        self.calls.append(Call(text, seconds, clock.moments[-1] - clock.moments[1], report))
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(call.text) for call in self.calls)
-
-    @property
-    def seconds(self) -> float:
-        return sum(call.seconds for call in self.calls)
-
-    @property
-    def decoding(self) -> float:
-        return sum(call.decoding for call in self.calls)
-
-    @property
-    def step(self) -> float:
-        """Seconds per token after each call's first; per token of all if there are no others."""
-        later = self.tokens - len(self.calls)
-        return self.decoding / later if later else self.seconds / self.tokens
+        ids = prompt[None].to(self._device)
+        # Without a mask, a pad token in the prompt would count as padding.
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # the same text for every method
+            self.calls.append(time_call(self.method, inputs, **self._arguments | changed))
 
     @property
     def report(self) -> Report:
-        """Sum of the calls' reports."""
-        total = Report()
-        for call in self.calls:
-            total.add(call.report)
-        return total
+        """Sum of the calls' reports; empty for plain decoding."""
+        return pooled(call.report for call in self.calls)
 
     def measured(self) -> Measured:
-        first = (self.seconds - self.decoding) / len(self.calls)
-        return Measured(self.method.name, self.method.code, self.tokens, self.seconds, first, self.report)
+        tokens, seconds = sum(call.num_tokens for call in self.calls), sum(call.seconds for call in self.calls)
+        first = Speed.of(self.calls).time_to_first_token
+        return Measured(self.method.name, self.method.code, tokens, seconds, first, self.report)
 
 
-def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any]) -> int:
-    """Answer each prompt (T,) with each method in turn, and call `step` after each call.
+def steps(progress: Callable[[int, int], Any], total: int) -> Callable[[], Any]:
+    """Report that no call of `total` is done; the returned function reports one more each time."""
+    done = count()
+
+    def step() -> None:
+        progress(next(done), total)
+
+    step()
+    return step
+
+
+def warm_up(runs: Sequence[Runs], prompt: Tensor, step: Callable[[], Any]) -> None:
+    """Make a call of each method that is not counted. Pacers keep their estimates."""
+    for run in runs:
+        run.answer(prompt, max_new_tokens=WARM_UP)
+        run.calls.clear()
+        step()
+
+
+def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any], repeats: int = 1) -> int:
+    """Answer each prompt (T,) `repeats` times with each method in turn, and call `step` after each call.
 
     Returns:
         Number of prompts that all methods answered. If interrupted (Ctrl-C), further calls are dropped.
     """
     try:
         for prompt in prompts:
-            for run in runs:
-                run.answer(prompt)
-                step()
+            for _ in range(repeats):
+                for run in runs:
+                    run.answer(prompt)
+                    step()
     except KeyboardInterrupt:
-        answered = min(len(run.calls) for run in runs)
+        answered = min(len(run.calls) for run in runs) // repeats
         for run in runs:
-            del run.calls[answered:]
+            del run.calls[answered * repeats :]
         return answered
     return len(prompts)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.entries import read_entries
-from specdec.data.texts import Text, Texts, keep, kept_texts
+from specdec.data.texts import Text, Texts, load_texts, save_texts
 from specdec.models.introspection import end_tokens_in, marks_of
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
@@ -57,8 +57,8 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
-    training_texts = keep(texts, folder.training_texts)
-    held_out = keep(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
+    training_texts = save_texts(texts, folder.training_texts)
+    held_out = save_texts(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
     seen = _among(held_out, training_texts)
     if seen:
         warnings.warn(
@@ -77,13 +77,13 @@ def ends_of(target: str) -> list[int]:
 
 def corpus(folder: RunFolder) -> tuple[Texts, Texts]:
     """Open the texts that `write_corpus` wrote: those to train on, and those held out."""
-    return kept_texts(folder.training_texts), kept_texts(folder.held_out)
+    return load_texts(folder.training_texts), load_texts(folder.held_out)
 
 
 def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
     """Hold out texts at even intervals, and write both sets."""
     every, count = folder.training_texts.with_name("every_text"), recipe.held_out
-    whole = keep(texts, every)  # their number is known only after all are read
+    whole = save_texts(texts, every)  # their number is known only after all are read
     every.unlink()  # the data stays available while it is mapped
     if len(whole) <= count:
         raise ValueError(
@@ -91,8 +91,8 @@ def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
             "smaller --held-out"
         )
     apart = {i * len(whole) // count for i in range(count)}
-    keep((whole[i] for i in sorted(apart)), folder.held_out)
-    keep((text for i, text in enumerate(whole) if i not in apart), folder.training_texts)
+    save_texts((whole[i] for i in sorted(apart)), folder.held_out)
+    save_texts((text for i, text in enumerate(whole) if i not in apart), folder.training_texts)
 
 
 def _among(some: Texts, others: Texts) -> int:

@@ -33,7 +33,7 @@ class ProposerKind:
     """A kind of proposer, as users name it: `"eagle3"`, or with an argument `"eagle3:PATH_OR_ID"`.
 
     Attributes:
-        words: explanation of the name without an argument; empty if the name says it.
+        description: explanation of the name without an argument; empty if the name says it.
         argument: name of the argument after the colon; empty if there is none.
         needs_argument: True if the name alone is not enough.
         pattern: regular expression of the argument.
@@ -41,7 +41,7 @@ class ProposerKind:
         after_ngrams: True if "ngram+" may stand before the name.
     """
 
-    words: str = ""
+    description: str = ""
     argument: str = ""
     needs_argument: bool = False
     pattern: str = ".+"
@@ -50,7 +50,7 @@ class ProposerKind:
 
     def forms(self, name: str) -> list[str]:
         """The short forms of this kind, quoted, for messages."""
-        alone = [] if self.needs_argument else [f'"{name}"' + (f" ({self.words})" if self.words else "")]
+        alone = [] if self.needs_argument else [f'"{name}"' + (f" ({self.description})" if self.description else "")]
         return alone + ([f'"{name}:{self.argument}"'] if self.argument else [])
 
 

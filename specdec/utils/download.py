@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 BLOCK = 1 << 22
-SILENCE = 10.0  # seconds without a byte before a connection is given up
+TIMEOUT = 10.0  # seconds without a byte before a connection is given up
 TRIES = 5  # connections per file
-AGAIN_IN = 1.0  # seconds between two connections
-PARTIAL, NOTHING_LEFT = 206, 416  # HTTP status: partial content; range not satisfiable
+RETRY_DELAY = 1.0  # seconds between two connections
+PARTIAL, RANGE_NOT_SATISFIABLE = 206, 416  # HTTP status: partial content; range not satisfiable
 
 
 class DownloadFailed(RuntimeError):
@@ -33,10 +33,6 @@ class Content:
     Args:
         sha256: SHA-256 in hexadecimal digits.
         size: size in bytes.
-
-    Examples:
-        >>> Content(hashlib.sha256(b"abc").hexdigest(), size=3).sha256[:8]
-        'ba7816bf'
     """
 
     sha256: str
@@ -77,29 +73,29 @@ def download(
     advance(size_of(unfinished))
     for tries_left in reversed(range(TRIES)):
         try:
-            _go_on(url, unfinished, content.size, advance, deadline)
+            _resume(url, unfinished, content.size, advance, deadline)
             broken = "the connection was interrupted"
         except (OSError, HTTPException) as error:
             broken = str(error) or type(error).__name__
             if isinstance(error, HTTPError) and error.code < 500:
                 tries_left = 0
         if size_of(unfinished) >= content.size:
-            return settle(unfinished, file, content.sha256)
+            return verify_and_rename(unfinished, file, content.sha256)
         if tries_left == 0:
             break
-        time.sleep(AGAIN_IN)
+        time.sleep(RETRY_DELAY)
     raise DownloadFailed(f"{url} could not be downloaded ({broken})")
 
 
-def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any], deadline: float | None) -> None:
+def _resume(url: str, unfinished: Path, size: int, advance: Callable[[int], Any], deadline: float | None) -> None:
     """Download the missing bytes, or some of them: a server may close early without an error."""
     begun = size_of(unfinished)
     if begun >= size:
         return
     try:
-        answer = urlopen(Request(url, headers={"Range": f"bytes={begun}-"} if begun else {}), timeout=SILENCE)
+        answer = urlopen(Request(url, headers={"Range": f"bytes={begun}-"} if begun else {}), timeout=TIMEOUT)
     except HTTPError as error:
-        if error.code == NOTHING_LEFT:
+        if error.code == RANGE_NOT_SATISFIABLE:
             unfinished.unlink()  # longer than the file: it belongs to another one
         raise
     if begun and answer.status != PARTIAL:  # a server that ignores ranges and sends the whole file
@@ -114,7 +110,7 @@ def _go_on(url: str, unfinished: Path, size: int, advance: Callable[[int], Any],
                 raise DownloadFailed(f"{url} takes too long: the next call resumes from the bytes received")
 
 
-def settle(unfinished: Path, file: Path, sha256: str) -> None:
+def verify_and_rename(unfinished: Path, file: Path, sha256: str) -> None:
     """Rename a downloaded file to its final name if its checksum is right, else delete it.
 
     Raises:
@@ -124,7 +120,7 @@ def settle(unfinished: Path, file: Path, sha256: str) -> None:
         >>> import tempfile
         >>> part, file = (Path(tempfile.mkdtemp()) / name for name in ("a.tmp", "a"))
         >>> _ = part.write_bytes(b"abc")
-        >>> settle(part, file, checksum(part))
+        >>> verify_and_rename(part, file, checksum(part))
         >>> file.read_bytes()
         b'abc'
     """
@@ -138,41 +134,24 @@ def settle(unfinished: Path, file: Path, sha256: str) -> None:
 
 
 def checksum(file: Path) -> str:
-    """SHA-256 of a file, in hexadecimal digits.
-
-    Examples:
-        >>> import os
-        >>> checksum(Path(os.devnull))[:8]
-        'e3b0c442'
-    """
-    digest = hashlib.sha256()
+    """SHA-256 of a file, in hexadecimal digits."""
     with file.open("rb") as content:
+        digest = hashlib.sha256()
         while block := content.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
 
 def size_of(file: Path) -> int:
-    """Size of a file in bytes; 0 if it does not exist.
-
-    Examples:
-        >>> size_of(Path("no such file"))
-        0
-    """
+    """Size of a file in bytes; 0 if it does not exist."""
     return file.stat().st_size if file.exists() else 0
 
 
 def progress_bar() -> Progress:
-    """A progress bar for downloads. Writes to standard error: standard output is for a command's result.
-
-    Examples:
-        >>> with progress_bar() as bar:  # doctest: +SKIP
-        ...     task = bar.add_task("head", total=100)
-        ...     bar.advance(task, 10)
-    """
+    """A progress bar for downloads. Writes to standard error: standard output is for a command's result."""
     from rich import progress
     from rich.console import Console
 
-    columns = (progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn())
-    more = (progress.DownloadColumn(), progress.TimeElapsedColumn())
+    columns = progress.SpinnerColumn(), progress.TextColumn("{task.description}"), progress.BarColumn()
+    more = progress.DownloadColumn(), progress.TimeElapsedColumn()
     return progress.Progress(*columns, *more, console=Console(stderr=True))

@@ -166,12 +166,7 @@ def renamed_argument(old: str, new: str) -> Callable[[T], T]:
 
 
 class OldModules(MetaPathFinder, Loader):
-    """Import finder and loader for the modules of `MOVED` that no longer have a file.
-
-    Examples:
-        >>> OldModules().find_spec("specdec.bench").name
-        'specdec.bench'
-    """
+    """Import finder and loader for the modules of `MOVED` that no longer have a file."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

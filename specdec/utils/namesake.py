@@ -9,11 +9,7 @@ OURS, THEIRS = "specdec-hf", "specdec"  # distribution names
 
 
 def refuse_namesake(package: Path = Path(__file__).parents[1]) -> None:
-    """Raise ImportError if the other project's files were installed into the folder of this package.
-
-    Examples:
-        >>> refuse_namesake()
-    """
+    """Raise ImportError if the other project's files were installed into the folder of this package."""
     try:
         theirs = distribution(THEIRS)
     except PackageNotFoundError:

@@ -33,12 +33,7 @@ def release(number: str) -> tuple[int, ...]:
 
 
 def is_newer(package: str) -> bool:
-    """Return whether the installed release is newer than the newest tested one.
-
-    Examples:
-        >>> isinstance(is_newer("torch"), bool)
-        True
-    """
+    """Return whether the installed release is newer than the newest tested one."""
     return release(installed(package)) > release(TESTED[package][1])
 
 
@@ -74,11 +69,7 @@ def advice(package: str = "transformers") -> str:
 
 
 def note_release(error: Exception) -> None:
-    """Add a note to an error if a release newer than the tested ones may have caused it (Python 3.11 and later).
-
-    Examples:
-        >>> note_release(ValueError("unexpected keyword argument"))
-    """
+    """Add a note to an error if a release newer than the tested ones may have caused it (Python 3.11 and later)."""
     if hasattr(error, "add_note"):
         for package in filter(is_newer, TESTED):
             error.add_note(advice(package))

@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 from benchmarks import chart, compare, spec_bench
 from benchmarks.harness import peers
 from benchmarks.harness.identity import compare_texts
-from benchmarks.harness.measure import Measurement
-from benchmarks.harness.methods import PLAIN, Method, assisted, catalogue, select
+from benchmarks.harness.measure import Measurement, Record, take_turns
+from benchmarks.harness.methods import assisted, catalogue, select
 from benchmarks.harness.options import Bench, Options
 from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_padded, read
-from benchmarks.harness.store import Record, Store
+from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, spread, summarise
-from benchmarks.harness.turns import take_turns
 from benchmarks.regression import (
     long_prompts,
     lookups,
@@ -32,6 +31,7 @@ from benchmarks.regression import (
     teacher_forcing,
 )
 from specdec import Report
+from specdec.evaluation.methods import PLAIN, Method
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.export import save
 from specdec.models.compat import ASSISTED_STATIC

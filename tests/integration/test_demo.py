@@ -16,13 +16,14 @@ from typer.testing import CliRunner
 from examples.demo import __main__ as command
 from examples.demo import room, weights
 from examples.demo import show as show_module
-from examples.demo.comparison import PLAIN, Run, Speed
 from examples.demo.divergence import Divergence, diverge, first_difference
 from examples.demo.loading import load, locate
-from examples.demo.show import Show, summary
+from examples.demo.show import Run, Show, summary
 from specdec import SpeculativeGenerator
 from specdec.cli.streamer import ColourStreamer
 from specdec.data.prompts import LIGHTHOUSE, PROMPTS, Prompt
+from specdec.evaluation.methods import PLAIN
+from specdec.evaluation.timing import Call, Speed
 from specdec.models import hardware
 from specdec.models.hardware import DTYPES, best_device, number_format
 from specdec.utils.paths import located, require_folder_or_id
@@ -176,8 +177,8 @@ def test_divergence_explains_itself_in_one_line(tokenizer, gap, near, words):
 
 
 def test_speed_pools_runs():
-    one = Run("ngram", "a", tokens=[1, 2, 3], seconds=4.0, times=[1.0, 2.0, 3.0])
-    two = Run("ngram", "b", tokens=[1], seconds=2.0, times=[2.0])
+    one = Call([[1, 2, 3]], seconds=4.0, times=[1.0, 2.0, 3.0])
+    two = Call([[1]], seconds=2.0, times=[2.0])
     assert Speed.of([one, two]) == Speed(time_to_first_token=1.5, time_per_token=1.5, time_per_output_token=1.0)
 
 
@@ -213,18 +214,18 @@ def test_ctrl_c_ends_with_the_table_of_what_was_finished(model, tokenizer, monke
     """Two prompts, three methods; the call that is interrupted has shown some of its text."""
     console, text = screen()
     generators = {"ngram": SpeculativeGenerator(model, "ngram"), "draft": SpeculativeGenerator(model, model)}
-    run, done = show_module.run, []
+    time_call, done = show_module.time_call, []
 
-    def interrupted(method, prompt, generate, inputs, streamer, max_new_tokens, **rest):
-        if streamer._console is console and len(done) == finished:
+    def interrupted(method, inputs, streamer=None, **rest):
+        if streamer is not None and len(done) == finished:
             streamer.put(inputs["input_ids"])
             streamer.put(torch.tensor([104]))
             raise KeyboardInterrupt
-        result = run(method, prompt, generate, inputs, streamer, max_new_tokens, **rest)
-        done.extend([result] if streamer._console is console else [])
-        return result
+        call = time_call(method, inputs, streamer, **rest)
+        done.extend([] if streamer is None else [call])
+        return call
 
-    monkeypatch.setattr(show_module, "run", interrupted)
+    monkeypatch.setattr(show_module, "time_call", interrupted)
     prompts = (Prompt("one", "hello hello hello"), Prompt("two", "ab ab ab"))
     with pytest.raises(KeyboardInterrupt):
         Show(model, tokenizer, generators, console, max_new_tokens=16).run(prompts)
@@ -266,7 +267,9 @@ def test_the_demo_writes_what_fits_unless_told(model, tokenizer, monkeypatch):
 
 
 def test_the_table_fits_a_terminal():
-    runs = [Run(method, "explain", [1, 2], 4.0, [1.0, 1.2]) for method in (PLAIN, "ngram+eagle3", "ngram+draft")]
+    runs = [
+        Run(method, "explain", Call([[1, 2]], 4.0, [1.0, 1.2])) for method in (PLAIN, "ngram+eagle3", "ngram+draft")
+    ]
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(summary(runs))
     shown = console.export_text()
@@ -277,8 +280,8 @@ def test_the_table_fits_a_terminal():
 def test_a_difference_is_shown_and_explained(model, tokenizer):
     show = Show(model, tokenizer, {}, screen()[0], max_new_tokens=8)
     prompt = Prompt("one", "hello")
-    plain = Run(PLAIN, "one", [5, 6], 1.0, [0.5, 1.0])
-    other = Run("ngram", "one", [5, 7], 1.0, [0.5, 1.0])
+    plain = Run(PLAIN, "one", Call([[5, 6]], 1.0, [0.5, 1.0]))
+    other = Run("ngram", "one", Call([[5, 7]], 1.0, [0.5, 1.0]))
     (line,) = show._differences(prompt, [plain, other])
     assert line.startswith("one, ngram: texts diverge at token 2")
 
@@ -308,7 +311,7 @@ def test_only_our_own_weights_are_fetched(monkeypatch, tmp_path):
     drafts = [f"ngram+draft:{weights.DRAFT}", f"draft:{weights.DRAFT}", "ngram"]
     assert command.own_weights(weights.TARGET, *drafts) == [weights.TARGET, weights.DRAFT]
     assert command.own_weights("some/model", "draft:other/model") == []
-    monkeypatch.setattr(weights, "fetch", lambda name, cache_dir: tmp_path / name)
+    monkeypatch.setattr(weights, "fetch", lambda name: tmp_path / name)
     assert locate(weights.DRAFT) == str(tmp_path / weights.DRAFT)
     assert locate("some/model") == "some/model"
 

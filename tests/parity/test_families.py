@@ -38,4 +38,4 @@ def test_some_families(name):
 @pytest.mark.parametrize("name", families.ENCODERS)
 def test_an_encoder_decoder_family_writes_what_plain_decoding_writes(name):
     row = families.try_encoder_decoder(name)
-    assert (row.way, row.result) == ("trees, batches", families.SAME)
+    assert (row.mode, row.result) == ("trees, batches", families.SAME)

@@ -26,7 +26,7 @@ from tests.support.tiny import Garbage, prompts, randomised
 NEW_TOKENS = 24
 LENGTHS = ((9,), (11, 4))  # of the prompts: a single one, a ragged batch
 LARGEST = 8_000_000  # parameters that still count as tiny
-# What a config is shrunk to, wherever it has an attribute of that name.
+# Values to which a config is shrunk, wherever it has an attribute of that name.
 SMALL: dict[str, Any] = (
     {"vocab_size": 96, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     | dict.fromkeys("hidden_size embedding_size d_model encoder_hidden_size lru_width".split(), 32)
@@ -52,7 +52,7 @@ SMALL: dict[str, Any] = (
         "original_max_position_embeddings": 128,
     }
 )
-# What a family needs beyond that; nested dictionaries are for its parts.
+# Further settings of some families; nested dictionaries are for its parts.
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "n_groups": 1, "mamba_n_groups": 1, "mamba_chunk_size": 8}
 SHARED_KV = {
     "num_hidden_layers": 4,
@@ -120,13 +120,13 @@ def _dynamic(limit: int) -> dict[str, Any]:
     return {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": limit}
 
 
-# RoPE whose frequencies change behind a limit: (family, overrides, prompts of a single and of a ragged batch).
+# RoPE whose frequencies change after a limit: (family, overrides, prompts of a single and of a ragged batch).
 VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[tuple[int, ...], ...]]] = {
     f"{name}, {kind}, {where}": (name, make(limit), lengths)
     for where, limit, lengths in (
         ("before", 64, LENGTHS),
         ("across", 20, LENGTHS),
-        ("behind", 20, ((21,), (27, 4))),
+        ("beyond", 20, ((21,), (27, 4))),
     )
     for name, kind, make in (
         ("phi3", "longrope", _longrope),
@@ -166,38 +166,39 @@ def _shrunk(config_class: type[PreTrainedConfig], overrides: dict[str, Any]) -> 
     return config_class(**small | overrides)
 
 
-ALIBI = "its bias for distances (ALiBi) counts columns: of ragged rows and of trees these are not the positions"
-NO_CACHE = "it keeps no cache: every token reads the whole text again"
+ALIBI = "its distance bias (ALiBi) counts columns, which are not the positions in ragged rows and trees"
+NO_CACHE = "it has no cache: each pass reads the whole text again"
 OWN_FAILS = "plain generate() fails as well"
-PICKED = "its n-grams of ids follow no tree, and its indexer counts on all rows having the same positions"
+INDEXED = "its n-grams of token ids do not follow a tree, and its indexer assumes the same positions in all rows"
 LENGTHS_DECIDE = (
-    "RoPE changes its frequencies within the text: which of them the keys before have hangs on the order of passes, "
-    "and in plain decoding it is one token after the other"
+    "RoPE changes its frequencies within the text: the frequencies of earlier keys depend on the order of passes, "
+    "which is one token at a time in plain decoding"
 )
-# Why a family runs with less than trees and batches, as its file says; the probe sees only what comes of it.
+# Why a family runs with less than trees and batches, according to its code; the probe sees only the effect.
 WHY = {
     "bloom": ALIBI,
     "mpt": ALIBI,
-    "inkling_text": "its bias for distances counts columns, as long as the text is",
-    "inkling2_text": "its bias for distances counts columns, as long as the text is",
-    "roformer": "it numbers positions by column, without being told any",
-    "blt": f"{OWN_FAILS}: its config does not say how many layers there are",
-    "cpmant": "it writes 32 tokens of its own before the text, and sees by lengths, not by masks",
-    "deepseek_v4": "its layers keep several tokens compressed into one key, from which a rejected one cannot be taken",
-    "minimax": "it takes no cache but its own class, and its linear attention is written out in the layer",
-    "moshi": "its cache forgets what is behind a window that its masks do not know: with and without it, plain passes "
+    "inkling_text": "its distance bias counts columns over the whole text",
+    "inkling2_text": "its distance bias counts columns over the whole text",
+    "roformer": "it numbers positions by column and takes no position_ids",
+    "blt": f"{OWN_FAILS}: its config does not give the number of layers",
+    "cpmant": "it puts 32 tokens of its own before the text, and masks by lengths instead of attention masks",
+    "deepseek_v4": "its layers compress several tokens into one cached key, from which a rejected token cannot be "
+    "removed",
+    "minimax": "it accepts only its own cache class, and its linear attention is implemented inside the layer",
+    "moshi": "its cache drops tokens beyond a window that its masks do not include: plain passes with and without it "
     "differ",
     "openai-gpt": NO_CACHE,
-    "prophetnet": "with a cache it takes one token at a time",
-    "qwen4_exp": PICKED,
-    "qwen4_exp_text": PICKED,
-    "recurrent_gemma": "its layers keep their states in themselves, not in a cache: they cannot be put back",
-    "reformer": "its cache is one of buckets, into which it sorts the whole text",
-    "rwkv": "its state is an argument of its own, read one token at a time in the layer",
-    "xlm": f"{NO_CACHE}, with a mask token behind it",
-    "xlnet": f"{NO_CACHE}, with an empty token behind it that sees all and is seen by none",
-    "xlstm": f"{OWN_FAILS}; it takes no cache but its own class",
-    "zaya": "its layers mix neighbouring queries, keys and values in code of their own, from states that they cut "
+    "prophetnet": "with a cache it reads one token at a time",
+    "qwen4_exp": INDEXED,
+    "qwen4_exp_text": INDEXED,
+    "recurrent_gemma": "its layers store their states in themselves instead of a cache: they cannot be rolled back",
+    "reformer": "its cache holds hash buckets, into which it sorts the whole text",
+    "rwkv": "its state is a separate argument, updated one token at a time inside the layer",
+    "xlm": f"{NO_CACHE}, with a mask token after it",
+    "xlnet": f"{NO_CACHE}, with an empty token after it that attends to all tokens and that no token attends to",
+    "xlstm": f"{OWN_FAILS}; it accepts only its own cache class",
+    "zaya": "its layers mix neighbouring queries, keys and values in their own code, from states that they slice "
     "themselves",
     **dict.fromkeys(VARIANTS, LENGTHS_DECIDE),
 }
@@ -208,11 +209,11 @@ NAMES = [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one family. `way` and `result` are the words of the table."""
+    """Result of one family. `mode` and `result` are the words of the table."""
 
     family: str
     model: str
-    way: str
+    mode: str
     result: str
     why: str = ""
 
@@ -228,9 +229,9 @@ def try_family(name: str) -> Row:
     try:
         model = tiny_model(name)
     except Exception as error:
-        return Row(name, architecture, NOT_RUN, NOT_RUN, f"cannot be built tiny: {_said(error)}")
+        return Row(name, architecture, NOT_RUN, NOT_RUN, f"cannot be built tiny: {_error_text(error)}")
     capability = SpeculativeGenerator(model, "ngram").capability
-    way = _way(capability)
+    mode = _mode(capability)
     results, notes = [], [capability.reason] if capability.reason else []
     for lengths in prompt_lengths:
         where = f"batch {len(lengths)}"
@@ -239,7 +240,7 @@ def try_family(name: str) -> Row:
             plain = _afresh(model, name).generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
         except Exception as error:
             results.append(f"plain generate() fails at {where}")
-            notes.append(_said(error))
+            notes.append(_error_text(error))
             continue
         for proposer in (NgramProposer(), Garbage(), Garbage(answer=plain)):
             spec = SpeculativeGenerator(_afresh(model, name), proposer, draft_length=4)
@@ -252,18 +253,18 @@ def try_family(name: str) -> Row:
                 results[-1] += ", equals plain row by row"
             reasons = [str(w.message).split("generate(): ")[1] for w in caught if "running as plain" in str(w.message)]
             if reasons and capability.masks and len(lengths) == 1:
-                way = "plain decoding"
+                mode = "plain decoding"
                 notes.append(reasons[0])
     why = "; ".join(dict.fromkeys(notes))
-    return Row(name, architecture, way, "; ".join(dict.fromkeys(results)), WHY.get(name, why) if why else "")
+    return Row(name, architecture, mode, "; ".join(dict.fromkeys(results)), WHY.get(name, why) if why else "")
 
 
-def _way(capability: Capability) -> str:
+def _mode(capability: Capability) -> str:
     return "trees, batches" if capability.trees else "chains of one row" if capability.masks else "plain decoding"
 
 
 def try_encoder_decoder(name: str) -> Row:
-    """Likewise of a model whose encoder reads texts, sound or pictures, at T = 0 and T = 1."""
+    """The same for a model whose encoder reads text, audio or images, at T = 0 and T = 1."""
     model = encoded.model(name)
     capability = SpeculativeGenerator(model, "ngram").capability
     results = []
@@ -276,7 +277,7 @@ def try_encoder_decoder(name: str) -> Row:
                 torch.manual_seed(0)
                 texts.append(generate(**inputs, max_new_tokens=NEW_TOKENS, **sampling))
             results.append(SAME if torch.equal(*texts) else f"differs from plain at batch {rows}")
-    return Row(name, type(model).__name__, _way(capability), "; ".join(dict.fromkeys(results)), capability.reason)
+    return Row(name, type(model).__name__, _mode(capability), "; ".join(dict.fromkeys(results)), capability.reason)
 
 
 def tiny_model(name: str) -> PreTrainedModel:
@@ -289,7 +290,7 @@ def tiny_model(name: str) -> PreTrainedModel:
 
 
 def _afresh(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Dynamic frequencies stay as the last text left them: the next one may meet others."""
+    """Copy a model whose frequencies depend on the last text it read."""
     return copy.deepcopy(model) if name in VARIANTS else model
 
 
@@ -298,7 +299,7 @@ def _vocabulary(model: PreTrainedModel) -> int:
 
 
 def _row_by_row(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Plain decoding without padding: what a batch should have written."""
+    """Decode each row without padding, for the text that a batch should give."""
     rows = []
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"], strict=True):
         text = ids[mask.bool()][None]
@@ -308,7 +309,7 @@ def _row_by_row(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> torc
     return torch.stack(rows)
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines)[:140]}"
 
@@ -316,19 +317,19 @@ def _said(error: Exception) -> str:
 def table(rows: list[Row], encoders: list[Row]) -> str:
     counts = {}
     for row in rows:
-        counts[row.way] = counts.get(row.way, 0) + 1
+        counts[row.mode] = counts.get(row.mode, 0) + 1
     lines = [
         "# Causal-LM families",
         "",
         f"Every causal-LM family of transformers {transformers.__version__}, as a tiny random model in float32 on the "
         "CPU. The output is compared with plain `generate()` at T = 0, at batch 1 and in a left-padded batch of 2. "
         "Drafts are n-grams, random drafts and mostly right drafts (chains and trees) of up to 4 tokens. The last "
-        "rows are models whose RoPE frequencies change after a limit, with texts before, across and behind it. The "
+        "rows are models whose RoPE frequencies change after a limit, with texts before, across and beyond it. The "
         "last column gives the reason from the model's code, or the result of the probe. "
         "`python -m tests.support.families > docs/families.md` writes this page.",
         "",
         "How they run: "
-        + ", ".join(f"{way} {count}" for way, count in sorted(counts.items(), key=lambda c: -c[1]))
+        + ", ".join(f"{mode} {count}" for mode, count in sorted(counts.items(), key=lambda c: -c[1]))
         + ".",
         "",
         *_lines(rows),
@@ -347,7 +348,7 @@ def _lines(rows: list[Row]) -> list[str]:
     return [
         "| family | model | runs with | output | why not more |",
         "|---|---|---|---|---|",
-        *(f"| {r.family} | {r.model} | {r.way} | {r.result} | {r.why.replace('|', '/')} |" for r in rows),
+        *(f"| {r.family} | {r.model} | {r.mode} | {r.result} | {r.why.replace('|', '/')} |" for r in rows),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`Answering`: rows that take the next prompt as soon as their answer has ended."""
+"""`BatchedGenerator`: rows that take the next prompt as soon as their answer has ended."""
 
 from collections import deque
 from contextlib import nullcontext
@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import WatermarkingConfig
 
-from specdec.data.batched_generation import Answering, Request
+from specdec.data.batched_generation import BatchedGenerator, Request
 from specdec.models.capability import Capability
 from tests.support import tiny
 
@@ -21,7 +21,7 @@ def requests(temperature: float = 0.0) -> list[Request]:
 
 def answers(model, asked: list[Request], rows: int, longest: int = 9) -> list[list[int]]:
     queue = deque(asked)
-    done = list(Answering(model, rows, longest).run(lambda: queue.popleft() if queue else None))
+    done = list(BatchedGenerator(model, rows, longest).run(lambda: queue.popleft() if queue else None))
     assert sorted(map(id, done)) == sorted(map(id, asked))
     return [request.answer for request in asked]
 
@@ -120,7 +120,7 @@ def test_the_target_s_generation_config_is_kept_to(llama, chat_tokenizer, monkey
     asked = requests()
     queue = deque(asked)
     with pytest.warns(UserWarning, match=f"one at a time with plain .*{announced}") if announced else nullcontext():
-        list(Answering(llama, 3, 9, chat_tokenizer).run(lambda: queue.popleft() if queue else None))
+        list(BatchedGenerator(llama, 3, 9, chat_tokenizer).run(lambda: queue.popleft() if queue else None))
     assert [request.answer for request in asked] == alone
     assert [request.cut for request in asked] == [answer[-1] not in (END, usual[0][4]) for answer in alone]
 
@@ -130,7 +130,7 @@ def test_what_generate_hands_to_others_is_refused(llama, monkeypatch, fields):
     for name, value in fields.items():
         monkeypatch.setattr(llama.generation_config, name, value)
     with pytest.raises(ValueError, match=f"the target's generation config is not supported: {next(iter(fields))}"):
-        Answering(llama, 2, 9)
+        BatchedGenerator(llama, 2, 9)
 
 
 def test_drawn_answers_keep_to_the_generation_config(llama, monkeypatch):
@@ -147,7 +147,7 @@ def test_drawn_answers_keep_to_the_generation_config(llama, monkeypatch):
 
 def test_requests_may_follow_from_answers(llama):
     queue, seen = deque(requests()[:2]), []
-    for request in Answering(llama, 2, 3).run(lambda: queue.popleft() if queue else None):
+    for request in BatchedGenerator(llama, 2, 3).run(lambda: queue.popleft() if queue else None):
         seen.append(request)
         if len(seen) < 6:
             queue.append(Request(request.prompt + request.answer))

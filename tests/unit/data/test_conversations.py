@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from specdec.cli.measuring import encoded
 from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.entries import read_entries
-from specdec.data.messages import Asked, asked_in, read_prompts
+from specdec.data.messages import Conversation, parse_conversation, read_prompts
 from specdec.data.prompts import Prompt
 from specdec.models.introspection import marks_of
 from specdec.training.corpus import corpus, write_corpus
@@ -190,7 +190,7 @@ def test_roles_have_several_names():
         {"role": "assistant", "content": None, "function_call": function},
         {"role": "function", "name": "t", "content": "c"},
     ]
-    asked = asked_in({"messages": messages}).messages
+    asked = parse_conversation({"messages": messages}).messages
     assert [message["role"] for message in asked] == ["system", "user", "assistant", "tool"]
     assert asked[2] == {
         "role": "assistant",
@@ -244,7 +244,7 @@ def test_prompts_of_no_tokens_are_refused(tokenizer):
     plain.chat_template = None
     with pytest.raises(ValueError, match="the tokenizer returns no tokens for the prompt"):
         Prompt("blank", " ").encode(plain)
-    blank, usual = (Asked([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
+    blank, usual = (Conversation([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
     with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer returns no tokens for it"):
         assert len(encoded([blank, usual], plain)) == 1
 
@@ -400,7 +400,7 @@ def test_nulls_that_were_written_stay(tokenizer):
     """In JSON a call's null is the model's; a call may also be a string."""
     answer = {"role": "assistant", "tool_calls": calls({"b": None}, '{"c": null}')}
     messages = [{"role": "user", "content": "a"}, answer]
-    asked = asked_in({"messages": messages, "text": None, "tools": None})
+    asked = parse_conversation({"messages": messages, "text": None, "tools": None})
     assert [call["function"]["arguments"] for call in asked.messages[1]["tool_calls"]] == [{"b": None}, '{"c": null}']
     assert asked.template == {}
 
@@ -431,7 +431,7 @@ def test_what_is_null_in_an_entry_is_absent(tokenizer, entry):
 def test_parts_have_no_keys_of_other_parts():
     """Templates ask whether a part has an image."""
     parts = [{"type": "image", "url": "x.png", "text": None}, {"type": "text", "url": None, "text": "a"}]
-    [message] = asked_in({"messages": [{"role": "user", "content": parts}]}).messages
+    [message] = parse_conversation({"messages": [{"role": "user", "content": parts}]}).messages
     assert message["content"] == SHOWN[0]["content"]
 
 

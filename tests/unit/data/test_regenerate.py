@@ -55,7 +55,7 @@ def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
 
 
 def scripted(tokenizer, script):
-    """In place of `Answering`: a target whose answers are known."""
+    """In place of `BatchedGenerator`: a target whose answers are known."""
 
     class Scripted:
         def __init__(self, *arguments):
@@ -111,7 +111,7 @@ THOUGHT = "<|channel|>analysis<|message|>x<|end|><|start|>assistant" + FINAL + "
 def test_what_the_target_read_and_wrote_is_kept_as_token_ids(kind, script, sequences, tmp_path, monkeypatch, recwarn):
     """However its chat template shows its answers: training reads the same ids."""
     tokenizer, out = templated.tokenizer(kind), tmp_path / "out.jsonl"
-    monkeypatch.setattr("specdec.data.regenerate.Answering", scripted(tokenizer, script))
+    monkeypatch.setattr("specdec.data.regenerate.BatchedGenerator", scripted(tokenizer, script))
     prompts = written(tmp_path / "prompts.jsonl", {"messages": templated.turns("a", "", "d")})
     regenerate(tiny.model("llama"), tokenizer, prompts, out, max_new_tokens=30)
     [line] = map(json.loads, lines(out))

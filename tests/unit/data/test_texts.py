@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.data.packed_dataset import PackedTexts, packed
-from specdec.data.texts import Text, end_to_end, keep, kept_texts
+from specdec.data.texts import Text, end_to_end, load_texts, save_texts
 
 LENGTHS = (3, 7, 1, 4)
 
@@ -26,10 +26,10 @@ def same(ours, theirs):
 
 def test_texts_are_written_one_by_one_and_read_again(tmp_path):
     file = tmp_path / "texts.safetensors"
-    assert same(keep(iter(some()), file), some())
+    assert same(save_texts(iter(some()), file), some())
     assert load_file(file)["ids"].dtype == torch.int32
     assert [path.name for path in tmp_path.iterdir()] == ["texts.safetensors"]
-    texts = kept_texts(file)
+    texts = load_texts(file)
     assert same(texts[1:3], some()[1:3])
     assert torch.equal(texts[-1].ids, some()[-1].ids)
     with pytest.raises(IndexError):
@@ -38,7 +38,7 @@ def test_texts_are_written_one_by_one_and_read_again(tmp_path):
 
 def test_files_of_before_are_read(tmp_path):
     save_file(end_to_end(some()), tmp_path / "texts.safetensors")
-    assert same(kept_texts(tmp_path / "texts.safetensors"), some())
+    assert same(load_texts(tmp_path / "texts.safetensors"), some())
 
 
 def test_a_file_that_was_not_written_to_its_end_is_none(tmp_path):
@@ -47,7 +47,7 @@ def test_a_file_that_was_not_written_to_its_end_is_none(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        keep(broken(), tmp_path / "texts.safetensors")
+        save_texts(broken(), tmp_path / "texts.safetensors")
     assert not list(tmp_path.iterdir())
 
 
@@ -55,7 +55,7 @@ def test_a_file_that_was_not_written_to_its_end_is_none(tmp_path):
 def test_a_damaged_file_is_named(content, tmp_path):
     (tmp_path / "texts.safetensors").write_bytes(content)
     with pytest.raises(ValueError, match=r"texts\.safetensors cannot be read \(SafetensorError.*it is damaged"):
-        kept_texts(tmp_path / "texts.safetensors")
+        load_texts(tmp_path / "texts.safetensors")
 
 
 def test_rows_are_texts_in_order():
@@ -70,7 +70,7 @@ def test_rows_are_texts_in_order():
 
 RESIDENT = """
 import sys
-from specdec.data.texts import kept_texts
+from specdec.data.texts import load_texts
 from specdec.data.packed_dataset import PackedTexts
 
 def own():  # bytes that are this process's alone: pages of files are the system's
@@ -78,7 +78,7 @@ def own():  # bytes that are this process's alone: pages of files are the system
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 
 before = own()
-rows = PackedTexts(kept_texts(sys.argv[1]), 512)
+rows = PackedTexts(load_texts(sys.argv[1]), 512)
 tokens = sum(len(rows[i]["ids"]) for i in range(len(rows)))
 print(tokens, own() - before)
 """

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
 from specdec.cli.app import app
-from specdec.evaluation.bench import Answered, Bench, bench
+from specdec.evaluation.bench import Bench, MethodResult, bench
 from specdec.evaluation.diagnosis import Measured
 from specdec.evaluation.timing import Runs
 from specdec.proposers.factory import as_proposers
@@ -26,7 +26,7 @@ def test_the_table_by_hand():
     report = Report()
     report.record_round([3], [3], [1], seconds=0.1)
     fast = Measured("ngram", "<ngram>", 100, 4.0, 0.25, report)
-    found = Bench((Answered(measured("plain", 8.0), (1.0, 1.0), 4), Answered(fast, (1.5, 2.5), 3)), 2, 2)
+    found = Bench((MethodResult(measured("plain", 8.0), (1.0, 1.0), 4), MethodResult(fast, (1.5, 2.5), 3)), 2, 2)
     head, plain, ngram = [line.split("  ") for line in found.summary().splitlines()]
     assert [cell.strip() for cell in head if cell][-1] == "same text"
     cells = [cell.strip() for cell in ngram if cell]

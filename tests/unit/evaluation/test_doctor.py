@@ -358,7 +358,7 @@ def test_all_ways_write_the_same_text(sampling, monkeypatch):
     target, state = tiny.model("llama"), torch.get_rng_state()
     diagnose(target, copy.deepcopy(target), [tiny.prompts(9)["input_ids"][0]], max_new_tokens=16, **sampling)
     assert torch.equal(torch.get_rng_state(), state)
-    texts = {tuple(run.calls[0].text.tolist()) for run in made if run.calls}
+    texts = {tuple(run.calls[0].texts[0]) for run in made if run.calls}
     assert len(texts) == 1
 
 

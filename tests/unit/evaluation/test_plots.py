@@ -42,8 +42,8 @@ def test_a_tree_shows_each_node_and_the_accepted_path():
     assert list(said) == ["'<7>'", *("'<1>'\np=0.25", "'<2>'\np=0.50", "'<3>'\np=0.12", "'<4>'\np=0.75"), "'<9>'"]
     assert len(lines(axes, plots.ACCEPTED)) == len(TREE.path) - 1
     assert len(lines(axes, plots.REJECTED)) == 2
-    [own] = lines(axes, plots.TARGETS_OWN)
-    assert colors.same_color(said["'<9>'"].get_color(), plots.TARGETS_OWN)
+    [own] = lines(axes, plots.BONUS)
+    assert colors.same_color(said["'<9>'"].get_color(), plots.BONUS)
     assert list(own.get_xdata()) == [2, 3]  # from the last accepted depth to the next
     assert axes.get_title() == "4 drafted, 2 accepted, 3 new tokens"
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.data.packed_dataset import PackedTexts, StateDataset
-from specdec.data.texts import Text, kept_texts
+from specdec.data.texts import Text, load_texts
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.export import save
 from specdec.training.initialization.draft_vocabulary import frequent_tokens, token_counts
@@ -325,7 +325,7 @@ def test_texts_to_evaluate_on_may_be_a_file_of_their_own(files, tmp_path, monkey
     result = run(files, tmp_path / "out", "--held-out-data", str(held), "--held-out", "50")
     assert "unexpected error, ZeroDivisionError" in result.output
     assert [len(prompt) for prompt in seen[0]] == [2, 4]
-    assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 12  # all
+    assert len(load_texts(tmp_path / "out" / "texts.safetensors")) == 12  # all
 
 
 def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_texts_that_hold_nothing_are_named_before_the_target_is_loaded(files, tm
     with pytest.warns(UserWarning, match=r"3 of 6 texts were left out:\n  .*line 1: .*\n  .*line 3: "):
         result = CliRunner().invoke(app, [*command, "--max-texts", "3"])
     assert "unexpected error, ZeroDivisionError" in result.output
-    assert len(kept_texts(tmp_path / "out" / "texts.safetensors")) == 1  # two are held out
+    assert len(load_texts(tmp_path / "out" / "texts.safetensors")) == 1  # two are held out
 
 
 @pytest.mark.slow

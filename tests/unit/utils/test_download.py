@@ -30,7 +30,7 @@ def shop(tmp_path, monkeypatch):
     (folder / "file").write_bytes(BYTES)
     files = {path.name: Content(checksum(path), size_of(path)) for path in sorted((folder / "tiny-head").iterdir())}
     monkeypatch.setattr(registry, "HEADS", (Known("tiny-llama", "tiny-head", files=files),))
-    monkeypatch.setattr(download, "AGAIN_IN", 0.0)
+    monkeypatch.setattr(download, "RETRY_DELAY", 0.0)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
     shop = Shop(folder)

@@ -1,0 +1,50 @@
+"""`time_call`: what a call wrote and when, for plain and speculative decoding alike."""
+
+import pytest
+import torch
+from transformers.generation.streamers import BaseStreamer
+
+from specdec import NgramProposer
+from specdec.evaluation.methods import plain, speculative
+from specdec.evaluation.timing import Call, Clock, Speed, pooled, time_call
+from tests.support import tiny
+
+NEW = 8
+
+
+class Shown(Clock):
+    def __init__(self):
+        super().__init__()
+        self.tokens = []
+
+    def show(self, tokens):
+        self.tokens += tokens.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_both_kinds_of_method_are_timed_alike(llama, rows):
+    inputs = tiny.prompts(*([9] * rows))
+    calls = []
+    for method in (plain(llama), speculative("ngram", llama, NgramProposer())):
+        streamer = Shown()
+        calls.append(time_call(method, inputs, streamer, max_new_tokens=NEW, do_sample=False))
+        assert isinstance(streamer, BaseStreamer)
+        assert len(streamer.tokens) == len(calls[-1].times) == rows * NEW
+        assert sorted(calls[-1].times) == calls[-1].times
+        assert 0 < calls[-1].time_to_first_token <= calls[-1].times[-1] <= calls[-1].seconds
+        assert streamer.tokens == torch.tensor(calls[-1].texts).T.reshape(-1).tolist()
+    assert calls[0].texts == calls[1].texts
+    assert calls[0].report is None
+    assert calls[1].report.num_output_tokens == rows * NEW
+    assert pooled(call.report for call in calls).num_calls == 1
+
+
+def test_the_code_of_a_method_names_its_settings(llama):
+    method = speculative("n", llama, NgramProposer(), 4, "block", '"ngram"')
+    assert method.code == 'SpeculativeGenerator(model, "ngram", draft_length=4, rule="block")'
+
+
+def test_a_call_that_does_not_stream_has_no_first_token():
+    silent, first = Call([[1, 2]], 2.0, []), Call([[1]], 1.0, [1.0])
+    assert silent.time_to_first_token != silent.time_to_first_token
+    assert Speed.of([first]) == Speed(1.0, 1.0, 1.0)
