@@ -62,7 +62,7 @@ class RecordedPass:
             inputs["noise"] = noise
         key = ("pass", self.verify.processors.names, full.chain, full.levels, sizes)
         made = self.recorder(self, key, partial(self._made, full.chain, full.levels), inputs)
-        target.pending = full.size
+        target.replayed([0] * len(full.tokens), full.size)
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
         path = made["path"], made["accepted"], made["next_token"], made["new"]
         return RoundResult(draft, *path, new_tokens=new_tokens)
@@ -103,12 +103,9 @@ class RecordedPass:
             noise: (B, D, V), see `BatchedVerifier.noise_for`.
         """
         draft, target = DraftTree(tokens, parents, chain=chain, levels=levels), self.target
-        target.device_lengths = lengths
-        try:
-            depth = draft.depth if deepest is None else torch.minimum(draft.depth, deepest)
+        depth = draft.depth if deepest is None else torch.minimum(draft.depth, deepest)
+        with target.on_device(lengths):
             output = target.grow(draft.tokens, depth, draft.ancestors, chain=chain)
-        finally:
-            target.device_lengths, target.pending = None, 0
         result = self.verify.chosen(draft, self.verify.processors(output.logits, list), noise)
         if not chain:
             target.cache.move(lengths, result.path)

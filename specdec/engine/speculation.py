@@ -87,8 +87,15 @@ class Speculation:
         text = transcript(call, layout, self.model, self.able.positions)
         media = shown(call.text_kwargs)
         captured = None if media or self.step is not None or self._group is not None else self._captured_passes()
-        target = ModelRunner(self.model, self.able.masks, self.drafting.taps, self.step, captured, call.encoder_outputs)
-        target.row_positions.pads = layout.pads
+        target = ModelRunner(
+            self.model,
+            self.able.masks,
+            self.drafting.taps,
+            self.step,
+            captured,
+            call.encoder_outputs,
+            pads=layout.pads,
+        )
         fresh, multimodal = layout.fresh, None
         if media:
             layout, multimodal = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)

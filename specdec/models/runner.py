@@ -49,6 +49,7 @@ class ModelRunner(CachedRows):
         step: synchronizes passes with other processes.
         static_forward: runs draft passes of the model, with the same taps, as captured functions.
         encoder_outputs: encoder outputs that the decoder also reads; None for a decoder-only model.
+        pads: (B, 1) int64, padding of each row that a model which counts positions counts as well; None for none.
         sized: pad drafts to few sizes, as captured passes need. Implied by `static_forward`.
     """
 
@@ -61,6 +62,7 @@ class ModelRunner(CachedRows):
         static_forward: StaticForward | None = None,
         encoder_outputs: EncoderOutputs | None = None,
         sized: bool = False,
+        pads: Tensor | None = None,
     ):
         self.masks, self.row_positions, self._takes_positions = (
             masks or default_masks(model),
@@ -73,7 +75,8 @@ class ModelRunner(CachedRows):
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
         self.encoder_outputs = encoder_outputs
-        self.planes: Tensor | None = None  # (P, B, 1) int64, offset of the model's positions from the rows' own
+        self.row_positions.pads = pads
+        self._planes: Tensor | None = None
         super().__init__(spans(model, self.masks))
         self.cache_argument = cache_argument(model)
         self._declined = declined(model)
@@ -144,6 +147,10 @@ class ModelRunner(CachedRows):
         logits, states, features = self._listen({**self._declined, **inputs})
         return Output(logits[:, -1:], states, features)
 
+    def shift_positions(self, planes: Tensor) -> None:
+        """Add (P, B, 1) int64 to the rows' positions in later passes: the model's own have P planes."""
+        self._planes = planes
+
     @torch.no_grad()
     def grow(
         self,
@@ -177,13 +184,12 @@ class ModelRunner(CachedRows):
         if self.sized:
             tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
         unmasked = self._unmasked(n, chain)
-        visible_slots = self.place_draft(depth, ancestors, chain)
+        visible_slots = self.place_draft(depth, ancestors, chain, count=n)
         mask = self._mask_argument(visible_slots, unmasked)
         size = tokens.shape[1]
         output = self._forward(
             tokens, visible_slots, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True
         )
-        self.pending += n
         return output.first(n) if self.sized else output
 
     def idle(self) -> None:
@@ -242,7 +248,7 @@ class ModelRunner(CachedRows):
             inputs["attention_mask"] = mask
         if self._takes_positions:
             inputs["position_ids"] = (
-                visible_slots.positions if self.planes is None else visible_slots.positions + self.planes
+                visible_slots.positions if self._planes is None else visible_slots.positions + self._planes
             )
         self.row_positions.visible_slots = visible_slots
         if self._takes_logits_to_keep:

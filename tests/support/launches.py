@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 
+import specdec
 from specdec import (
     BlockProposer,
     DraftModelProposer,
@@ -22,12 +23,11 @@ from specdec import (
     NgramProposer,
     SpeculativeGenerator,
 )
-from specdec.engine import cuda_graph_round
 from specdec.engine.loop import Loop
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.mtp.head import MtpHead
-from specdec.models import cuda_graphs
+from specdec.models import cuda_graphs, static_forward
 from specdec.models.runner import ModelRunner
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.initialization.mtp import initialize_mtp
@@ -101,7 +101,8 @@ def counted(spec: SpeculativeGenerator, **kwargs: Any) -> list[pretend.Ledger]:
 
 def settled(books: list[pretend.Ledger]) -> list[pretend.Ledger]:
     """The rounds in which no CUDA graph was captured: a capture waits for the device."""
-    making = tuple(Path(module.__file__).name for module in (cuda_graph_round, cuda_graphs))
+    package = Path(specdec.__file__).parent
+    making = tuple(str(Path(module.__file__).relative_to(package)) for module in (cuda_graphs, static_forward))
     return [book for book in books if not any(place.startswith(making) for _, _, place in book.waits)]
 
 

@@ -72,7 +72,7 @@ def multimodal_prefill(
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3:
         ends = layout.real.sum(1).to(positions.device)
-        target.planes = (positions[..., -1] + 1 - ends)[..., None]
+        target.shift_positions((positions[..., -1] + 1 - ends)[..., None])
     return replace(layout, cached=layout.real.shape[1], cache=cache), output
 
 

@@ -126,7 +126,7 @@ class PromptLayout:
     def _hand_over(self, rows: CachedRows) -> None:
         assert self.cache is not None
         real = self.real[:, : self.cached]
-        rows.cache.lengths = real.sum(1).tolist()
+        rows.cache.begin_at(real.sum(1).tolist())
         columns = (~real).int().argsort(dim=1, stable=True)  # (B, cached) columns of each row's tokens, in order
         for index, layer in enumerate(self.cache.layers):
             for which in range(getattr(layer, "number_of_states", 0)):

@@ -60,7 +60,7 @@ class DFlashRunner(CachedRows):
             Logits (B, 1, K) after each row's last token.
         """
         head, W = self.head, tokens.shape[1]
-        self.pending = 0
+        self.drop_draft()
         for start in range(0, W, AT_ONCE):
             part = states[:, start : start + AT_ONCE].to(head.device, head.dtype)
             width = part.shape[1]
@@ -74,7 +74,7 @@ class DFlashRunner(CachedRows):
     @torch.no_grad()
     def extend_after(self, tokens: Tensor, states: Tensor, pads: Tensor) -> Tensor:
         """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
-        self.pending = 0
+        self.drop_draft()
         visible_slots = self.place_after(tokens.shape[1], pads)
         self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
@@ -84,10 +84,6 @@ class DFlashRunner(CachedRows):
         """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
         logits, self.block = self.block.logits_after(depth, tokens, above)
         return logits
-
-    def drop_draft(self) -> None:
-        """Discard the block."""
-        self.pending = 0
 
     def _pass(self, anchor: Tensor) -> Block:
         """Run the drafter over the anchors (B, 1) and the masks after them."""

@@ -57,7 +57,7 @@ class HeadRunner(CachedRows):
         Returns:
             Logits (B, 1, K) after each row's last token.
         """
-        self.pending, self._pending_features = 0, None
+        self.drop_draft()
         W = tokens.shape[1]
         prompt = W - 1 if W >= PROMPT else 0
         for start in [*range(0, prompt, AT_ONCE), prompt]:
@@ -102,14 +102,13 @@ class HeadRunner(CachedRows):
         sees_all = not self.sized and self.sees_all(n, chain)
         visible_slots = self.place_draft(depth.to(device), ancestors.to(device))
         h = self._pass(tokens, features, visible_slots, sees_all)
-        self.pending += n
         pending = self._pending_features
         self._pending_features = h if pending is None else torch.cat([pending, h], 1)
         return self._logits(h)
 
     def drop_draft(self) -> None:
-        """Discard the pending nodes."""
-        self.pending, self._pending_features = 0, None
+        super().drop_draft()
+        self._pending_features = None
 
     def _read(self, tokens: Tensor, states: Tensor, pads: Sequence[int], drafts: bool) -> None:
         """Append one part of the tokens of `extend`. drafts: whether a draft starts after the last of them."""

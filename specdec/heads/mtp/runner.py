@@ -53,8 +53,7 @@ class MtpRunner:
     def drop_draft(self) -> None:
         """Discard the draft's nodes."""
         for runner in self.layers:
-            if runner.pending:
-                runner.commit([0] * len(runner.lengths))
+            runner.drop_draft()
         self._start_draft()
 
     @torch.no_grad()

@@ -136,6 +136,11 @@ class SpeculativeCache(Cache):
         self.states.commit(source)
         self.lengths = [length + grown for length, grown in zip(self.lengths, growth, strict=True)]
 
+    def truncate(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
+        """Roll each row back to at most `lengths[b]` tokens; floors: length to which it may be rolled back later."""
+        self.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
+        self.floors = None if floors is None else [min(f, n) for f, n in zip(floors, self.lengths, strict=True)]
+
     def move(self, base: Tensor, source: Tensor) -> None:
         """Copy the tokens at offsets `source` (B, D) from the rows' lengths `base` (B, 1) to offsets 0 to D - 1."""
         target = base + torch.arange(source.shape[1], device=source.device)
@@ -143,6 +148,10 @@ class SpeculativeCache(Cache):
             kind.move(base + source, target)
 
     # Import and export of keys and values
+
+    def begin_at(self, lengths: Sequence[int]) -> None:
+        """Give the empty rows these lengths, before `put` fills the layers."""
+        self.lengths = list(lengths)
 
     def put(self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor, indexed: Tensor | None = None) -> None:
         """Fill a layer with keys and values computed elsewhere, of `lengths` tokens per row.

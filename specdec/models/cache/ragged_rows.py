@@ -6,7 +6,8 @@ text, or over *draft nodes*, which may be rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -141,13 +142,28 @@ class CachedRows:
         self.cache.place(base, 0, base + place.remainder(width), [0] * len(pads), width, draft=True)
         return VisibleSlots(self.cache, base + place.clamp(min=0), base)
 
-    def place_draft(self, depth: Tensor, ancestors: Tensor, chain: bool = False) -> VisibleSlots:
-        """Place n draft nodes after the rows and after the M nodes already pending.
+    @contextmanager
+    def on_device(self, lengths: Tensor) -> Iterator[None]:
+        """Context in which the rows have these lengths (B, 1) int64 on the device, so that passes can be captured.
+
+        Replays of these passes can have other lengths. No nodes are pending before or after.
+        """
+        self.device_lengths, self.pending = lengths, 0
+        try:
+            yield
+        finally:
+            self.device_lengths, self.pending = None, 0
+
+    def place_draft(
+        self, depth: Tensor, ancestors: Tensor, chain: bool = False, count: int | None = None
+    ) -> VisibleSlots:
+        """Place n draft nodes after the rows and after the M nodes already pending. They are pending from now on.
 
         Args:
             depth: (B, M + n) int64, depth of the pending and the new nodes: position = length + depth.
             ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included.
             chain: all nodes form one path in order, in every row.
+            count: number of these nodes that count; the others only fill up the pass. None: all.
         """
         n = ancestors.shape[1]
         together = self.aligned and not self.sized
@@ -158,12 +174,23 @@ class CachedRows:
         order = None if together else base + self.pending + torch.arange(n, device=depth.device)
         self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
         self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
-        return VisibleSlots(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
+        placed = VisibleSlots(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
+        self.pending += n if count is None else count
+        return placed
 
     def reserve(self, more: int) -> Hashable:
         """Allocate slots for `more` tokens per row, which replayed passes cannot do; return the buffers' sizes."""
         self.cache.reserve(more)
         return self.cache.sizes
+
+    def replayed(self, growth: Sequence[int], pending: int) -> None:
+        """Take over what a replay has written: `growth[b]` known tokens per row, then `pending` draft nodes."""
+        self.commit(growth)
+        self.pending = pending
+
+    def drop_draft(self) -> None:
+        """Drop the pending nodes."""
+        self.pending = 0
 
     def commit(self, growth: Sequence[int], path: Tensor | None = None) -> None:
         """Commit the first `growth[b]` pending nodes, or those of `path` (B, D) through them; drop the others."""
@@ -181,8 +208,7 @@ class CachedRows:
 
     def truncate(self, lengths: Sequence[int], floors: Sequence[int] | None = None) -> None:
         """Roll each row back to at most `lengths[b]` tokens; floors: length to which it may be rolled back later."""
-        self.cache.lengths = [min(have, most) for have, most in zip(self.lengths, lengths, strict=True)]
-        self.cache.floors = None if floors is None else [min(f, n) for f, n in zip(floors, self.lengths, strict=True)]
+        self.cache.truncate(lengths, floors)
 
 
 def pads_of_part(pads: Sequence[int], start: int, width: int) -> list[int]:

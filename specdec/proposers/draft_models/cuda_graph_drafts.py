@@ -187,8 +187,7 @@ class RecordedDrafts(AutoregressiveProposer):
     def _taken(self, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]) -> DraftTree:
         """Return the launched draft for this round. missing: tokens of each row that were processed for it."""
         rows, drafting = self.rows, set(context.rows)
-        rows.cache.lengths = [length + count for length, count in zip(rows.lengths, missing, strict=True)]
-        rows.pending = self._pending[launched.key]
+        rows.replayed(missing, self._pending[launched.key])
         self._book_recorded(context, launched.depth)
         draft = _as_draft(launched.made, chain, launched.depth)
         if len(drafting) < len(rows.lengths):
@@ -244,13 +243,10 @@ class RecordedDrafts(AutoregressiveProposer):
                 device_budget=(budget - W + pads).clamp(min=0),
             ),
         )
-        rows.device_lengths, rows.pending = begins[:, None], 0
-        try:
+        with rows.on_device(begins[:, None]):
             logits = self._read_after(tokens, states, pads[:, None])
             draft = self._grown(still, logits, depth)
-        finally:
-            rows.device_lengths = None
-        self._pending[key] = rows.pending
+            self._pending[key] = rows.pending
         return _as_tensors(draft)
 
 

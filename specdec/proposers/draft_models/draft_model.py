@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.capability import Capability, capability, draft_positions
-from specdec.models.encoder import unfit
+from specdec.models.encoder import EncoderOutputs, unfit
 from specdec.models.int8_linear import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
 from specdec.models.introspection import device_of, end_tokens, is_sharded, require_lm_head, unwrap_model
 from specdec.models.loading import load
@@ -128,12 +128,15 @@ class DraftModelProposer(RecordedDrafts):
     def drafting_model(self) -> nn.Module:
         return self._view
 
-    def new_runner(self, masks: str | None = None, sized: bool = False) -> ModelRunner:
+    def new_runner(
+        self, masks: str | None = None, sized: bool = False, encoder_outputs: EncoderOutputs | None = None
+    ) -> ModelRunner:
         """A runner of the drafting view in eval mode, with a cache of its own.
 
         Args:
             masks: see `ModelRunner`.
             sized: True if drafts may be captured as CUDA graphs, which needs padded sizes.
+            encoder_outputs: the encoder outputs of an encoder-decoder draft model.
         """
         view = in_eval_mode(self._view)
         static_forward = (
@@ -141,7 +144,8 @@ class DraftModelProposer(RecordedDrafts):
         )
         if masks == "own" or view is not self._view:
             static_forward = None
-        return ModelRunner(view, masks, static_forward=static_forward, sized=sized and masks != "own")
+        sized = sized and masks != "own"
+        return ModelRunner(view, masks, static_forward=static_forward, encoder_outputs=encoder_outputs, sized=sized)
 
     def capture(self, compiled: bool) -> None:
         if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
@@ -181,12 +185,10 @@ class DraftModelProposer(RecordedDrafts):
         found = draft_positions(self.model) if able is None else able.positions
         self._positions = min((most for most in (said, found) if most is not None), default=None)
         masks = context.call.masks if able is None else able.masks
-        self.runner = self.new_runner(masks, sized=context.call.recorder is not None)
-        self.runner.encoder_outputs = (
-            None
-            if context.call.encoder_outputs is None
-            else context.call.encoder_outputs.for_model(in_eval_mode(self.model))
-        )
+        source = context.call.encoder_outputs
+        if source is not None:
+            source = source.for_model(in_eval_mode(self.model))
+        self.runner = self.new_runner(masks, context.call.recorder is not None, source)
         self.runner.start(context.batch_size)
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:

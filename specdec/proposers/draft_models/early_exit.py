@@ -93,7 +93,7 @@ class EarlyExitProposer(AutoregressiveProposer):
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         super().observe(draft, result, accepted)
-        self.runner.pending = 0
+        self.runner.drop_draft()
 
     def _backlog(self, context: Context) -> int:
         return 0
@@ -101,7 +101,7 @@ class EarlyExitProposer(AutoregressiveProposer):
     def _catch_up(self, context: Context) -> Tensor:
         """Process the root; the target's cache already holds all tokens before it."""
         start, root = clock(), context.root[:, None]
-        self.runner.pending = 0
+        self.runner.drop_draft()
         deepest = [budget if active else -1 for budget, active in zip(context.budget, context.active, strict=True)]
         self._deepest_nodes = uploaded(deepest, root.device)[:, None] if min(deepest) < 1 else None
         depth = self._placed(torch.zeros_like(root))
