@@ -1,7 +1,4 @@
-"""`Block`: logits that one pass of a block drafter computed, corrected for the tokens chosen so far.
-
-DFlash, DSpark, Medusa and P-EAGLE drafts are read from it.
-"""
+"""`Block`: logits that one pass of a block drafter computed, corrected for the tokens chosen so far."""
 
 from __future__ import annotations
 
@@ -72,3 +69,18 @@ class Block:
             return self.states[:, -1:].expand(-1, n, -1)
         index = 1 + above.to(self.states.device)
         return self.states.gather(1, index[..., None].expand(-1, -1, self.states.shape[-1]))
+
+
+class BlockDrafts:
+    """Base of the runners whose drafts are read from one `block`: those of DFlash, DSpark, Medusa and P-EAGLE.
+
+    Attributes:
+        block: draft of the last pass.
+    """
+
+    block: Block
+
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.logits_after`."""
+        logits, self.block = self.block.logits_after(depth, tokens, above)
+        return logits

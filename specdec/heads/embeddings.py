@@ -13,7 +13,7 @@ from specdec.models.introspection import is_sharded
 from specdec.models.views import whole
 
 
-class Borrower(Protocol):
+class EmbeddingUser(Protocol):
     """A head that may have no embedding of its own."""
 
     embed_tokens: Any
@@ -49,7 +49,7 @@ class BorrowedEmbeddings:
         ]
         return cls(*(module and whole(module) for module in embeddings) if is_sharded(target) else embeddings)
 
-    def embedded(self, tokens: Tensor, head: Borrower, normed: bool = True) -> Tensor:
+    def embedded(self, tokens: Tensor, head: EmbeddingUser, normed: bool = True) -> Tensor:
         """Embed tokens with the head's own embedding if it has one, else with the target's.
 
         Args:
@@ -73,6 +73,12 @@ def embed_tokens(embedding: nn.Module, tokens: Tensor, normed: bool = True) -> T
     if not normed and hasattr(embedding, "embed_norm"):
         return nn.functional.embedding(tokens, next(embedding.parameters()))
     return embedding(tokens)
+
+
+def apply_lm_head(lm_head: nn.Module, h: Tensor) -> Tensor:
+    """Return the logits (..., V) of a target's LM head for its input (..., H), on the input's device."""
+    weight = next(lm_head.parameters())
+    return lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)
 
 
 def to_device_of(weight: Tensor, tensor: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.heads.base import AT_ONCE, PROMPT
+from specdec.heads.base import only_remembered, parts_of
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.embeddings import BorrowedEmbeddings, to_device_of
+from specdec.heads.embeddings import BorrowedEmbeddings, apply_lm_head
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots
 from specdec.models.linear import with_fast_linears
 
 
@@ -57,13 +57,10 @@ class HeadRunner(CachedRows):
         Returns:
             Logits (B, 1, K) after each row's last token.
         """
-        self.pending, self._pending_features = 0, None
+        self.drop_draft()
         W = tokens.shape[1]
-        prompt = W - 1 if W >= PROMPT else 0
-        for start in [*range(0, prompt, AT_ONCE), prompt]:
-            end = min(start + AT_ONCE, prompt) if start < prompt else W
-            part_pads = pads_of_part(pads, start, end - start)
-            self._read(tokens[:, start:end], states[:, start:end], part_pads, drafts=start == prompt)
+        for part, part_pads in parts_of(W, only_remembered(W), pads):
+            self._read(tokens[:, part], states[:, part], part_pads, drafts=part.stop == W)
         assert self._last is not None
         return self._logits(self._last)
 
@@ -137,5 +134,4 @@ class HeadRunner(CachedRows):
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:
             return self._fast.logits(h)
-        weight = next(self.lm_head.parameters())
-        return self.lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)
+        return apply_lm_head(self.lm_head, h)

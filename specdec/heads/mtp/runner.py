@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specdec.heads.embeddings import apply_lm_head, to_device_of
 from specdec.heads.mtp.head import MtpHead
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.linear import with_fast_linears
@@ -89,7 +90,7 @@ class MtpRunner:
                     states[b, count] = before[b, 0]
             pads = [min(W, count + new) for count, new in zip(pads, first, strict=True)]
         self._start_draft()
-        return self._logits(self._last[0])
+        return apply_lm_head(self.head.lm_head, self._last[0])
 
     @property
     def rows(self) -> CachedRows:
@@ -105,7 +106,7 @@ class MtpRunner:
         assert out is not None
         self._last = [out[:, -1:]]
         self._start_draft()
-        return self._logits(self._last[0])
+        return apply_lm_head(self.head.lm_head, self._last[0])
 
     @torch.no_grad()
     def grow(
@@ -141,14 +142,8 @@ class MtpRunner:
         out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
         assert out is not None
         self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)
-        return self._logits(out[:, -n:])
+        return apply_lm_head(self.head.lm_head, out[:, -n:])
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        weight = next(self.head.embedding.parameters())
-        tokens = tokens if weight.device.type == "meta" else tokens.to(weight.device)
+        tokens = to_device_of(next(self.head.embedding.parameters()), tokens)
         return self.head.embedding(tokens).to(self.head.device, self.head.dtype)
-
-    def _logits(self, out: Tensor) -> Tensor:
-        weight = next(self.head.lm_head.parameters())
-        out = out.to(weight.dtype) if weight.device.type == "meta" else out.to(weight.device, weight.dtype)
-        return self.head.lm_head(out)

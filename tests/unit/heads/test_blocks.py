@@ -100,7 +100,7 @@ def test_it_computes_what_the_naive_drafter_does(name, lengths):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["DFlash", "window"])
 def test_prompts_are_read_in_parts(name, monkeypatch):
-    monkeypatch.setattr("specdec.heads.dflash.runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.base.AT_ONCE", 4)
     Rows(blocks.head(name), LENGTHS["ragged"]).check_rounds()
 
 

@@ -88,7 +88,7 @@ def test_they_compute_what_naive_heads_do(prefix, lengths):
 
 @torch.no_grad()
 def test_prompts_are_read_in_parts(monkeypatch):
-    monkeypatch.setattr("specdec.heads.hydra.runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.base.AT_ONCE", 4)
     Rows(blocks.hydra(), (40, 21)).check_rounds()
 
 
@@ -118,14 +118,13 @@ def late(monkeypatch):
 
 def forgetful(monkeypatch):
     """Of the text only the newest states are seen."""
-    append = PrefixRows._append
+    read = PrefixRows.read
 
-    def broken(self, states, start, pads, whole):
-        if start == 0:
-            self.start(len(states))
-        return append(self, states, start, pads, whole)
+    def broken(self, states, pads):
+        self.start(len(states))
+        return read(self, states, pads)
 
-    monkeypatch.setattr(PrefixRows, "_append", broken)
+    monkeypatch.setattr(PrefixRows, "read", broken)
 
 
 def orphaned(monkeypatch):
