@@ -23,7 +23,6 @@ def inspect(
         require_folder_or_id(name)
     from specdec.heads.eagle3.head import Eagle3Head
     from specdec.heads.hydra.head import HydraHeads
-    from specdec.heads.inspection import describe
     from specdec.heads.loading import read
     from specdec.proposers.draft_heads.block import BlockProposer
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
@@ -31,7 +30,7 @@ def inspect(
     from specdec.training.tap_probe import probe_taps
 
     checkpoint = read(head)
-    typer.echo(describe(checkpoint))
+    typer.echo(checkpoint.summary())
     module = checkpoint.head()
     if target is None:
         return

@@ -11,9 +11,14 @@ from torch import Tensor
 
 from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.export import among_all, layer_config, refuse_others, speculators_head, write
-from specdec.heads.int8_weights import as_int8
+from specdec.heads.export import draftable_mask, layer_config, refuse_others, speculators_head, write
+from specdec.heads.int8_weights import to_int8
 from specdec.utils.choices import HeadLayout, check_choice
+
+# Fields of `Eagle3Config` with the same name in config.json.
+SAME_NAMES = (
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
 
 
 def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", target: str = "") -> None:
@@ -48,7 +53,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
         del weights["d2t"]
     else:
-        weights["t2d"] = among_all(head.draft_to_target, c.vocab_size)
+        weights["t2d"] = draftable_mask(head.draft_to_target, c.vocab_size)
     described, weights = WRITERS[layout](head, weights, target)
     write(folder, {"torch_dtype": str(head.dtype).removeprefix("torch.")} | described, weights)
 
@@ -63,7 +68,7 @@ def _speculators(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> t
 
 def _int8(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = _sglang_config(head.config) | {"quantization_config": {"quant_method": "specdec-int8"}}
-    return config | {"torch_dtype": "bfloat16"}, as_int8(_with_midlayer(weights))
+    return config | {"torch_dtype": "bfloat16"}, to_int8(_with_midlayer(weights))
 
 
 # For each of `choices.HeadLayout`: config.json and tensors, from the head, its tensors and the target's name.
@@ -110,15 +115,13 @@ def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:
 
 
 def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
-    said, entering = _taps(c, "entering")
+    convention, entering = _taps(c, "entering")
     _, leaving = _taps(c, "output")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
-        "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.target_hidden_size,
-        **_flags(c),
-        **said,
+        **{name: getattr(c, name) for name in SAME_NAMES},
+        **convention,
         # vLLM reads the ids here and counts states that enter layers. SGLang reads those below and counts outputs.
         **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
         "eagle_config": {"use_aux_hidden_state": True}
@@ -127,30 +130,19 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
 
 
 def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
-    said, taps = _taps(c, "entering")
+    convention, taps = _taps(c, "entering")
     return {
         "architectures": ["Eagle3DraftModel"],
         **speculators_head("eagle3", 3, target),
         "transformer_layer_config": _layer_config(c),
-        "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.target_hidden_size,
-        **_flags(c),
-        **said,
+        **{name: getattr(c, name) for name in SAME_NAMES},
+        **convention,
         **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }
 
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
     return layer_config(c, [c.sliding_window] * c.num_layers) | {"num_aux_hidden_states": c.num_taps}
-
-
-def _flags(c: Eagle3Config) -> dict[str, Any]:
-    return {
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
-    }
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:

@@ -35,9 +35,7 @@ class HydraConfig(PerTokenConfig):
     prefix: LayerConfig | None = None
     state_offset: int = 0
 
-    @property
-    def own_embedding(self) -> bool:
-        return False
+    own_embedding = False
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         return (num_target_layers - self.state_offset if self.state_offset else FINAL,)
