@@ -21,7 +21,7 @@ class Block:
         confidence: DSpark's confidence head, or None.
         carried: (B, 1, r), recurrent state of the Markov head at the anchor. None if it has none.
         states: (B, 1 + M, r), recurrent state after the anchor and after each of the M nodes so far, or None.
-        sure: (B, n) float32, acceptance probability of the tokens after the newest nodes. None if unknown.
+        acceptance: (B, n) float32, acceptance probability of the tokens after the newest nodes. None if unknown.
     """
 
     logits: Tensor
@@ -30,7 +30,7 @@ class Block:
     confidence: ConfidenceHead | None = None
     carried: Tensor | None = None
     states: Tensor | None = None
-    sure: Tensor | None = None
+    acceptance: Tensor | None = None
 
     def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> tuple[Tensor, Block]:
         """Compute the logits after n tokens of the draft.
@@ -56,10 +56,10 @@ class Block:
             if state is not None:
                 states = state if depth == 0 or states is None else torch.cat([states, state], 1)
             inputs = torch.cat([hidden, before], -1)
-        sure = None
+        acceptance = None
         if self.confidence is not None:
-            sure = self.confidence(inputs[..., : self.confidence.proj.in_features])
-        return logits, replace(self, states=states, sure=sure)
+            acceptance = self.confidence(inputs[..., : self.confidence.proj.in_features])
+        return logits, replace(self, states=states, acceptance=acceptance)
 
     def _state(self, depth: int, above: Tensor | None, n: int) -> Tensor | None:
         """Return the recurrent states (B, n, r) of the Markov head before n nodes."""

@@ -24,7 +24,7 @@ from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.draft_heads.feature_proposer import FollowingProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
 from specdec.sampling.dynamic_tree import DynamicTree
-from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
+from specdec.training.objectives.block_unroll import lm_head_weight, unroll_blocks
 from specdec.training.objectives.mtp import unroll_mtp
 from specdec.training.objectives.unroll import unroll
 from specdec.training.teacher.base import taps_of
@@ -211,8 +211,8 @@ def _logits(
     embeddings = BorrowedEmbeddings.by(target, head)
     if isinstance(head, DFlashHead):
         embed = partial(embeddings.embedded, head=head, normed=False)
-        weight = reading_weight(head)
-        for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
-            yield nn.functional.linear(place.read, weight)
+        weight = lm_head_weight(head)
+        for drafted in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
+            yield nn.functional.linear(drafted.hidden, weight)
     else:
         yield from map(head.logits, unroll(head, embeddings.embedded(ids, head), states, steps, wanted=wanted))

@@ -18,8 +18,8 @@ from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.models.attention_masks import default_masks, masks_as_taken
 from specdec.models.cache.buffers import Span
 from specdec.models.introspection import cache_argument
-from specdec.training.objectives.eagle3 import Drafted, Objective, after_every_token
-from specdec.training.objectives.unroll import positions_in
+from specdec.training.objectives.eagle3 import Objective
+from specdec.training.objectives.unroll import Drafted, positions_in
 
 
 class MtpObjective(Objective):
@@ -40,12 +40,8 @@ class MtpObjective(Objective):
             )
         self._read_by = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
 
-    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        return after_every_token(self.steps, ids, learn, documents)
-
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
-        for first, out in enumerate(unroll_mtp(self.head, self._embed(ids), taps, steps, documents), start=2):
-            yield Drafted(out[:, : ids.shape[1] - first])
+        return map(Drafted, unroll_mtp(self.head, self._embed(ids), taps, steps, documents))
 
     def _weight(self) -> Tensor:
         return self._read_by[0].to(self.head.device)
