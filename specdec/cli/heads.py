@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from specdec.cli.common import load
 from specdec.utils.choices import HeadLayout
 from specdec.utils.paths import require_folder_or_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec.heads.eagle3.head import Eagle3Head
+
+PROBE_PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "Explain in a few sentences why the sky is blue and sunsets are red.",
+    "List five things to check before a long bicycle trip, each with a short reason.",
+)
+PROBE_TOKENS = 48
+CLEARLY = 1.1  # ratio of accepted tokens from which two conventions count as different
+SELDOM = 0.1  # accepted tokens per draft that any trained head of this model exceeds
 
 
 def inspect(
@@ -27,7 +43,6 @@ def inspect(
     from specdec.proposers.draft_heads.block import BlockProposer
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
     from specdec.proposers.draft_heads.hydra import HydraProposer
-    from specdec.training.tap_probe import probe_taps
 
     checkpoint = read(head)
     typer.echo(checkpoint.summary())
@@ -50,7 +65,44 @@ def inspect(
             raise ValueError(
                 "leave out --probe: only EAGLE heads need it, a block-parallel drafter's layout defines its numbering"
             )
-        typer.echo(probe_taps(proposer.head, model, tokenizer))
+        typer.echo(_probe_taps(proposer.head, model, tokenizer))
+
+
+def _probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Measure the mean acceptance length with each tap convention, and say which one is clearly ahead."""
+    from specdec.data.prompts import Prompt
+    from specdec.engine.generator import SpeculativeGenerator
+    from specdec.models.introspection import device_of
+    from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+
+    if head.config.version == 1 or head.config.tap_ids is None:
+        return "nothing to probe: the head's config names no layers (`tap_ids`)"
+    before, lengths = head.config, {}
+    for convention in ("entering", "output"):
+        head.config = replace(before, tap_convention=convention, tap_convention_known=True)
+        try:
+            spec = SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=4, on_unsupported="error")
+        except ValueError:  # no such layers under this convention
+            continue
+        for prompt in PROBE_PROMPTS:
+            inputs = Prompt("", prompt).encode(tokenizer, device_of(target))
+            spec.generate(**inputs, max_new_tokens=PROBE_TOKENS, do_sample=False)
+        lengths[convention] = spec.report.mean_acceptance_length
+    if not lengths:
+        raise ValueError(
+            "the head names layers that this target does not have, under any tap convention: choose the head's own "
+            "target"
+        )
+    (best, longest), *others = sorted(lengths.items(), key=lambda item: -item[1])
+    measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
+    if longest < 1 + SELDOM:
+        found = "Hardly any draft is accepted: this head belongs to another model, or was not trained."
+    elif others and longest - 1 <= CLEARLY * (others[0][1] - 1):
+        few = f"{len(PROBE_PROMPTS)} texts of {PROBE_TOKENS} tokens"
+        found = f"Too close to decide over {few}: the convention given above is kept."
+    else:
+        found = f"{best!r} is right."
+    return f"mean acceptance length by tap convention: {measured}. {found}"
 
 
 def export(

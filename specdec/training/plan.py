@@ -6,7 +6,7 @@ No weights are loaded: the target and the head are on torch's meta device. The h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,12 @@ from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.models.introspection import decoder_layers
 from specdec.training import precision
+from specdec.training.callbacks import format_size
 from specdec.training.corpus import check_length, corpus, write_corpus
 from specdec.training.initialization.dflash import block_config_for
 from specdec.training.initialization.eagle3 import config_for
 from specdec.training.objectives.losses import ROWS_AT_ONCE
 from specdec.training.optimizer import matrices
-from specdec.training.progress import in_bytes
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
 from specdec.training.run import checked
 from specdec.training.run_folder import RunFolder
@@ -70,14 +70,14 @@ class Plan:
     device: str
     processes: int
     speed: float
-    memory: dict[str, float]
-    disk: dict[str, float]
-    work: dict[str, float]
+    memory: Mapping[str, float]
+    disk: Mapping[str, float]
+    work: Mapping[str, float]
 
     def summary(self) -> str:
         """Format the plan as text."""
         seconds = sum(self.work.values()) / self.speed / self.processes
-        size = partial(in_bytes, digits=2)
+        size = partial(format_size, digits=2)
         lines = [
             f"{self.texts} texts to train on, {self.tokens} tokens, {self.learned_tokens} of them the target's own: "
             f"{self.updates} updates",
@@ -161,8 +161,8 @@ def estimate(
         "activations of the head kept for gradients": 4 * head.activations * at_once,
         "logits": 4 * min(ROWS_AT_ONCE, at_once * T) * K * 4 + 2 * NUMBERS_AT_ONCE * 4,
     }
-    disk = {"the target's states": tokens * bytes_per_token(H, taps)} if recipe.cache_states else {}
-    disk |= {
+    of_states = {"the target's states": tokens * bytes_per_token(H, taps)} if recipe.cache_states else {}
+    disk = of_states | {
         "checkpoints": CHECKPOINTS * 4 * (head.weights + moments),
         "the head, bfloat16": 2 * head.weights * 2,  # the previous one stays until the next is complete
     }
@@ -274,7 +274,7 @@ def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config | DFlashCon
     return block_config_for(target, size, vocab_size - 1, recipe.kind, recipe.drafted, **changes)
 
 
-def _table(parts: dict[str, float], shown: Callable[[float], str]) -> Iterator[str]:
+def _table(parts: Mapping[str, float], shown: Callable[[float], str]) -> Iterator[str]:
     rows = [*parts.items(), ("total", sum(parts.values()))]
     wide = max(len(what) for what, _ in rows)
     for what, number in rows:

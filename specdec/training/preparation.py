@@ -10,6 +10,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -18,14 +19,15 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from specdec.data.texts import Texts
-from specdec.heads.kinds import Head, StandAlone
+from specdec.heads.kinds import Head, StandAlone, save
+from specdec.heads.loading import load as load_head
 from specdec.models.capability import capability
 from specdec.models.loading import load as load_model
 from specdec.training import precision
-from specdec.training.progress import in_bytes
+from specdec.training.callbacks import format_size
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.starting_head import keep_start, kept_start, starting_head
+from specdec.training.starting_head import starting_head
 from specdec.training.teacher.base import LocalTeacher, Teacher, fingerprint
 from specdec.training.teacher.cached import CachedTeacher, keep_teacher
 from specdec.training.teacher.int8_target import in_eight_bits
@@ -80,7 +82,8 @@ class Preparation:
     def _from_disk(self) -> tuple[Head, Teacher]:
         teacher = self._cached()
         self._refuse_others(teacher.fingerprint)
-        return kept_start(self.recipe, self.folder), teacher
+        head: Any = load_head(self.folder.start)
+        return head, teacher
 
     def _from_target(self) -> tuple[Head, Teacher] | None:
         if self.recipe.teacher is not None:
@@ -100,8 +103,8 @@ class Preparation:
         first = self.processes.is_local_main_process
         if first or teacher.together:
             keep_teacher(teacher, self.folder.teacher, writes=first)
-        if first:
-            keep_start(head, self.folder)
+        if first and self.recipe.kind != "mtp":
+            save(head, self.folder.start)
         if not self._extracted(target, teacher):
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
@@ -148,14 +151,14 @@ class Preparation:
         tokens = len(self.training_texts.ids)
         done = sum(path.stat().st_size for path in self.folder.states.glob("states-*.safetensors"))
         size = tokens * bytes_per_token(teacher.logits.weight.shape[-1], teacher.taps)
-        free = shutil.disk_usage(self.folder.path).free
+        free, needed = shutil.disk_usage(self.folder.path).free, format_size(size)
         if self.processes.is_local_main_process:
-            place = self.folder.states
-            print(f"{len(self.training_texts)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
+            texts = len(self.training_texts)
+            print(f"{texts} texts, {tokens} tokens; their states take {needed} in {self.folder.states}")
         if size - done > 0.95 * free:
             raise ValueError(
-                f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free: free some space, use "
-                "fewer texts (--max-texts), or leave out --cache-states"
+                f"{needed} of states do not fit on the disk, {format_size(free)} are free: free some space, use fewer "
+                "texts (--max-texts), or leave out --cache-states"
             )
 
     def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:

@@ -19,13 +19,12 @@ from specdec.data.texts import Text
 from specdec.heads.kinds import Head
 from specdec.models.hardware import started_together
 from specdec.training import precision
+from specdec.training.callbacks import Deadline, print_summaries
 from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
-from specdec.training.deadline import Deadline
 from specdec.training.evaluate import Measured
 from specdec.training.evaluation_callback import EvaluationCallback
 from specdec.training.preparation import Preparation
 from specdec.training.processes import of_first
-from specdec.training.progress import speak
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head
@@ -168,7 +167,7 @@ def _trainer(
         flex=recipe.flex,
         train_dataset=dataset,
     )
-    speak(trainer)
+    print_summaries(trainer)
     return trainer
 
 

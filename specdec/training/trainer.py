@@ -14,12 +14,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from specdec.data.packed_dataset import PackedTexts, StateDataset, collate
-from specdec.heads.dflash.export import save as save_block
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.eagle3.export import save
-from specdec.heads.kinds import Head, copy_of
-from specdec.heads.mtp.checkpoint import write
-from specdec.heads.mtp.loading import tensors_of
+from specdec.heads.kinds import Head, copy_of, save
 from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective, Objective
@@ -191,14 +187,7 @@ class HeadTrainer(Trainer):
         Raises:
             ValueError: The folder holds another model's weights.
         """
-        copy = copy_of(self.head, torch.bfloat16)
-        folder = Path(folder)
-        if isinstance(copy, DFlashHead):
-            save_block(copy, folder, self.teacher.name)
-        elif isinstance(copy, MtpTrainee):
-            write([tensors_of(layer) for layer in copy.layers], folder)
-        else:
-            save(copy, folder)
+        save(copy_of(self.head, torch.bfloat16), Path(folder), self.teacher.name)
 
 
 def _simulated_length(accuracy: Tensor) -> float:
