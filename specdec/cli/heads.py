@@ -122,8 +122,7 @@ def export(
     if not force and Path(out).is_dir() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite the head in it with --force")
     from specdec.heads.eagle3.checkpoint import load
-    from specdec.heads.eagle3.export import lost_in, save
-    from specdec.heads.eagle3.widen import widened
+    from specdec.heads.eagle3.export import lost_in, save, widened
 
     loaded = load(head)
     save(loaded if layout == "int8" else widened(loaded), out, layout, target)

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.models.introspection import is_sharded
 from specdec.models.views import whole
-
-
-class EmbeddingUser(Protocol):
-    """A head that may have no embedding of its own."""
-
-    embed_tokens: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +36,12 @@ class BorrowedEmbeddings:
         ]
         return cls(*(module and whole(module) for module in embeddings) if is_sharded(target) else embeddings)
 
-    def embedded(self, tokens: Tensor, head: EmbeddingUser, normed: bool = True) -> Tensor:
+    def embedded(self, tokens: Tensor, head: Any, normed: bool = True) -> Tensor:
         """Embed tokens with the head's own embedding if it has one, else with the target's.
 
         Args:
             tokens: (B, n) int64.
+            head: a head with `embed_tokens`, which may be None, `device` and `dtype`.
             normed: see `embed_tokens`.
 
         Returns:

@@ -52,13 +52,7 @@ def refuse_others(folder: Path) -> None:
 
 
 def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]:
-    """Return the part of a speculators config that all heads have.
-
-    Args:
-        algorithm: "eagle3", "dflash" or "dspark".
-        tokens: tokens to draft per round.
-        target: name or path of the target.
-    """
+    """Return the part of a speculators config that all heads have. tokens: tokens to draft per round."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
     proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
@@ -73,11 +67,7 @@ def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]
 
 
 def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any]:
-    """Return the part of a config that describes the decoder layers.
-
-    Args:
-        windows: sliding window of each layer, None for full attention. All windows must be equal.
-    """
+    """Return the part of a config that describes the decoder layers. windows: that of each layer, all equal or None."""
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "num_hidden_layers": c.num_layers,

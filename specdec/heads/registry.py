@@ -82,8 +82,7 @@ class NoHead(ValueError):
 def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
     """Return the first entry for a target, by the name it was loaded under, else by its fingerprint.
 
-    Args:
-        kind: consider only heads of this kind. None considers all.
+    kind: consider only heads of this kind. None considers all.
     """
     name, wanted = name_of(target), [entry for entry in HEADS if kind in (None, entry.kind)]
     named = next((entry for entry in wanted if entry.target == name), None)
@@ -113,8 +112,7 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
     A shipped head is searched in this checkout, in `$SPECDEC_HEADS` and in the cache (`$SPECDEC_CACHE/heads`). If none
     has it, it is downloaded.
 
-    Args:
-        patience: time limit of a download in seconds. None waits as long as bytes arrive.
+    patience: time limit of a download in seconds. None waits as long as bytes arrive.
 
     Raises:
         NoHead: no head is known, it cannot be downloaded, or its file is damaged.
@@ -129,11 +127,7 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
 
 
 def at_hand(name: str, kind: Kind, download: bool = False) -> bool:
-    """Return whether a shipped head for a target of this name is on this machine.
-
-    Args:
-        download: download the head if it is not.
-    """
+    """Return whether a shipped head for a target of this name is on this machine. download: download it if not."""
     for entry in HEADS:
         if entry.files and entry.target == name.lower() and entry.kind == kind:
             with suppress(NoHead):

@@ -36,15 +36,9 @@ def folder_of(head: str, file: str) -> Path | None:
 
 
 def bring(head: str, files: Mapping[str, Content], patience: float | None = None) -> Path:
-    """Download a head into the cache, all its files or none. If several processes call this, one downloads.
+    """Download a head into the cache, all its files or none, and return its folder.
 
-    Args:
-        head: name of the head.
-        files: its files, with checksum and size.
-        patience: time limit in seconds. None waits as long as bytes arrive.
-
-    Returns:
-        The head's folder.
+    If several processes call this, one downloads. patience: time limit in seconds. None waits as long as bytes arrive.
 
     Raises:
         DownloadFailed: the download failed. The message holds only the reason.

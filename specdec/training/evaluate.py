@@ -156,7 +156,7 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     """Return for each position i of a text how many tokens of a greedy chain drafted after token i + 1 are right.
 
     Args:
-        head: head to evaluate.
+        head: head that drafts.
         target: model that it drafts for.
         text: (T,) int64.
         steps: length of the chain.

@@ -47,13 +47,7 @@ def matrices(head: nn.Module) -> list[Tensor]:
 
 
 def muon(head: nn.Module, learning_rate: float, betas: tuple[float, float]) -> Optimizer:
-    """Create the optimizer of a head.
-
-    Args:
-        head: head to train.
-        learning_rate: learning rate of both optimizers. Muon's updates are scaled to AdamW's size (2502.16982).
-        betas: AdamW's betas.
-    """
+    """Create the optimizer of a head. Muon's updates are scaled to AdamW's size (2502.16982). betas: AdamW's."""
     shaped = matrices(head)
     known = {id(weight) for weight in shaped}
     others = [weight for weight in head.parameters() if id(weight) not in known]

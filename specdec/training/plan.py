@@ -128,15 +128,7 @@ def estimate(
     texts: Texts,
     processes: PartialState,
 ) -> Plan:
-    """Estimate the cost of a run, given the shapes of its parts.
-
-    Args:
-        recipe: options of the run.
-        target: model on the meta device.
-        config: config of the head.
-        texts: training texts.
-        processes: processes that share the run.
-    """
+    """Estimate the cost of a run, given the shapes of its parts. The target may be on the meta device."""
     T, epochs, device, several = recipe.length, recipe.epochs, processes.device, processes.num_processes > 1
     text = target.config.get_text_config(decoder=True)
     H, V, K = text.hidden_size, text.vocab_size, config.draft_vocab_size

@@ -39,9 +39,7 @@ def without_denormals() -> Iterator[None]:
 def as_fast_as_it_reads(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
     """Convert a target from bfloat16 to float32 if its device only emulates bfloat16. The values do not change.
 
-    Args:
-        target: model in the format of its checkpoint.
-        device: device on which weights from the disk will be used. None: the target's device.
+    device: device on which weights from the disk will be used. None: the target's device.
     """
     return target.float() if read_in(target.dtype, device or target.device) != target.dtype else target
 

@@ -98,11 +98,9 @@ class RunFolder:
         partial.replace(self._recipe)
 
     def refuse_others(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
-        """Raise ValueError if the states and checkpoints in this folder belong to another recipe.
+        """Raise ValueError if this folder belongs to another recipe than the one with the identity `mine`.
 
-        Args:
-            mine: identity of this run's recipe.
-            defaults: values assumed for a run that was started before an option existed.
+        defaults: values assumed for a run that was started before an option existed.
         """
         found = self.identity()
         if not found:
@@ -128,11 +126,7 @@ class RunFolder:
 
     @contextmanager
     def clear_failures(self, needs_less: str) -> Iterator[None]:
-        """Turn out-of-memory and disk-full errors into a ValueError that names the fix.
-
-        Args:
-            needs_less: advice for running with less memory.
-        """
+        """Turn out-of-memory and disk-full errors into a ValueError. needs_less: how to run with less memory."""
         kept = f"Finished work is kept in {self.path}. Run the same command again to resume."
         try:
             yield

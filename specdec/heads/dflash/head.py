@@ -68,13 +68,7 @@ class DFlashHead(StateHead):
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Write the keys and values of known tokens to the cache.
-
-        Args:
-            states: (B, n, taps * target H), the target's states.
-            positions: (B, n) int64.
-            cache: updated in place.
-        """
+        """Write keys and values to the cache, of states (B, n, taps * target H) at positions (B, n) int64."""
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotation(context, positions)
         for layer in self.layers:

@@ -22,14 +22,7 @@ from specdec.models.linear import with_fast_linears
 
 
 class DFlashRunner(BlockDrafts, CachedRows):
-    """Runs one drafter.
-
-    Args:
-        head: the drafter, on any device, in any precision.
-        embeddings: modules borrowed from the target.
-        fast: view of the drafter that drafts, for example with 8-bit linears. None for the drafter itself.
-        sized: whether passes are padded to a few sizes, so that they can be captured as CUDA graphs.
-    """
+    """Runs one drafter. Arguments as for `HeadRunner`."""
 
     def __init__(
         self, head: DFlashHead, embeddings: BorrowedEmbeddings, fast: DFlashHead | None = None, sized: bool = False
@@ -47,13 +40,7 @@ class DFlashRunner(BlockDrafts, CachedRows):
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
         """Append the target's states, and draft a block after each row's last token, whose state is not known yet.
 
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, taps * target H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, K) after each row's last token.
+        See `Follower.extend`.
         """
         head, W = self.head, tokens.shape[1]
         self.pending = 0

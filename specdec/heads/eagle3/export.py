@@ -1,8 +1,9 @@
-"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout."""
+"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout. `widened`: pads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def _with_output_bias(head: Eagle3Head, weights: dict[str, Tensor]) -> dict[str,
     if not c.attention_bias or c.output_bias:
         return weights
     return weights | {"layers.0.self_attn.o_proj.bias": torch.zeros(c.hidden_size, dtype=head.dtype)}
+
+
+@torch.no_grad()
+def widened(head: Eagle3Head) -> Eagle3Head:
+    """Return a head of the target's width that drafts the same tokens, or the head itself if it has that width.
+
+    A head that is narrower is padded with zeros, for engines that require equal widths.
+
+    Raises:
+        ValueError: the head is wider than its target.
+    """
+    c = head.config
+    if c.embedding_size == c.hidden_size:
+        return head
+    if c.hidden_size > c.target_hidden_size:
+        raise ValueError(
+            f"this head is {c.hidden_size} wide, its target {c.target_hidden_size}, and no other engine reads heads "
+            'wider than the target: export it with the layout "int8", for specdec'
+        )
+    wide = Eagle3Head(replace(c, hidden_size=c.target_hidden_size)).to(head.device, head.dtype)
+    shrunk = (c.hidden_size / c.target_hidden_size) ** 0.5  # the mean square of a norm is taken over more entries
+    weights = wide.state_dict()
+    for name, own in head.state_dict().items():
+        norm = name.endswith("norm.weight") and own.shape != weights[name].shape
+        weights[name].zero_()[tuple(map(slice, own.shape))] = own * shrunk if norm else own
+    return wide
 
 
 def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.heads.base import StateHead
 from specdec.heads.eagle3.config import Eagle3Config
-from specdec.heads.layers import Attention, DecoderLayer, GatedMLP, Visible
+from specdec.heads.layers import Attention, DecoderLayer, Visible
 
 
 class Eagle3Head(StateHead):
@@ -149,7 +149,7 @@ class FusingLayer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.self_attn = Attention(config, 0, E + H)
         self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None

@@ -47,16 +47,7 @@ class HeadRunner(CachedRows):
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens with the target's states, and drop the pending nodes.
-
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, taps * target H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, K) after each row's last token.
-        """
+        """Append known tokens with the target's states, and drop the pending nodes. See `Follower.extend`."""
         self.drop_draft()
         W = tokens.shape[1]
         for part, part_pads in parts_of(W, only_remembered(W), pads):

@@ -19,13 +19,7 @@ from specdec.models.linear import with_fast_linears
 
 
 class HydraRunner:
-    """Runs Hydra heads.
-
-    Args:
-        head: the heads, on any device, in any precision.
-        embeddings: modules borrowed from the target.
-        fast: view of the heads that drafts, for example with 8-bit linears.
-    """
+    """Runs Hydra heads. Arguments as for `HeadRunner`."""
 
     def __init__(self, head: HydraHeads, embeddings: BorrowedEmbeddings, fast: HydraHeads):
         self.head, self._embeddings, self._fast = head, embeddings, with_fast_linears(fast)

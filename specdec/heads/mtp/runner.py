@@ -25,9 +25,7 @@ from specdec.utils.device_copies import uploaded
 class MtpRunner:
     """Runs MTP layers. Layer k drafts the k-th token after the root. The last layer also drafts all further tokens.
 
-    Args:
-        head: the layers, or a view of them.
-        sized: whether draft passes are padded to a few sizes, so that they can be captured as CUDA graphs.
+    sized: whether draft passes are padded to a few sizes, so that they can be captured as CUDA graphs.
     """
 
     def __init__(self, head: MtpHead, sized: bool = False):
@@ -60,16 +58,7 @@ class MtpRunner:
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens with the target's states.
-
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, V) after each row's last token.
-        """
+        """Append known tokens with the target's states. See `Follower.extend`."""
         self.drop_draft()
         embeds, W, pads = self._embedded(tokens), tokens.shape[1], list(pads)
         states = states.to(embeds)

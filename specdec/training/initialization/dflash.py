@@ -22,13 +22,7 @@ def initialize_block(
 ) -> DFlashHead:
     """Create a fresh block drafter.
 
-    Args:
-        target: model to draft for.
-        draft_vocab: (K,) int64 ascending, the target's token ids that can be drafted.
-        mask_token_id: see `block_config_for`.
-        kind: see `block_config_for`.
-        drafted: see `block_config_for`.
-        changes: see `block_config_for`.
+    draft_vocab: (K,) int64 ascending, the target's token ids that can be drafted. Others: see `block_config_for`.
     """
     head = DFlashHead(block_config_for(target, len(draft_vocab), mask_token_id, kind, drafted, **changes))
     start_out(head, target, draft_vocab)

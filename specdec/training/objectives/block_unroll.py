@@ -41,9 +41,9 @@ def unroll_blocks(
         head: block drafter.
         ids: (B, T) int64.
         embed: maps tokens (B, n) to embeddings (B, n, H).
-        states: (B, T, taps * target H), the target's states.
+        states: see `unroll`.
         steps: positions per block.
-        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
+        documents: see `unroll`.
         wanted: (B, T) bool; at row i: a block is drafted after token i + 1. None: after all but the first.
 
     Yields:

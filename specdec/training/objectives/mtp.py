@@ -50,18 +50,7 @@ class MtpObjective(Objective):
 def unroll_mtp(
     head: MtpTrainee, embeds: Tensor, states: Tensor, steps: int, documents: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Compute the layers' output at each step, given the true tokens. The counterpart of `unroll`.
-
-    Args:
-        head: MTP layers.
-        embeds: (B, T, H), embeddings of the text's tokens.
-        states: (B, T, H), the target's final states.
-        steps: drafted tokens.
-        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
-
-    Yields:
-        For step j, (B, T - 1 - j, H). Row i drafts token i + 2 + j.
-    """
+    """Compute the layers' output at each step, given the true tokens. Arguments and yields as for `unroll`."""
     B, T, _ = embeds.shape
     L = T - 1  # rows: the last token has no successor to pair with
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents

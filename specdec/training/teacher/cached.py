@@ -75,10 +75,7 @@ class CachedTeacher(Teacher):
 def keep_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
     """Write what training needs of a target besides its states. A tied embedding and LM head are stored once.
 
-    Args:
-        teacher: teacher to write. If it is sharded over processes, all of them must call this.
-        file: file to write.
-        writes: True in the process that writes.
+    All processes of a sharded teacher must call this. writes: True in the process that writes.
     """
     logits, embedding = teacher.logits, teacher.embedding
     tensors = {"lm_head.weight": logits.weight, "lm_head.bias": logits.bias, "embedding": embedding}

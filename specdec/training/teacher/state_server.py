@@ -26,12 +26,7 @@ MOST_BYTES = 2**26  # maximum size of a request
 
 
 class StatesServer(ThreadingHTTPServer):
-    """HTTP server of one target's states. `serve_forever` starts it; requests are computed one at a time.
-
-    Args:
-        target: model to serve.
-        address: host and port.
-    """
+    """HTTP server of one target's states. `serve_forever` starts it; requests are computed one at a time."""
 
     daemon_threads = True
 

@@ -18,9 +18,8 @@ from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.heads.eagle3.checkpoint import load, read
 from specdec.heads.eagle3.config import default_taps, infer_convention
-from specdec.heads.eagle3.export import WRITERS, save
+from specdec.heads.eagle3.export import WRITERS, save, widened
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.eagle3.widen import widened
 from specdec.heads.hydra.checkpoint import read as read_hydra
 from specdec.heads.loading import load as load_block
 from specdec.heads.medusa import read as read_medusa
