@@ -122,10 +122,10 @@ def export(
     if not force and Path(out).is_dir() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite the head in it with --force")
     from specdec.heads.eagle3.checkpoint import load
-    from specdec.heads.eagle3.export import lost_in, save, widened
+    from specdec.heads.eagle3.export import lost_in, save, widen
 
     loaded = load(head)
-    save(loaded if layout == "int8" else widened(loaded), out, layout, target)
+    save(loaded if layout == "int8" else widen(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
         typer.secho(f"warning: {lost}", fg="yellow", err=True)
     if layout == "speculators" and not target:

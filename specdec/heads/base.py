@@ -35,7 +35,7 @@ class StateHead(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.fc.weight.dtype
 
-    def bring_frequencies(self) -> None:
+    def move_frequencies(self) -> None:
         """Move the RoPE frequencies to the weights' device ahead of time. `head.to()` does not move them."""
         self._rotary[0].to(self.device)
 
@@ -59,6 +59,6 @@ def parts_of(width: int, ahead: int, pads: Sequence[int]) -> Iterator[tuple[slic
         yield slice(start, end), pads_of_part(pads, start, end - start)
 
 
-def only_remembered(width: int) -> int:
+def prefill_width(width: int) -> int:
     """Return how many of `width` known tokens only need keys and values: in a prompt all but the last."""
     return width - 1 if width >= PROMPT else 0

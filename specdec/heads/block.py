@@ -28,7 +28,7 @@ class Block:
     hidden: Tensor | None = None
     markov: MarkovHead | None = None
     confidence: ConfidenceHead | None = None
-    carried: Tensor | None = None
+    initial_state: Tensor | None = None
     states: Tensor | None = None
     acceptance: Tensor | None = None
 
@@ -64,7 +64,7 @@ class Block:
     def _state(self, depth: int, above: Tensor | None, n: int) -> Tensor | None:
         """Return the recurrent states (B, n, r) of the Markov head before n nodes."""
         if depth == 0 or self.states is None:
-            return self.carried
+            return self.initial_state
         if above is None:
             return self.states[:, -1:].expand(-1, n, -1)
         index = 1 + above.to(self.states.device)

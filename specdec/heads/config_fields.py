@@ -23,8 +23,8 @@ LARGEST = 2**31 - 1
 class Kind:
     """Kind of value: a description for error messages, and a predicate."""
 
-    words: str
-    fits: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -86,9 +86,9 @@ def read_head_config(folder: Path) -> dict[str, Any]:
             value, kind = fields[name], FIELDS[name]
             if value is None:
                 continue
-            if not kind.fits(value):
+            if not kind.accepts(value):
                 raise ValueError(
-                    f"{folder}/config.json: {path}{name} must be {kind.words}, it is {shortened(value)}: correct the "
+                    f"{folder}/config.json: {path}{name} must be {kind.description}, it is {shortened(value)}: correct the "
                     "file, or download it again"
                 )
             if kind is OBJECT:

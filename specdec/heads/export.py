@@ -40,7 +40,7 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> N
     partial.replace(folder / "model.safetensors")
 
 
-def refuse_others(folder: Path) -> None:
+def check_overwrite(folder: Path) -> None:
     """Raise ValueError if the folder holds a model that is not a head: only heads may be overwritten."""
     try:
         config = read_config(folder)

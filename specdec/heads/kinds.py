@@ -22,7 +22,7 @@ Head = StandAlone | MtpTrainee
 def copy_of(head: Head, dtype: torch.dtype) -> Head:
     """Return a copy of the head in another precision, in eval mode."""
     if isinstance(head, MtpTrainee):
-        return head.copied(dtype)
+        return head.copy_to(dtype)
     kind: Any = type(head)
     copy: Head = kind(head.config).to(head.device, dtype)
     copy.load_state_dict(head.state_dict())

@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         q = self._per_head(self.q_proj(x), self.q_norm)
-        k, v = self.remember(x, rotation, cache)
+        k, v = self.append_kv(x, rotation, cache)
         k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
         q = _rotate(q, rotation)
         if isinstance(visible, BlockMask):
@@ -62,7 +62,7 @@ class Attention(nn.Module):
             )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def remember(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
+    def append_kv(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Append the keys and values of x to the cache. Returns all of them, (B, heads, slots, dim) each."""
         k = _rotate(self._per_head(self.k_proj(x), self.k_norm), rotation)
         v = self._per_head(self.v_proj(x))

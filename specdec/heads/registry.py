@@ -21,7 +21,7 @@ from specdec.utils.download import Content, DownloadFailed, checksum
 
 WEIGHTS = "model.safetensors"
 Kind = Literal["eagle3", "dflash"]
-IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
+KIND_NAMES: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
     entry = known(target, kind)
     if entry is None:
         raise NoHead(
-            f"no {IN_WORDS[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
+            f"no {KIND_NAMES[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
             f'"{kind}:PATH_OR_HUB_ID", or train one with `specdec train`'
         )
     return str(_folder(entry, patience)) if entry.files else entry.head
@@ -139,7 +139,7 @@ def _folder(entry: Known, patience: float | None = None) -> Path:
     """Return the folder of a shipped head, downloaded if necessary and verified."""
     folder = shipped.folder_of(entry.head, WEIGHTS)
     try:
-        folder = folder or shipped.bring(entry.head, entry.files, patience)
+        folder = folder or shipped.download_head(entry.head, entry.files, patience)
     except DownloadFailed as error:
         raise NoHead(
             f"the head {entry.head} is not on this machine: {error}. Copy {' and '.join(entry.files)} from "

@@ -15,7 +15,7 @@ from specdec.data.packed_dataset import PackedTexts, StateDataset
 from specdec.heads.kinds import copy_of
 from specdec.training.curve import draw
 from specdec.training.evaluate import Evaluation, HeldOut, Measured, evaluate
-from specdec.training.processes import of_first
+from specdec.training.processes import from_first_process
 from specdec.training.run_folder import RunFolder, read_json
 from specdec.training.trainer import HeadTrainer
 
@@ -66,7 +66,7 @@ class EvaluationCallback(TrainerCallback):
 
     def best(self) -> Measured | None:
         """Return the evaluation of the head in the folder; None in processes other than the first."""
-        if not of_first(self.folder.evaluation.exists):
+        if not from_first_process(self.folder.evaluation.exists):
             (self._evaluate if self.every else self._measure_loss)(self.trainer.state)
         if not self.trainer.is_world_process_zero():
             return None
@@ -77,7 +77,7 @@ class EvaluationCallback(TrainerCallback):
         return Evaluation(**entry | {"acceptance_rate_per_pos": rates})
 
     def _measure_loss(self, state: TrainerState) -> None:
-        if not (state.is_world_process_zero or self.trainer.teacher.together):
+        if not (state.is_world_process_zero or self.trainer.teacher.collective):
             return
         found = self.trainer.held_out(self.held_out)
         if not state.is_world_process_zero:
@@ -95,7 +95,7 @@ class EvaluationCallback(TrainerCallback):
         first = state.is_world_process_zero
         if first:
             print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
-        elif not self.trainer.teacher.together:
+        elif not self.trainer.teacher.collective:
             return
         target, device = self.trainer.teacher.model(), self.trainer.args.device
         head = copy_of(self.trainer.head, target.dtype)

@@ -31,7 +31,7 @@ from specdec.training.initialization.eagle3 import config_for
 from specdec.training.objectives.losses import ROWS_AT_ONCE
 from specdec.training.optimizer import matrices
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
-from specdec.training.run import checked
+from specdec.training.run import check_recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.teacher.state_cache import bytes_per_token
@@ -108,7 +108,7 @@ def plan(recipe: Recipe) -> Plan:
     Raises:
         ValueError: `train` would refuse the recipe before loading the target's weights, or its kind is "mtp".
     """
-    _, processes = checked(recipe)
+    _, processes = check_recipe(recipe)
     if recipe.kind == "mtp":
         raise ValueError(
             "--dry-run does not support --kind mtp: MTP layers have the target's own architecture. Leave out --dry-run"
@@ -137,7 +137,7 @@ def estimate(
     weights, width = parameters(target), target.dtype.itemsize
     head = head_cost(config, recipe)
     moments = 2 * head.weights - (head.matrices if recipe.optimizer_name == "muon" else 0)  # of Adam two, of Muon one
-    in_half = precision.pays(device)
+    in_half = precision.bfloat16_is_faster(device)
     tokens, learned_tokens = len(texts.ids), int(texts.learn.sum())
     rows, at_once, read = len(PackedTexts(texts, T)), recipe.per_pass(processes), batch_tokens_of(device)
     wide = getattr(text, "intermediate_size", 4 * H)
@@ -247,9 +247,9 @@ def _on_meta(name: str, device: torch.device) -> PreTrainedModel:
     """Create the target without weights, in the number format it will run in."""
     config = AutoConfig.from_pretrained(name)
     saved = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
-    read_in = precision.read_in(saved, device)
+    dtype = precision.running_dtype(saved, device)
     with META:
-        return AutoModelForCausalLM.from_config(config, dtype=read_in).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _config(recipe: Recipe, target: PreTrainedModel) -> Eagle3Config | DFlashConfig:

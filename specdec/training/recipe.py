@@ -51,7 +51,7 @@ class Recipe:
             passes and processes share them.
         rows_at_once: rows per process and pass. None: all.
         cache_states: compute the target's states once and keep them on disk, instead of computing them in every epoch.
-        rounded_states: compute cached states in 8 bits, see `in_eight_bits`.
+        rounded_states: compute cached states in 8 bits, see `with_int8_decoder`.
         shard: where the target's weights are. "none": all of them on each process's device. "devices": divided among
             the devices of a single process. "tp" and "fsdp": divided among processes, by layer parts or by weight.
         teacher: address of a server of the target's states (`ServedTeacher`). The target is then not loaded here.

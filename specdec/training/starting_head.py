@@ -174,7 +174,7 @@ def _transferred(
         width = 3 * target.config.get_text_config(decoder=True).hidden_size
         enough = texts[:: max(1, len(texts.ids) // (TRANSFER_TOKENS * width))]
         print(f"transferring {recipe.start_from} from {donor_name}: both models read {len(enough)} texts")
-        with folder.clear_failures("use a shorter --length"):
+        with folder.readable_errors("use a shorter --length"):
             save(transfer_head(head, donor, target, enough), kept)
     processes.wait_for_everyone()
     return load(kept)

@@ -26,7 +26,7 @@ from specdec.training.teacher.base import Teacher
 from specdec.utils.choices import LossName, OptimizerName
 
 STATE_WEIGHT = 4.0
-LEARNT = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
+DRAFT_FIELDS = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
 
 
 class HeadTrainer(Trainer):
@@ -155,7 +155,7 @@ class HeadTrainer(Trainer):
     def held_out(self, rows: StateDataset | PackedTexts) -> dict[str, float]:
         """Measure the loss (without that on states) and the simulated acceptance length on other texts.
 
-        One process alone may call it, unless the teacher works in several (`Teacher.together`).
+        One process alone may call it, unless the teacher works in several (`Teacher.collective`).
         """
         at_once = self.args.per_device_train_batch_size
         batches = [
@@ -177,7 +177,7 @@ class HeadTrainer(Trainer):
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
         """Count the drafts of a batch that are trained on, (steps of the objective,) int64."""
-        return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
+        return self.objective.drafts(*(batch[name] for name in DRAFT_FIELDS)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
         """Write the head, in bfloat16.

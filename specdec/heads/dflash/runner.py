@@ -32,7 +32,7 @@ class DFlashRunner(BlockDrafts, CachedRows):
         super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
         self.head = head
         self._fast = with_fast_linears(head if fast is None else fast)
-        head.bring_frequencies()
+        head.move_frequencies()
         self.embeddings = embeddings
         self.lm_head = None if embeddings.lm_head is None else with_fast_linears(embeddings.lm_head)
 
@@ -47,7 +47,7 @@ class DFlashRunner(BlockDrafts, CachedRows):
         for part, part_pads in parts_of(W, W, pads):
             width = part.stop - part.start
             visible_slots = self.place_known(width, part_pads, head.device)
-            self._fast.remember(states[:, part].to(head.device, head.dtype), visible_slots.positions, self.cache)
+            self._fast.append_kv(states[:, part].to(head.device, head.dtype), visible_slots.positions, self.cache)
             self.commit([width - pad for pad in part_pads])
         self.block = self._pass(tokens[:, -1:])
         return self.logits_after(0, tokens[:, -1:], None)
@@ -57,7 +57,7 @@ class DFlashRunner(BlockDrafts, CachedRows):
         """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.pending = 0
         visible_slots = self.place_after(tokens.shape[1], pads)
-        self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
+        self._fast.append_kv(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
         return self.logits_after(0, tokens[:, -1:], None)
 
@@ -82,7 +82,7 @@ class DFlashRunner(BlockDrafts, CachedRows):
             return block
         # A recurrent Markov head starts at the anchor, although the anchor's own output drafts nothing.
         before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
-        return replace(block, carried=block.markov(before, h[:, :1], None)[1])
+        return replace(block, initial_state=block.markov(before, h[:, :1], None)[1])
 
     def _visible(self, visible_slots: VisibleSlots, place: Tensor, rows: int) -> list[Tensor]:
         """Return (B, n, slots) bool for each layer: known tokens and the block, within the layer's window."""

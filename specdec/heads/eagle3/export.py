@@ -1,4 +1,4 @@
-"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout. `widened`: pads it."""
+"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout. `widen`: pads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.export import draftable_mask, layer_config, refuse_others, speculators_head, write
+from specdec.heads.export import check_overwrite, draftable_mask, layer_config, speculators_head, write
 from specdec.heads.int8_weights import to_int8
 from specdec.utils.choices import HeadLayout, check_choice
 
@@ -49,7 +49,7 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
             "engines read the same layout"
         )
     folder = Path(folder)
-    refuse_others(folder)
+    check_overwrite(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
         del weights["d2t"]
@@ -96,7 +96,7 @@ def _with_output_bias(head: Eagle3Head, weights: dict[str, Tensor]) -> dict[str,
 
 
 @torch.no_grad()
-def widened(head: Eagle3Head) -> Eagle3Head:
+def widen(head: Eagle3Head) -> Eagle3Head:
     """Return a head of the target's width that drafts the same tokens, or the head itself if it has that width.
 
     A head that is narrower is padded with zeros, for engines that require equal widths.

@@ -93,10 +93,10 @@ class PrefixLayer(StateHead):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
+    def append_kv(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
         """Write only the keys and values of the states to the cache. See `forward`."""
         assert self.layer.input_layernorm is not None
-        self.layer.self_attn.remember(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
+        self.layer.self_attn.append_kv(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
 
     def forward(self, states: Tensor, positions: Tensor, visible: Visible, cache: Cache) -> Tensor:
         """Run the layer over states (B, n, H), which see the slots `visible` (B, n, slots) bool. Normed."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.heads.base import only_remembered, parts_of
+from specdec.heads.base import parts_of, prefill_width
 from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads, PrefixLayer
 from specdec.models.cache.ragged_rows import CachedRows
@@ -73,16 +73,16 @@ class PrefixRows(CachedRows):
     def __init__(self, layer: PrefixLayer):
         super().__init__()
         self.layer = layer
-        layer.bring_frequencies()
+        layer.move_frequencies()
 
     def read(self, states: Tensor, pads: Sequence[int]) -> Tensor:
         """Append states (B, W, H), row b left-padded by pads[b]. Returns the output (B, 1, H) at each row's last."""
         B, W = states.shape[:2]
-        for part, part_pads in parts_of(W, only_remembered(W), pads):
+        for part, part_pads in parts_of(W, prefill_width(W), pads):
             width = part.stop - part.start
             slots = self.place_known(width, part_pads, states.device)
             if part.stop < W:
-                self.layer.remember(states[:, part], slots.positions, self.cache)
+                self.layer.append_kv(states[:, part], slots.positions, self.cache)
             else:
                 visible = None if slots.alone else slots.visible(self.spans[0]).expand(B, -1, -1)
                 out = self.layer(states[:, part], slots.positions, visible, self.cache)

@@ -32,7 +32,7 @@ class MtpTrainee(MtpLayers):
             layer.block.set_input_embeddings(nn.Identity())  # the block reads fused embeddings
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
-    def copied(self, dtype: torch.dtype) -> MtpTrainee:
+    def copy_to(self, dtype: torch.dtype) -> MtpTrainee:
         """Return a copy of the layers in another precision, in eval mode."""
         layers = []
         for layer in self.layers:

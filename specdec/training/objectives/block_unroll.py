@@ -57,7 +57,7 @@ def unroll_blocks(
     L, n = T - 1, c.block_size
     position = positions_in(documents)
     cache = DynamicCache()
-    head.remember(states[:, :L], position[:, :L], cache)
+    head.append_kv(states[:, :L], position[:, :L], cache)
     tokens = torch.full((*rows.shape, n), c.mask_token_id, device=ids.device)
     tokens[..., 0] = ids.gather(1, rows + 1)
     place = torch.arange(n, device=ids.device)
@@ -93,9 +93,9 @@ def _visible(c: DFlashConfig, documents: Tensor, position: Tensor, anchors: Tens
     mine = anchors.repeat_interleave(n, 1)[..., None]  # (B, A * n, 1)
     text = (column < mine) & (documents[:, None, :L] == documents.gather(1, mine[..., 0])[..., None])
     own = (block[:, None] // n == block // n).expand(B, -1, -1)
-    made: dict[int | None, Tensor] = {None: torch.cat([text, own], -1)}
+    masks: dict[int | None, Tensor] = {None: torch.cat([text, own], -1)}
     for window in {window for window in c.windows if window is not None}:
         first = (at[..., :1].expand_as(at) if c.window_from_anchor else at).flatten(1)[..., None]
         near = text & (position[:, None, :L] >= first - window)
-        made[window] = torch.cat([near, own & (block <= block[:, None]) if c.causal_windows else own], -1)
-    return [made[window] for window in c.windows]
+        masks[window] = torch.cat([near, own & (block <= block[:, None]) if c.causal_windows else own], -1)
+    return [masks[window] for window in c.windows]

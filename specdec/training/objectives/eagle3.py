@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.training.objectives.losses import LOSSES, LossOfRows, Truth, places
+from specdec.training.objectives.losses import LOSSES, LossOfRows, TargetProbabilities, indices_in
 from specdec.training.objectives.unroll import Drafted, unroll
 from specdec.training.teacher.target_logits import TargetLogits
 from specdec.utils.choices import LossName, check_choice
@@ -124,8 +124,8 @@ class Objective(nn.Module):
         scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(hidden)]
         # The target predicts a token from its state at the previous one.
         before, over_all = final.roll(1, 1)[is_learned], over_all.roll(1, 1)[is_learned]
-        choice = places(over_all[:, 1].long(), head.draft_to_target)
-        truth = Truth(before, over_all[:, 0], choice, target_logits)
+        choice = indices_in(over_all[:, 1].long(), head.draft_to_target)
+        truth = TargetProbabilities(before, over_all[:, 0], choice, target_logits)
         out = torch.stack(hidden)
         loss, hits, accepted = LossOfRows.apply(out, self._weight(), truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:

@@ -67,9 +67,9 @@ def unroll(
     position = positions_in(documents)
     features = head.fuse(states[:, :L])
     cache = DynamicCache()
-    rows, others = split(None if wanted is None or flex or not head.can_remember else wanted[:, :L], position)
+    rows, others = split(None if wanted is None or flex or not head.can_append_kv else wanted[:, :L], position)
     if others.shape[1]:
-        head.remember(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
+        head.append_kv(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
     features = _at(features, rows)
     keys, n = torch.cat([others, rows], 1), rows.shape[1]  # keys: the row of each key; steps_of: its step
     steps_of = torch.zeros_like(keys[0])

@@ -112,8 +112,8 @@ def shifted(monkeypatch):
 
 def late(monkeypatch):
     """Positions are counted from one: a layer that turns keys and queries alike does not care, one after a gap does."""
-    remember = PrefixLayer.remember
-    monkeypatch.setattr(PrefixLayer, "remember", lambda self, s, positions, c: remember(self, s, positions + 1, c))
+    append_kv = PrefixLayer.append_kv
+    monkeypatch.setattr(PrefixLayer, "append_kv", lambda self, s, positions, c: append_kv(self, s, positions + 1, c))
 
 
 def forgetful(monkeypatch):
