@@ -88,8 +88,8 @@ def read_head_config(folder: Path) -> dict[str, Any]:
                 continue
             if not kind.accepts(value):
                 raise ValueError(
-                    f"{folder}/config.json: {path}{name} must be {kind.description}, it is {shortened(value)}: correct the "
-                    "file, or download it again"
+                    f"{folder}/config.json: {path}{name} must be {kind.description}, it is {shortened(value)}: correct "
+                    "the file, or download it again"
                 )
             if kind is OBJECT:
                 within.append((f"{path}{name}.", value))

@@ -97,7 +97,12 @@ class Preparation:
             if self.recipe.teacher is None:
                 print(precision.summary(target))
             self.folder.write_identity(identity)
-        teacher = self._teacher(target, identity["weights"], head)
+        teacher: LocalTeacher
+        if self.recipe.teacher is None:
+            teacher = KINDS[self.recipe.shard].of(target, head)
+        else:
+            address, weights = self.recipe.teacher, identity["weights"]
+            teacher = ServedTeacher.of(target, head, address=address, fingerprint=weights)
         if not self.recipe.cache_states:
             return head, teacher
         first = self.processes.is_local_main_process
@@ -108,11 +113,6 @@ class Preparation:
         if not self._cache_states(target, teacher):
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
-
-    def _teacher(self, target: PreTrainedModel, weights: str, head: Head) -> LocalTeacher:
-        if self.recipe.teacher is not None:
-            return ServedTeacher.of(target, head, address=self.recipe.teacher, fingerprint=weights)
-        return KINDS[self.recipe.shard].of(target, head)
 
     def _load(self) -> PreTrainedModel:
         name, count = self.recipe.target, self.processes.num_processes

@@ -60,7 +60,8 @@ def build_layer(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) ->
     with torch.device("meta"):
         outline = kind(copy.deepcopy(config))
     norm_name, norm = last_norm(outline)
-    prefix = _prefix(outline)
+    first = decoder_layers(outline)[0]
+    prefix = next(name for name, module in outline.named_modules() if module is first).rpartition(".")[0]
     state = {f"{prefix}.{i}.{name}": tensor for i, layer in enumerate(tensors.block) for name, tensor in layer.items()}
     state[f"{norm_name}.weight"] = tensors.own[NORM]
     for weight in (outline.get_input_embeddings().weight, outline.get_output_embeddings().weight):
@@ -142,13 +143,6 @@ def _resembled(target: PreTrainedModel, tensors: dict[str, Tensor]) -> tuple[int
     layers = decoder_layers(target)
     best = [max(range(len(layers)), key=lambda i: (likeness(layers[i], of_mlp), i)) for of_mlp in (False, True)]
     return best[0], best[1]
-
-
-def _prefix(outline: PreTrainedModel) -> str:
-    """Return the module name of a model's list of decoder layers."""
-    first = decoder_layers(outline)[0]
-    name = next(name for name, module in outline.named_modules() if module is first)
-    return name.rpartition(".")[0]
 
 
 def last_norm(outline: PreTrainedModel) -> tuple[str, nn.Module]:

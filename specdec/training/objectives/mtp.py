@@ -38,13 +38,13 @@ class MtpObjective(Objective):
             raise ValueError(
                 "MTP layers cannot be trained for a target whose logits have a bias or a cap: choose another --kind"
             )
-        self._read_by = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
+        self._frozen_lm_head = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         return map(Drafted, unroll_mtp(self.head, self._embed(ids), taps, steps, documents))
 
     def _weight(self) -> Tensor:
-        return self._read_by[0].to(self.head.device)
+        return self._frozen_lm_head[0].to(self.head.device)
 
 
 def unroll_mtp(

@@ -71,7 +71,10 @@ def extract(
             over_all = [
                 teacher.logits.over_all(state, text.learn) for state, text in zip(states, of_shard, strict=True)
             ]
-            _write(path, of_shard, states, over_all)
+            tensors = end_to_end(of_shard) | {"states": torch.cat(states), "over_all": torch.cat(over_all)}
+            partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
+            save_file(tensors, partial)
+            partial.rename(path)
         progress(sum(len(text.ids) for text in of_shard))
     if not all(path.exists() for path in paths):
         return False
@@ -79,13 +82,6 @@ def extract(
     partial.write_text(json.dumps({"taps": list(teacher.taps), "shards": len(paths)}))
     partial.rename(folder / DONE)
     return True
-
-
-def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor], over_all: Sequence[Tensor]) -> None:
-    tensors = end_to_end(texts) | {"states": torch.cat(list(states)), "over_all": torch.cat(list(over_all))}
-    partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
-    save_file(tensors, partial)
-    partial.rename(path)
 
 
 def states_of(target: PreTrainedModel, taps: Sequence[int], texts: Sequence[Text]) -> list[Tensor]:
