@@ -211,13 +211,14 @@ def head_cost(c: Eagle3Config | DFlashConfig, recipe: Recipe) -> HeadCost:
     T, H, layers, wide = recipe.length, c.hidden_size, c.num_layers, head.fc.in_features
     q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
     L, steps = T - 1, min(recipe.drafted, T - 2)
-    # tokens: inputs of the layers, all steps together. keys: the keys that they read, appended to at each step.
+    # Over all steps, tokens: inputs of the layers; keys: the keys that they read; context: tokens whose keys and values
+    # alone are computed; ends: numbers kept before and after the layers, and the gradient of the drafts.
     if isinstance(c, DFlashConfig):
-        trained, width, context = min(recipe.anchors, T - 2), H + c.markov_rank, L  # context: only keys and values
+        trained, width, context = min(recipe.anchors, T - 2), H + c.markov_rank, L
         tokens = trained * c.block_size
         keys = L + tokens
         scores = tokens * keys
-        ends = 3 * L * H + tokens * H + steps * (L + trained * c.confidence) * width  # context, norm and drafts
+        ends = 3 * L * H + tokens * H + steps * (L + trained * c.confidence) * width
     else:
         trained, width, context, tokens = T - 2, H, 0, L * steps
         keys = L * steps * (steps + 1) // 2
