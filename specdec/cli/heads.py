@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from specdec.cli.common import load, print_message
 from specdec.utils.choices import HeadLayout
 from specdec.utils.paths import require_folder_or_id
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from specdec.heads.eagle3.head import Eagle3Head
+
+PROBE_PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
+    "Explain in a few sentences why the sky is blue and sunsets are red.",
+    "List five things to check before a long bicycle trip, each with a short reason.",
+)
+PROBE_TOKENS = 48
+CLEARLY = 1.1  # ratio of accepted tokens from which two conventions count as different
+SELDOM = 0.1  # accepted tokens per draft that any trained head of this model exceeds
 
 
 def inspect(
@@ -23,15 +39,13 @@ def inspect(
         require_folder_or_id(name)
     from specdec.heads.eagle3.head import Eagle3Head
     from specdec.heads.hydra.head import HydraHeads
-    from specdec.heads.inspection import describe
     from specdec.heads.loading import read
     from specdec.proposers.draft_heads.block import BlockProposer
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
     from specdec.proposers.draft_heads.hydra import HydraProposer
-    from specdec.training.tap_probe import probe_taps
 
     checkpoint = read(head)
-    typer.echo(describe(checkpoint))
+    typer.echo(checkpoint.summary())
     module = checkpoint.head()
     if target is None:
         return
@@ -51,7 +65,44 @@ def inspect(
             raise ValueError(
                 "leave out --probe: only EAGLE heads need it, a block-parallel drafter's layout defines its numbering"
             )
-        typer.echo(probe_taps(proposer.head, model, tokenizer))
+        typer.echo(_probe_taps(proposer.head, model, tokenizer))
+
+
+def _probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Measure the mean acceptance length with each tap convention, and say which one is clearly ahead."""
+    from specdec.data.prompts import Prompt
+    from specdec.engine.generator import SpeculativeGenerator
+    from specdec.models.introspection import device_of
+    from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
+
+    if head.config.version == 1 or head.config.tap_ids is None:
+        return "nothing to probe: the head's config names no layers (`tap_ids`)"
+    before, lengths = head.config, {}
+    for convention in ("entering", "output"):
+        head.config = replace(before, tap_convention=convention, tap_convention_known=True)
+        try:
+            spec = SpeculativeGenerator(target, Eagle3Proposer(head), draft_length=4, on_unsupported="error")
+        except ValueError:  # no such layers under this convention
+            continue
+        for prompt in PROBE_PROMPTS:
+            inputs = Prompt("", prompt).encode(tokenizer, device_of(target))
+            spec.generate(**inputs, max_new_tokens=PROBE_TOKENS, do_sample=False)
+        lengths[convention] = spec.report.mean_acceptance_length
+    if not lengths:
+        raise ValueError(
+            "the head names layers that this target does not have, under any tap convention: choose the head's own "
+            "target"
+        )
+    (best, longest), *others = sorted(lengths.items(), key=lambda item: -item[1])
+    measured = ", ".join(f"{convention} {length:.2f}" for convention, length in lengths.items())
+    if longest < 1 + SELDOM:
+        found = "Hardly any draft is accepted: this head belongs to another model, or was not trained."
+    elif others and longest - 1 <= CLEARLY * (others[0][1] - 1):
+        few = f"{len(PROBE_PROMPTS)} texts of {PROBE_TOKENS} tokens"
+        found = f"Too close to decide over {few}: the convention given above is kept."
+    else:
+        found = f"{best!r} is right."
+    return f"mean acceptance length by tap convention: {measured}. {found}"
 
 
 def export(
@@ -71,11 +122,10 @@ def export(
     if not force and Path(out).is_dir() and any(Path(out).iterdir()):
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite the head in it with --force")
     from specdec.heads.eagle3.checkpoint import load
-    from specdec.heads.eagle3.export import lost_in, save
-    from specdec.heads.eagle3.widen import widened
+    from specdec.heads.eagle3.export import lost_in, save, widen
 
     loaded = load(head)
-    save(loaded if layout == "int8" else widened(loaded), out, layout, target)
+    save(loaded if layout == "int8" else widen(loaded), out, layout, target)
     for lost in lost_in(loaded.config, layout):
         print_message(lost, "warning")
     if layout == "speculators" and not target:

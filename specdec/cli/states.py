@@ -24,13 +24,13 @@ def serve_states(
     check(target)
     create_server((host, port)).close()  # fail on a port in use before loading the target
     from specdec.models.loading import load as load_model
-    from specdec.training.precision import as_fast_as_it_reads
+    from specdec.training.precision import in_fastest_dtype
     from specdec.training.teacher.state_server import StatesServer
 
     if shard == "devices":
         model = load_model(target, device_map="auto")
     else:
-        model = as_fast_as_it_reads(load(target, tokenizer=False, device=device)[0])
+        model = in_fastest_dtype(load(target, tokenizer=False, device=device)[0])
     server = StatesServer(model, (host, port))
     print_message(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}")
     try:

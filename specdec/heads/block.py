@@ -1,7 +1,4 @@
-"""`Block`: logits that one pass of a block drafter computed, corrected for the tokens chosen so far.
-
-DFlash, DSpark, Medusa and P-EAGLE drafts are read from it.
-"""
+"""`Block`: logits that one pass of a block drafter computed, corrected for the tokens chosen so far."""
 
 from __future__ import annotations
 
@@ -24,16 +21,16 @@ class Block:
         confidence: DSpark's confidence head, or None.
         carried: (B, 1, r), recurrent state of the Markov head at the anchor. None if it has none.
         states: (B, 1 + M, r), recurrent state after the anchor and after each of the M nodes so far, or None.
-        sure: (B, n) float32, acceptance probability of the tokens after the newest nodes. None if unknown.
+        acceptance: (B, n) float32, acceptance probability of the tokens after the newest nodes. None if unknown.
     """
 
     logits: Tensor
     hidden: Tensor | None = None
     markov: MarkovHead | None = None
     confidence: ConfidenceHead | None = None
-    carried: Tensor | None = None
+    initial_state: Tensor | None = None
     states: Tensor | None = None
-    sure: Tensor | None = None
+    acceptance: Tensor | None = None
 
     def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> tuple[Tensor, Block]:
         """Compute the logits after n tokens of the draft.
@@ -59,16 +56,31 @@ class Block:
             if state is not None:
                 states = state if depth == 0 or states is None else torch.cat([states, state], 1)
             inputs = torch.cat([hidden, before], -1)
-        sure = None
+        acceptance = None
         if self.confidence is not None:
-            sure = self.confidence(inputs[..., : self.confidence.proj.in_features])
-        return logits, replace(self, states=states, sure=sure)
+            acceptance = self.confidence(inputs[..., : self.confidence.proj.in_features])
+        return logits, replace(self, states=states, acceptance=acceptance)
 
     def _state(self, depth: int, above: Tensor | None, n: int) -> Tensor | None:
         """Return the recurrent states (B, n, r) of the Markov head before n nodes."""
         if depth == 0 or self.states is None:
-            return self.carried
+            return self.initial_state
         if above is None:
             return self.states[:, -1:].expand(-1, n, -1)
         index = 1 + above.to(self.states.device)
         return self.states.gather(1, index[..., None].expand(-1, -1, self.states.shape[-1]))
+
+
+class BlockDrafts:
+    """Base of the runners whose drafts are read from one `block`: those of DFlash, DSpark, Medusa and P-EAGLE.
+
+    Attributes:
+        block: draft of the last pass.
+    """
+
+    block: Block
+
+    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
+        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.logits_after`."""
+        logits, self.block = self.block.logits_after(depth, tokens, above)
+        return logits

@@ -1,14 +1,15 @@
-"""`Understood`: a parsed checkpoint, and the checks of its tensors' names, shapes and vocabulary.
+"""`HeadCheckpoint`: a parsed checkpoint, and the checks of its tensors' names, shapes and vocabulary.
 
 All kinds of heads and all layouts share this code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,14 @@ from torch import Tensor, nn
 from specdec.heads.config import LayerConfig
 from specdec.heads.config_fields import Field
 
-M = TypeVar("M", bound=nn.Module)
-# Prefixes of tensor names in other layouts, each with the specdec prefix.
-RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+H = TypeVar("H", bound=nn.Module, covariant=True)
+Rules = Sequence[tuple[re.Pattern[str], str]]
+# Tensor names in other layouts, each with specdec's.
+RULES = (
+    (re.compile(r"midlayer\.(.*)"), r"layers.0.\1"),
+    (re.compile(r"encoder\.fc\.(.*)"), r"fc.\1"),
+    (re.compile(r"encoder\.output_norm_enc\.(.*)"), r"hidden_norm.\1"),
+)
 # Suffixes of the tensors from whose shapes the config is inferred: matrices and vectors.
 MATRICES = ("fc.weight", "lm_head.weight", "embed_tokens.weight", "proj.weight", "markov_w1.weight")
 VECTORS = ("norm.weight", "d2t")
@@ -29,13 +35,15 @@ IGNORED = {
     "verifier_lm_head.weight": "the target's own",
     "verifier_norm.weight": "the target's own",
 }
+SOURCES = {"config": "from its config", "weights": "from its weights", "assumed": "ASSUMED"}
 
 
 @dataclass(frozen=True)
-class Understood:
-    """Parsed checkpoint of a head.
+class HeadCheckpoint(Generic[H]):
+    """Parsed checkpoint of a head, of any kind and layout.
 
     Attributes:
+        kind: class of the head.
         path: the local folder.
         format: name of the layout.
         config: the head's config.
@@ -45,78 +53,92 @@ class Understood:
         weights: tensors in use, by specdec's names.
     """
 
+    kind: Callable[[Any], H]
     path: Path
     format: str
-    config: LayerConfig
-    fields: tuple[Field, ...]
+    config: Any
+    fields: Sequence[Field]
     used: dict[str, tuple[int, ...]]
     ignored: dict[str, str]
     weights: dict[str, Tensor]
 
-    @property
-    def borrowed(self) -> list[str]:
-        """Names of the tensors that the head borrows from its target."""
-        return [] if self.config.own_embedding else ["embed_tokens.weight"]
+    def head(self) -> H:
+        """Build the head, frozen, on the CPU, in the precision it was saved in, or in bfloat16 if that was int8.
+
+        Raises:
+            ValueError: a tensor is missing, unexpected, or of another shape or kind of number.
+        """
+        with torch.device("meta"):
+            head = self.kind(self.config)
+        state = head.state_dict()
+        if missing := sorted(state.keys() - self.weights.keys()):
+            raise ValueError(f"{self.path} lacks {', '.join(missing)}")
+        if unexpected := sorted(self.weights.keys() - state.keys()):
+            raise ValueError(f"{self.path} holds {', '.join(unexpected)}, which this kind of head does not have")
+        for name, tensor in self.weights.items():
+            if tensor.shape != state[name].shape:
+                raise ValueError(
+                    f"{self.path}: {name} has shape {tuple(tensor.shape)}, expected {tuple(state[name].shape)} from "
+                    "the config and the other weights"
+                )
+            if tensor.is_floating_point() != state[name].is_floating_point():
+                expected = "floating-point numbers" if state[name].is_floating_point() else "integers"
+                raise ValueError(
+                    f"{self.path}: {name} has dtype {tensor.dtype}, expected {expected}: the file is damaged"
+                )
+        dtype = self.weights["fc.weight" if "fc.weight" in self.weights else min(self.weights)].dtype
+        weights = {name: t.to(dtype) if t.is_floating_point() else t for name, t in self.weights.items()}
+        head.load_state_dict(weights, assign=True)
+        return head.requires_grad_(False).eval()
+
+    def summary(self) -> str:
+        """List every config field with its source, and every tensor that is used, ignored or borrowed."""
+        lines = [f"{self.path}: {self.format}", "", "fields"]
+        width = max(len(field.name) for field in self.fields)
+        for field in self.fields:
+            note = f"; {field.note}" if field.note else ""
+            lines.append(f"  {field.name:{width}}  {field.value}  ({SOURCES[field.source]}{note})")
+        width = max(map(len, self.used))
+        lines += ["", "tensors used", *(f"  {name:{width}}  {list(self.used[name])}" for name in sorted(self.used))]
+        lines += ["", "tensors ignored", *(f"  {name}: {why}" for name, why in sorted(self.ignored.items()))]
+        if not self.ignored:
+            lines.append("  none")
+        own = {"embed_tokens.weight": self.config.own_embedding, "lm_head.weight": self.config.own_head}
+        borrowed = [f"  {name} (the target's is used)" for name in own if not own[name]]
+        return "\n".join([*lines, "", "not in the files", *(borrowed or ["  nothing"])])
 
 
-def filled(head: M, weights: Mapping[str, Tensor], path: Path) -> M:
-    """Fill a head on the meta device with weights, and freeze it.
-
-    Raises:
-        ValueError: a tensor is missing, unexpected, or of another shape or kind of number.
-    """
-    state = head.state_dict()
-    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    missing = sorted(expected.keys() - weights.keys())
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}")
-    unplaced = sorted(weights.keys() - expected.keys())
-    if unplaced:
-        raise ValueError(f"{path} holds {', '.join(unplaced)}, which this kind of head does not have")
-    for name, tensor in weights.items():
-        if tuple(tensor.shape) != expected[name]:
-            raise ValueError(
-                f"{path}: {name} has shape {tuple(tensor.shape)}, expected {expected[name]} from the config and the "
-                "other weights"
-            )
-        if tensor.is_floating_point() != state[name].is_floating_point():
-            wanted = "floating-point numbers" if state[name].is_floating_point() else "integers"
-            raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, expected {wanted}: the file is damaged")
-    dtype = weights["fc.weight" if "fc.weight" in weights else min(weights)].dtype
-    head.load_state_dict(
-        {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in weights.items()},
-        assign=True,
-    )
-    return head.requires_grad_(False).eval()
-
-
-def placed(
-    tensors: Mapping[str, Tensor], folder: Path
+def rename_tensors(
+    tensors: Mapping[str, Tensor], folder: Path, rules: Rules = RULES, ignored: Mapping[str, str] = IGNORED
 ) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]], dict[str, str]]:
     """Assign a file's tensors to specdec's names.
 
+    Args:
+        tensors: tensors by the checkpoint's names.
+        folder: folder of the checkpoint, for error messages.
+        rules: patterns of the checkpoint's names, each with specdec's. Names that match none stay as they are.
+        ignored: endings of the names of tensors that a head does not compute with, each with the reason.
+
     Returns:
-        `Understood.weights`, `Understood.used` and `Understood.ignored`.
+        `HeadCheckpoint.weights`, `HeadCheckpoint.used` and `HeadCheckpoint.ignored`.
     """
     weights: dict[str, Tensor] = {}
-    used: dict[str, tuple[int, ...]] = {}
-    ignored: dict[str, str] = {}
+    sources: dict[str, str] = {}  # the checkpoint's names, by specdec's
+    left_out: dict[str, str] = {}
     for name, tensor in tensors.items():
         plain = name.removeprefix("model.")
-        reason = next((why for end, why in IGNORED.items() if plain == end or plain.endswith("." + end)), None)
+        reason = next((why for end, why in ignored.items() if f".{plain}".endswith(f".{end}")), None)
         if plain.endswith("self_attn.o_proj.bias") and not bool(tensor.any()):
             reason = "zeros, written for engines that expect it"
         if reason:
-            ignored[name] = reason
+            left_out[name] = reason
             continue
-        first = next((theirs for theirs in RENAMED if plain.startswith(theirs)), "")
-        ours = RENAMED.get(first, "") + plain.removeprefix(first)
+        ours = next((found.expand(to) for rule, to in rules if (found := rule.fullmatch(plain))), plain)
         if ours in weights:
-            raise ValueError(f"{folder}: two tensors map to {ours}: {name} and another")
-        weights[ours] = tensor
-        used[name] = tuple(tensor.shape)
+            raise ValueError(f"{folder}: two tensors map to {ours}: {sources[ours]} and {name}")
+        weights[ours], sources[ours] = tensor, name
     check_shapes(folder, weights)
-    return weights, used, ignored
+    return weights, {name: tuple(tensors[name].shape) for name in sources.values()}, left_out
 
 
 def check_shapes(folder: Path, weights: Mapping[str, Tensor]) -> None:

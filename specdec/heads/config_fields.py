@@ -1,16 +1,17 @@
-"""`FIELDS`: the kind of value that each field of a head's config.json may hold, in all layouts.
+"""Fields of a head's config.json: `FIELDS`, the kind of value that each may hold, and `FieldReader`, which reads them.
 
 `read_head_config` checks every field of this table that is present and not null. Other fields are not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
 
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from specdec.heads.files import read_config
@@ -22,8 +23,8 @@ LARGEST = 2**31 - 1
 class Kind:
     """Kind of value: a description for error messages, and a predicate."""
 
-    words: str
-    fits: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
 def _whole(value: Any, least: int) -> bool:
@@ -85,10 +86,10 @@ def read_head_config(folder: Path) -> dict[str, Any]:
             value, kind = fields[name], FIELDS[name]
             if value is None:
                 continue
-            if not kind.fits(value):
+            if not kind.accepts(value):
                 raise ValueError(
-                    f"{folder}/config.json: {path}{name} must be {kind.words}, it is {shortened(value)}: correct the "
-                    "file, or download it again"
+                    f"{folder}/config.json: {path}{name} must be {kind.description}, it is {shortened(value)}: correct "
+                    "the file, or download it again"
                 )
             if kind is OBJECT:
                 within.append((f"{path}{name}.", value))
@@ -105,3 +106,50 @@ class Field:
     value: Any
     source: str  # "config", "weights" or "assumed"
     note: str = ""
+
+
+class FieldReader:
+    """Base of the readers that infer a head's config. Records the source of each fact in `fields`.
+
+    Args:
+        folder: the checkpoint's folder, for error messages.
+        config: content of config.json.
+        weights: tensors by specdec's names.
+        nested: parts of the config that may hold a field, too.
+    """
+
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], nested: Sequence[str] = ()
+    ):
+        self.folder, self.top, self.weights = folder, config, weights
+        self.parts = [config, *(config.get(name) or {} for name in nested)]
+        self.fields: list[Field] = []
+
+    def _first(self, *names: str) -> Any:
+        """Return the first of these fields that is set, in any part of the config."""
+        return next((part[name] for part in self.parts for name in names if part.get(name) is not None), None)
+
+    def _required(self, name: str) -> int:
+        value = self._first(name)
+        if value is None:
+            raise ValueError(f"{self.folder}/config.json has no {name}")
+        return int(self._record(name, value, "config"))
+
+    def _from_config(self, name: str, value: Any, default: Any, note: str = "") -> Any:
+        """Record a value of the config, or the default if it is None. note: reason for the default."""
+        if value is None:
+            return self._record(name, default, "assumed", note)
+        return self._record(name, value, "config")
+
+    def _from_weights(self, name: str, value: Any, note: str = "") -> Any:
+        return self._record(name, value, "weights", note)
+
+    def _record(self, name: str, value: Any, source: str, note: str = "") -> Any:
+        if all(known.name != name for known in self.fields):
+            self.fields.append(Field(name, value, source, note))
+        return value
+
+    def _weight(self, name: str) -> Tensor:
+        if name not in self.weights:
+            raise ValueError(f"{self.folder} lacks {name}")
+        return self.weights[name]

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.models.introspection import is_sharded
 from specdec.models.views import whole
-
-
-class Borrower(Protocol):
-    """A head that may have no embedding of its own."""
-
-    embed_tokens: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -49,11 +36,12 @@ class BorrowedEmbeddings:
         ]
         return cls(*(module and whole(module) for module in embeddings) if is_sharded(target) else embeddings)
 
-    def embedded(self, tokens: Tensor, head: Borrower, normed: bool = True) -> Tensor:
+    def embedded(self, tokens: Tensor, head: Any, normed: bool = True) -> Tensor:
         """Embed tokens with the head's own embedding if it has one, else with the target's.
 
         Args:
             tokens: (B, n) int64.
+            head: a head with `embed_tokens`, which may be None, `device` and `dtype`.
             normed: see `embed_tokens`.
 
         Returns:
@@ -73,6 +61,12 @@ def embed_tokens(embedding: nn.Module, tokens: Tensor, normed: bool = True) -> T
     if not normed and hasattr(embedding, "embed_norm"):
         return nn.functional.embedding(tokens, next(embedding.parameters()))
     return embedding(tokens)
+
+
+def apply_lm_head(lm_head: nn.Module, h: Tensor) -> Tensor:
+    """Return the logits (..., V) of a target's LM head for its input (..., H), on the input's device."""
+    weight = next(lm_head.parameters())
+    return lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)
 
 
 def to_device_of(weight: Tensor, tensor: Tensor) -> Tensor:

@@ -14,8 +14,14 @@ from torch import Tensor
 from specdec.heads.config import LayerConfig
 from specdec.heads.files import read_config
 
+# Fields of `LayerConfig` with the same name in config.json.
+SAME_NAMES = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
+    *("hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "vocab_size"),
+)
 
-def among_all(ids: Tensor, vocab_size: int) -> Tensor:
+
+def draftable_mask(ids: Tensor, vocab_size: int) -> Tensor:
     """Return (V,) bool, True for tokens that can be drafted: the `t2d` of speculators. ids: (K,) int64."""
     return torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
 
@@ -34,7 +40,7 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, Tensor]) -> N
     partial.replace(folder / "model.safetensors")
 
 
-def refuse_others(folder: Path) -> None:
+def check_overwrite(folder: Path) -> None:
     """Raise ValueError if the folder holds a model that is not a head: only heads may be overwritten."""
     try:
         config = read_config(folder)
@@ -46,19 +52,9 @@ def refuse_others(folder: Path) -> None:
 
 
 def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]:
-    """Return the part of a speculators config that all heads have.
-
-    Args:
-        algorithm: "eagle3", "dflash" or "dspark".
-        tokens: tokens to draft per round.
-        target: name or path of the target.
-    """
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
+    """Return the part of a speculators config that all heads have. tokens: tokens to draft per round."""
+    proposal = {"proposal_type": "greedy", "speculative_tokens": tokens}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {
         "speculators_model_type": algorithm,
         "speculators_config": {
@@ -71,27 +67,13 @@ def speculators_head(algorithm: str, tokens: int, target: str) -> dict[str, Any]
 
 
 def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any]:
-    """Return the part of a config that describes the decoder layers.
-
-    Args:
-        windows: sliding window of each layer, None for full attention. All windows must be equal.
-    """
+    """Return the part of a config that describes the decoder layers. windows: that of each layer, all equal or None."""
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
-        "hidden_size": c.hidden_size,
-        "intermediate_size": c.intermediate_size,
         "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_attention_heads,
-        "num_key_value_heads": c.num_key_value_heads,
-        "head_dim": c.head_dim,
-        "rms_norm_eps": c.rms_norm_eps,
-        "hidden_act": c.hidden_act,
-        "attention_bias": c.attention_bias,
-        "mlp_bias": c.mlp_bias,
+        **{name: getattr(c, name) for name in SAME_NAMES},
         "rope_parameters": dict(c.rope),
         "rope_theta": c.rope["rope_theta"],  # this and rope_scaling are for engines older than rope_parameters
-        "max_position_embeddings": c.max_position_embeddings,
-        "vocab_size": c.vocab_size,
         "tie_word_embeddings": False,
     }
     scaling = {key: value for key, value in c.rope.items() if key != "rope_theta"}

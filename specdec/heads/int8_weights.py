@@ -11,7 +11,7 @@ from torch import Tensor
 SCALE = "_scale"  # suffix: the scales of "fc.weight" are "fc.weight_scale"
 
 
-def as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert matrices (rows, n) to int8, and add scales (rows, 1) for each. Other tensors stay as they are."""
     out = dict(weights)
     for name, tensor in weights.items():
@@ -21,8 +21,8 @@ def as_int8(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return out
 
 
-def of_int8(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Invert `as_int8`. Returns all tensors, the int8 matrices as bfloat16, and the scales by name."""
+def from_int8(tensors: Mapping[str, Tensor], folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Invert `to_int8`. Returns all tensors, the int8 matrices as bfloat16, and the scales by name."""
     out, scales = dict(tensors), {}
     for name, tensor in tensors.items():
         if tensor.dtype == torch.int8:

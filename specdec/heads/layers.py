@@ -1,4 +1,4 @@
-"""Decoder layers of draft heads: attention over visible slots, gated MLP, rotary embedding."""
+"""Decoder layers of draft heads: attention over visible slots, rotary embedding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import Cache
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, rotate_half
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from specdec.heads.config import LayerConfig
 
@@ -26,27 +25,12 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = LlamaRMSNorm(H, config.rms_norm_eps) if input_norm else None
         self.self_attn = Attention(config, index, H)
         self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         x = h if self.input_layernorm is None else self.input_layernorm(h)
         h = h + self.self_attn(x, rotation, visible, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
-
-
-class GatedMLP(nn.Module):
-    """Gated MLP of a Llama layer."""
-
-    def __init__(self, config: LayerConfig):
-        super().__init__()
-        H, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(H, wide, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(H, wide, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(wide, H, bias=config.mlp_bias)
-        self.act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
@@ -66,7 +50,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         q = self._per_head(self.q_proj(x), self.q_norm)
-        k, v = self.remember(x, rotation, cache)
+        k, v = self.append_kv(x, rotation, cache)
         k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
         q = _rotate(q, rotation)
         if isinstance(visible, BlockMask):
@@ -78,7 +62,7 @@ class Attention(nn.Module):
             )
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def remember(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
+    def append_kv(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:
         """Append the keys and values of x to the cache. Returns all of them, (B, heads, slots, dim) each."""
         k = _rotate(self._per_head(self.k_proj(x), self.k_norm), rotation)
         v = self._per_head(self.v_proj(x))

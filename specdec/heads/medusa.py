@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.heads.block import Block
-from specdec.heads.checkpoint import Understood, check_shapes, filled
+from specdec.heads.block import Block, BlockDrafts
+from specdec.heads.checkpoint import HeadCheckpoint, rename_tensors
 from specdec.heads.config_fields import read_head_config
 from specdec.heads.files import folder_of, read_tensors
-from specdec.heads.per_token import HeadPerToken, PerTokenConfig, counted, once, our_names
+from specdec.heads.per_token import HeadPerToken, PerTokenConfig, shape_facts
 from specdec.models.hidden_states import FINAL
 
 # Parameter names in Medusa's own files and in vLLM's, each with the specdec name.
-NAMES = (
+RULES = (
     (re.compile(r"(?:medusa_head\.)?(\d+)\.(\d+)\.linear\.(weight|bias)"), r"heads.\1.blocks.\2.\3"),
     (re.compile(r"(?:medusa_head\.)?(\d+)\.\d+\.weight"), r"heads.\1.lm_head.weight"),
     (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), r"heads.\1.blocks.\2.\3"),
@@ -40,9 +40,7 @@ class MedusaConfig(PerTokenConfig):
 
     bias: bool = True
 
-    @property
-    def own_embedding(self) -> bool:
-        return True  # Medusa heads read no embedding
+    own_embedding = True  # Medusa heads read no embedding
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         return (FINAL,)
@@ -76,10 +74,8 @@ class MedusaHeads(HeadPerToken):
         return torch.stack([head(h) for head in self.heads], 1)
 
 
-class MedusaRunner:
+class MedusaRunner(BlockDrafts):
     """Runs Medusa heads next to a target, over the rows of a batch."""
-
-    block: Block
 
     def __init__(self, head: MedusaHeads, fast: MedusaHeads):
         self.head, self._fast = head, fast
@@ -96,28 +92,8 @@ class MedusaRunner:
         self.block = Block(self._fast(states[:, -1].to(self.head.device, self.head.dtype)))
         return self.block.logits[:, :1]
 
-    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Return logits (B, n, V) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        return self.block.logits_after(depth, tokens, above)[0]
-
     def drop_draft(self) -> None:
         """Do nothing: there is no cache."""
-
-
-@dataclass(frozen=True)
-class MedusaCheckpoint(Understood):
-    """Checkpoint of Medusa heads."""
-
-    config: MedusaConfig  # type: ignore[assignment]
-
-    def head(self) -> MedusaHeads:
-        with torch.device("meta"):
-            head = MedusaHeads(self.config)
-        return filled(head, self.weights, self.path)
-
-    @property
-    def borrowed(self) -> list[str]:
-        return []
 
 
 def is_medusa(config: Mapping[str, Any]) -> bool:
@@ -125,22 +101,16 @@ def is_medusa(config: Mapping[str, Any]) -> bool:
     return "medusa_num_heads" in config or config.get("model_type") == "medusa"
 
 
-def read(path: str | Path) -> MedusaCheckpoint:
+def read(path: str | Path) -> HeadCheckpoint[MedusaHeads]:
     """Read the checkpoint in a folder or on the hub (downloaded first). The config follows from the weights alone."""
     folder = folder_of(path)
     config = read_head_config(folder)
-    tensors = read_tensors(folder, "medusa*.pt")
-    ours = our_names(tensors, NAMES)
-    once(folder, ours)
-    weights = {ours[name]: tensor for name, tensor in tensors.items()}
-    check_shapes(folder, weights)
-    used = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    heads = [name for name in weights if name.endswith("lm_head.weight")]
+    weights, used, ignored = rename_tensors(read_tensors(folder, "medusa*.pt"), folder, RULES, {})
     if "heads.0.lm_head.weight" not in weights:
         raise ValueError(f"{folder} holds no Medusa heads with their own LM heads: heads.0.lm_head.weight is missing")
     vocab, hidden = weights["heads.0.lm_head.weight"].shape
+    heads = sum(name.endswith("lm_head.weight") for name in weights)
     blocks = sum(name.startswith("heads.0.blocks.") and name.endswith("weight") for name in weights)
-    known = MedusaConfig(hidden, vocab, len(heads), blocks, "heads.0.blocks.0.bias" in weights)
-    said = config.get("medusa_num_heads", config.get("num_heads"))
-    fields = counted(known, said, None)
-    return MedusaCheckpoint(folder, "Medusa", known, tuple(fields), used, {}, weights)
+    c = MedusaConfig(hidden, vocab, heads, blocks, "heads.0.blocks.0.bias" in weights)
+    fields = shape_facts(c, config.get("medusa_num_heads", config.get("num_heads")), None)
+    return HeadCheckpoint(MedusaHeads, folder, "Medusa", c, fields, used, ignored, weights)

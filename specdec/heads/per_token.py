@@ -1,21 +1,13 @@
-"""`HeadPerToken`: base class of drafters that have a separate head, with its own LM head, for each drafted token.
-
-Medusa and Hydra are of this kind. Their checkpoints' names are translated to specdec's here.
-"""
+"""`HeadPerToken`: base class of drafters with a head for each drafted token, as Medusa's and Hydra's."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from specdec.heads.config_fields import Field
-
-Names = Sequence[tuple[re.Pattern[str], str]]  # patterns of a checkpoint's names, each with the specdec name
 
 
 @dataclass(frozen=True)
@@ -34,9 +26,8 @@ class PerTokenConfig:
     drafted: int
     num_layers: int
 
-    @property
-    def mask_token_id(self) -> None:
-        return None
+    own_head = True
+    mask_token_id = None
 
     @property
     def target_hidden_size(self) -> int:
@@ -68,25 +59,11 @@ class HeadPerToken(nn.Module):
         return next(self.heads.parameters()).dtype
 
 
-def our_names(names: Iterable[str], rules: Names) -> dict[str, str]:
-    """Map a checkpoint's names to specdec's. Names that match no rule stay as they are."""
-    return {
-        name: next((found.expand(to) for rule, to in rules if (found := rule.fullmatch(name))), name) for name in names
-    }
-
-
-def once(folder: Path, ours: dict[str, str]) -> None:
-    """Raise ValueError if two tensors have the same specdec name."""
-    by_ours: dict[str, str] = {}
-    for name, known in ours.items():
-        if known in by_ours:
-            raise ValueError(f"{folder}: two tensors map to {known}: {by_ours[known]} and {name}")
-        by_ours[known] = name
-
-
-def counted(known: PerTokenConfig, heads: int | None, layers: int | None) -> list[Field]:
+def shape_facts(config: PerTokenConfig, heads: int | None, layers: int | None) -> list[Field]:
     """Return the facts that the weights show, noting where the config gives another number of heads or blocks."""
-    fields = []
-    for name, count, said in (("drafted", known.drafted, heads), ("num_layers", known.num_layers, layers)):
-        fields.append(Field(name, count, "weights", f"the config says {said}" if said not in (None, count) else ""))
-    return [*fields, *(Field(name, getattr(known, name), "weights") for name in ("hidden_size", "vocab_size"))]
+    stated = {"drafted": heads, "num_layers": layers, "hidden_size": None, "vocab_size": None}
+    facts = []
+    for name, number in stated.items():
+        value = getattr(config, name)
+        facts.append(Field(name, value, "weights", "" if number in (None, value) else f"the config says {number}"))
+    return facts

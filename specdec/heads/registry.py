@@ -21,7 +21,7 @@ from specdec.utils.download import Content, DownloadFailed, checksum
 
 WEIGHTS = "model.safetensors"
 Kind = Literal["eagle3", "dflash"]
-IN_WORDS: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
+KIND_NAMES: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ class NoHead(ValueError):
 def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
     """Return the first entry for a target, by the name it was loaded under, else by its fingerprint.
 
-    Args:
-        kind: consider only heads of this kind. None considers all.
+    kind: consider only heads of this kind. None considers all.
     """
     name, wanted = name_of(target), [entry for entry in HEADS if kind in (None, entry.kind)]
     named = next((entry for entry in wanted if entry.target == name), None)
@@ -113,8 +112,7 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
     A shipped head is searched in this checkout, in `$SPECDEC_HEADS` and in the cache (`$SPECDEC_CACHE/heads`). If none
     has it, it is downloaded.
 
-    Args:
-        patience: time limit of a download in seconds. None waits as long as bytes arrive.
+    patience: time limit of a download in seconds. None waits as long as bytes arrive.
 
     Raises:
         NoHead: no head is known, it cannot be downloaded, or its file is damaged.
@@ -122,18 +120,14 @@ def find(target: PreTrainedModel, kind: Kind, patience: float | None = None) -> 
     entry = known(target, kind)
     if entry is None:
         raise NoHead(
-            f"no {IN_WORDS[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
+            f"no {KIND_NAMES[kind]} is known for {name_of(target) or type(target).__name__}: give one as "
             f'"{kind}:PATH_OR_HUB_ID", or train one with `specdec train`'
         )
     return str(_folder(entry, patience)) if entry.files else entry.head
 
 
 def at_hand(name: str, kind: Kind, download: bool = False) -> bool:
-    """Return whether a shipped head for a target of this name is on this machine.
-
-    Args:
-        download: download the head if it is not.
-    """
+    """Return whether a shipped head for a target of this name is on this machine. download: download it if not."""
     for entry in HEADS:
         if entry.files and entry.target == name.lower() and entry.kind == kind:
             with suppress(NoHead):
@@ -145,7 +139,7 @@ def _folder(entry: Known, patience: float | None = None) -> Path:
     """Return the folder of a shipped head, downloaded if necessary and verified."""
     folder = shipped.folder_of(entry.head, WEIGHTS)
     try:
-        folder = folder or shipped.bring(entry.head, entry.files, patience)
+        folder = folder or shipped.download_head(entry.head, entry.files, patience)
     except DownloadFailed as error:
         raise NoHead(
             f"the head {entry.head} is not on this machine: {error}. Copy {' and '.join(entry.files)} from "

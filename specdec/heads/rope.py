@@ -85,9 +85,9 @@ def _part(layer: Mapping[str, Any], name: str) -> dict[str, Any]:
     by_layers = {kind: rope for kind, rope in given.items() if isinstance(rope, Mapping)}
     if by_layers:
         given = _shared(name, by_layers, layer)
-    said = {key: value for key, value in given.items() if value is not None and not key.startswith("mrope")}
-    older = said.pop("type", None)
-    return said if older is None else {"rope_type": older, **said}
+    fields = {key: value for key, value in given.items() if value is not None and not key.startswith("mrope")}
+    older = fields.pop("type", None)
+    return fields if older is None else {"rope_type": older, **fields}
 
 
 def _shared(name: str, by_layers: Mapping[str, Mapping[str, Any]], layer: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -35,16 +35,10 @@ def folder_of(head: str, file: str) -> Path | None:
     return next((place / head for place in head_folders() if (place / head / file).exists()), None)
 
 
-def bring(head: str, files: Mapping[str, Content], patience: float | None = None) -> Path:
-    """Download a head into the cache, all its files or none. If several processes call this, one downloads.
+def download_head(head: str, files: Mapping[str, Content], patience: float | None = None) -> Path:
+    """Download a head into the cache, all its files or none, and return its folder.
 
-    Args:
-        head: name of the head.
-        files: its files, with checksum and size.
-        patience: time limit in seconds. None waits as long as bytes arrive.
-
-    Returns:
-        The head's folder.
+    If several processes call this, one downloads. patience: time limit in seconds. None waits as long as bytes arrive.
 
     Raises:
         DownloadFailed: the download failed. The message holds only the reason.
@@ -54,7 +48,7 @@ def bring(head: str, files: Mapping[str, Content], patience: float | None = None
         place.mkdir(parents=True, exist_ok=True)
         with FileLock(place / f".{head}.lock", timeout=-1 if patience is None else patience):
             if not (place / head).exists():  # otherwise another process has downloaded it
-                _bring_into(place, head, f"{address}/{head}", files, patience)
+                _download_into(place, head, f"{address}/{head}", files, patience)
     except Timeout as error:
         raise DownloadFailed("another process is downloading it") from error
     except OSError as error:
@@ -62,7 +56,7 @@ def bring(head: str, files: Mapping[str, Content], patience: float | None = None
     return place / head
 
 
-def _bring_into(place: Path, head: str, address: str, files: Mapping[str, Content], patience: float | None) -> None:
+def _download_into(place: Path, head: str, address: str, files: Mapping[str, Content], patience: float | None) -> None:
     work = place / f"{head}.partial"
     work.mkdir(exist_ok=True)
     deadline = None if patience is None else time.monotonic() + patience

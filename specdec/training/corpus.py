@@ -41,13 +41,7 @@ def check_length(recipe: Recipe) -> None:
 def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokenizerBase, checksum: str) -> None:
     """Encode the training and held-out texts into the folder's files, one by one.
 
-    Files of an earlier run with the same texts are kept, because a chat template may contain the date.
-
-    Args:
-        recipe: options of the run.
-        folder: folder of the run.
-        tokenizer: the target's tokenizer.
-        checksum: result of `checksum_of_entries`.
+    Files of an earlier run with the same `checksum_of_entries` stay, because a chat template may contain the date.
     """
     before = folder.identity() or {}
     if before.get("texts") == checksum and folder.training_texts.exists() and folder.held_out.exists():

@@ -1,4 +1,4 @@
-"""Plot of a training run: loss and acceptance."""
+"""Plot of a training run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,7 @@ from typing import Any
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    """Plot loss and acceptance against training tokens. Does nothing without matplotlib.
-
-    Args:
-        content: content of `evaluation.json`.
-        path: image file to write.
-    """
+    """Plot loss and acceptance of `evaluation.json` against training tokens. Does nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

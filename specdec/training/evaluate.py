@@ -24,7 +24,7 @@ from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.draft_heads.feature_proposer import FollowingProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
 from specdec.sampling.dynamic_tree import DynamicTree
-from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
+from specdec.training.objectives.block_unroll import lm_head_weight, unroll_blocks
 from specdec.training.objectives.mtp import unroll_mtp
 from specdec.training.objectives.unroll import unroll
 from specdec.training.teacher.base import taps_of
@@ -156,7 +156,7 @@ def accepted_lengths(head: Head, target: PreTrainedModel, text: Tensor, steps: i
     """Return for each position i of a text how many tokens of a greedy chain drafted after token i + 1 are right.
 
     Args:
-        head: head to evaluate.
+        head: head that drafts.
         target: model that it drafts for.
         text: (T,) int64.
         steps: length of the chain.
@@ -193,26 +193,19 @@ def drafted_logits(
         For each step, (n, K). Row i has the logits of token i + 2 + step, given the text up to token i + 1 + step.
     """
     ids, wanted = text[None].to(head.device), (torch.arange(len(text), device=head.device) >= first)[None]
-    steps = min(steps, len(text) - 2)
-    for step, logits in enumerate(_logits(head, target, ids, states.to(head.dtype), steps, wanted)):
-        yield logits[0, : len(text) - 2 - step]
-
-
-def _logits(
-    head: Head, target: PreTrainedModel, ids: Tensor, states: Tensor, steps: int, wanted: Tensor
-) -> Iterator[Tensor]:
-    """Yield the logits (B, n, K) of each step of `unroll`."""
+    steps, states = min(steps, len(text) - 2), states.to(head.dtype)
+    hidden: Iterator[Tensor]
     if isinstance(head, MtpTrainee):
         weight = TargetLogits.of(target, head.draft_to_target).weight.to(head.device, head.dtype)
         embeds = target.get_input_embeddings()(ids).to(head.device, head.dtype)
-        for out in unroll_mtp(head, embeds, states, steps):
-            yield nn.functional.linear(out, weight)
-        return
-    embeddings = BorrowedEmbeddings.by(target, head)
-    if isinstance(head, DFlashHead):
-        embed = partial(embeddings.embedded, head=head, normed=False)
-        weight = reading_weight(head)
-        for place in unroll_blocks(head, ids, embed, states, steps, wanted=wanted):
-            yield nn.functional.linear(place.read, weight)
+        hidden = unroll_mtp(head, embeds, states, steps)
+    elif isinstance(head, DFlashHead):
+        weight = lm_head_weight(head)
+        embed = partial(BorrowedEmbeddings.by(target, head).embedded, head=head, normed=False)
+        hidden = (drafted.hidden for drafted in unroll_blocks(head, ids, embed, states, steps, wanted=wanted))
     else:
-        yield from map(head.logits, unroll(head, embeddings.embedded(ids, head), states, steps, wanted=wanted))
+        assert head.lm_head is not None
+        weight, embeds = head.lm_head.weight, BorrowedEmbeddings.by(target, head).embedded(ids, head)
+        hidden = map(head.read_out, unroll(head, embeds, states, steps, wanted=wanted))
+    for step, h in enumerate(hidden):
+        yield nn.functional.linear(h, weight)[0, : len(text) - 2 - step]

@@ -15,15 +15,13 @@ from specdec.data.packed_dataset import PackedTexts, StateDataset
 from specdec.heads.kinds import copy_of
 from specdec.training.curve import draw
 from specdec.training.evaluate import Evaluation, HeldOut, Measured, evaluate
-from specdec.training.processes import of_first
+from specdec.training.processes import from_first_process
 from specdec.training.run_folder import RunFolder, read_json
 from specdec.training.trainer import HeadTrainer
 
 
 class EvaluationCallback(TrainerCallback):
-    """Evaluate the head with the real decoder at intervals, its held-out loss more often, and keep the best head.
-
-    Writes the folder's `head`, `evaluation.json` and `curve.png`.
+    """Evaluate the head at intervals. Writes the folder's `head`, `evaluation.json` and `curve.png`.
 
     Args:
         trainer: trainer whose head is evaluated.
@@ -68,22 +66,25 @@ class EvaluationCallback(TrainerCallback):
 
     def best(self) -> Measured | None:
         """Return the evaluation of the head in the folder; None in processes other than the first."""
-        if not of_first(self.folder.evaluation.exists):
+        if not from_first_process(self.folder.evaluation.exists):
             (self._evaluate if self.every else self._measure_loss)(self.trainer.state)
         if not self.trainer.is_world_process_zero():
             return None
-        return _evaluation(json.loads(self.folder.evaluation.read_text())["best"])
+        entry = json.loads(self.folder.evaluation.read_text())["best"]
+        if "eval_loss" in entry:
+            return HeldOut(entry["eval_loss"], entry["eval_simulated_length"])
+        rates = tuple(float("nan") if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
+        return Evaluation(**entry | {"acceptance_rate_per_pos": rates})
 
     def _measure_loss(self, state: TrainerState) -> None:
-        if not (state.is_world_process_zero or self.trainer.teacher.together):
+        if not (state.is_world_process_zero or self.trainer.teacher.collective):
             return
         found = self.trainer.held_out(self.held_out)
         if not state.is_world_process_zero:
             return
         self._log(found)
         if not self.every:
-            before = self._best_before().get("eval_loss")
-            self._keep(found, before is None or found["eval_loss"] <= before, state)
+            self._write(found, state)
 
     def _log(self, found: dict[str, float]) -> None:
         due = self.trainer.control.should_log
@@ -94,7 +95,7 @@ class EvaluationCallback(TrainerCallback):
         first = state.is_world_process_zero
         if first:
             print(f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
-        elif not self.trainer.teacher.together:
+        elif not self.trainer.teacher.collective:
             return
         target, device = self.trainer.teacher.model(), self.trainer.args.device
         head = copy_of(self.trainer.head, target.dtype)
@@ -109,34 +110,19 @@ class EvaluationCallback(TrainerCallback):
         if found.warning:
             print(f"warning: {found.warning}")
         rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
-        before = self._best_before().get("tree_length")
-        better = before is None or found.tree_length >= before
-        self._keep(asdict(found) | {"acceptance_rate_per_pos": rates}, better, state, found.warning)
+        self._write(asdict(found) | {"acceptance_rate_per_pos": rates}, state, found.warning)
 
-    def _best_before(self) -> dict[str, Any]:
-        """Evaluation of the best head so far. Its keys may differ from those measured now."""
-        return (read_json(self.folder.evaluation) or {}).get("best", {})
-
-    def _keep(self, found: dict[str, Any], better: bool, state: TrainerState, warning: str = "") -> None:
-        """Write the logs so far, and the head if it is the best so far."""
+    def _write(self, found: dict[str, Any], state: TrainerState, warning: str = "") -> None:
+        """Write the logs so far, and the head if none before was better."""
         content: dict[str, Any] = read_json(self.folder.evaluation) or {}
-        if better:
+        key, sign = ("tree_length", 1) if self.every else ("eval_loss", -1)
+        before = content.get("best", {}).get(key)  # None if something else was measured before
+        if before is None or sign * found[key] >= sign * before:
             self.trainer.save_head(self.folder.head)
             content |= {"best": found, "best_update": state.global_step}
-        content |= {"warning": warning, "tokens_per_epoch": self._tokens(), "log": state.log_history}
+        dataset: Any = self.trainer.train_dataset
+        content |= {"warning": warning, "tokens_per_epoch": dataset.num_tokens, "log": state.log_history}
         partial = self.folder.evaluation.with_suffix(".part")
         partial.write_text(json.dumps(content, indent=1) + "\n")
         partial.rename(self.folder.evaluation)
         draw(content, self.folder.curve)
-
-    def _tokens(self) -> int:
-        dataset = self.trainer.train_dataset
-        assert isinstance(dataset, (StateDataset, PackedTexts))
-        return dataset.num_tokens
-
-
-def _evaluation(entry: dict[str, Any]) -> Measured:
-    if "eval_loss" in entry:
-        return HeldOut(entry["eval_loss"], entry["eval_simulated_length"])
-    rates = tuple(float("nan") if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
-    return Evaluation(**entry | {"acceptance_rate_per_pos": rates})

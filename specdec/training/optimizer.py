@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 
-class Together(Optimizer):
+class CombinedOptimizer(Optimizer):
     """Several optimizers of disjoint weights, used as one. Schedulers see the parameter groups of all."""
 
     def __init__(self, parts: list[Optimizer]):
@@ -47,17 +47,11 @@ def matrices(head: nn.Module) -> list[Tensor]:
 
 
 def muon(head: nn.Module, learning_rate: float, betas: tuple[float, float]) -> Optimizer:
-    """Create the optimizer of a head.
-
-    Args:
-        head: head to train.
-        learning_rate: learning rate of both optimizers. Muon's updates are scaled to AdamW's size (2502.16982).
-        betas: AdamW's betas.
-    """
+    """Create the optimizer of a head. Muon's updates are scaled to AdamW's size (2502.16982). betas: AdamW's."""
     shaped = matrices(head)
     known = {id(weight) for weight in shaped}
     others = [weight for weight in head.parameters() if id(weight) not in known]
-    return Together(
+    return CombinedOptimizer(
         [
             Muon(shaped, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
             AdamW(others, lr=learning_rate, betas=betas, weight_decay=0.0),

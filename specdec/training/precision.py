@@ -16,7 +16,7 @@ ROWS, WIDTH, TRIES = 512, 1024, 3  # size of the measured product, and measureme
 MOST_TRIES, CLEAR = 20, 2.0
 
 
-def pays(device: torch.device) -> bool:
+def bfloat16_is_faster(device: torch.device) -> bool:
     """Return whether matrix products are faster in bfloat16. CPUs without a bfloat16 unit are many times slower."""
     if device.type != "cpu":
         return is_torch_bf16_gpu_available()
@@ -36,25 +36,23 @@ def without_denormals() -> Iterator[None]:
         torch.set_flush_denormal(False)
 
 
-def as_fast_as_it_reads(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
+def in_fastest_dtype(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
     """Convert a target from bfloat16 to float32 if its device only emulates bfloat16. The values do not change.
 
-    Args:
-        target: model in the format of its checkpoint.
-        device: device on which weights from the disk will be used. None: the target's device.
+    device: device on which weights from the disk will be used. None: the target's device.
     """
-    return target.float() if read_in(target.dtype, device or target.device) != target.dtype else target
+    return target.float() if running_dtype(target.dtype, device or target.device) != target.dtype else target
 
 
-def read_in(saved: torch.dtype, device: torch.device) -> torch.dtype:
+def running_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the format in which a target runs, given the format of its checkpoint."""
-    emulated = saved == torch.bfloat16 and device.type == "cpu" and not pays(device)
+    emulated = saved == torch.bfloat16 and device.type == "cpu" and not bfloat16_is_faster(device)
     return torch.float32 if emulated else saved
 
 
 def summary(target: PreTrainedModel) -> str:
     """Describe the formats of a run. The other format may be several times slower."""
-    trained = "bfloat16" if pays(target.device) else "float32"
+    trained = "bfloat16" if bfloat16_is_faster(target.device) else "float32"
     return f"the target reads in {str(target.dtype).removeprefix('torch.')}, the head is trained in {trained}"
 
 

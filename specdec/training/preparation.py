@@ -10,6 +10,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -18,18 +19,19 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from specdec.data.texts import Texts
-from specdec.heads.kinds import Head, StandAlone
+from specdec.heads.kinds import Head, StandAlone, save
+from specdec.heads.loading import load as load_head
 from specdec.models.capability import capability
 from specdec.models.loading import load as load_model
 from specdec.training import precision
-from specdec.training.progress import in_bytes
+from specdec.training.callbacks import format_size
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
-from specdec.training.starting_head import keep_start, kept_start, starting_head
+from specdec.training.starting_head import starting_head
 from specdec.training.teacher.base import LocalTeacher, Teacher, fingerprint
-from specdec.training.teacher.cached import CachedTeacher, keep_teacher
-from specdec.training.teacher.int8_target import in_eight_bits
-from specdec.training.teacher.remote import ServedTeacher, described
+from specdec.training.teacher.cached import CachedTeacher, save_teacher
+from specdec.training.teacher.int8_target import with_int8_decoder
+from specdec.training.teacher.remote import ServedTeacher, describe_server
 from specdec.training.teacher.sharded import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.teacher.state_cache import DONE, bytes_per_token, extract
 from specdec.utils.choices import Sharding
@@ -68,9 +70,9 @@ class Preparation:
         Raises:
             ValueError: The folder holds another recipe's work, or the target cannot be decoded speculatively.
         """
-        return self._from_disk() if self._all_kept() else self._from_target()
+        return self._from_disk() if self._is_complete() else self._from_target()
 
-    def _all_kept(self) -> bool:
+    def _is_complete(self) -> bool:
         """Return whether the folder has all that is needed of the target. MTP layers also need its class."""
         if not self.recipe.cache_states or self.recipe.kind == "mtp" or self.folder.identity() is None:
             return all(gather_object([False]))
@@ -79,45 +81,46 @@ class Preparation:
 
     def _from_disk(self) -> tuple[Head, Teacher]:
         teacher = self._cached()
-        self._refuse_others(teacher.fingerprint)
-        return kept_start(self.recipe, self.folder), teacher
+        self._checked_identity(teacher.fingerprint)
+        head: Any = load_head(self.folder.start)
+        return head, teacher
 
     def _from_target(self) -> tuple[Head, Teacher] | None:
         if self.recipe.teacher is not None:
-            described(self.recipe.teacher)  # fail early if the server cannot be reached
+            describe_server(self.recipe.teacher)  # fail early if the server cannot be reached
         target = self._load()
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
-        identity = self._refuse_others(fingerprint(target))
+        identity = self._checked_identity(fingerprint(target))
         head = starting_head(self.recipe, self.given, target, self.training_texts, self.folder, self.processes)
         if self.processes.is_main_process:
             if self.recipe.teacher is None:
                 print(precision.summary(target))
-            self.folder.claim(identity)
-        teacher = self._teacher(target, identity["weights"], head)
+            self.folder.write_identity(identity)
+        teacher: LocalTeacher
+        if self.recipe.teacher is None:
+            teacher = KINDS[self.recipe.shard].of(target, head)
+        else:
+            address, weights = self.recipe.teacher, identity["weights"]
+            teacher = ServedTeacher.of(target, head, address=address, fingerprint=weights)
         if not self.recipe.cache_states:
             return head, teacher
         first = self.processes.is_local_main_process
-        if first or teacher.together:
-            keep_teacher(teacher, self.folder.teacher, writes=first)
-        if first:
-            keep_start(head, self.folder)
-        if not self._extracted(target, teacher):
+        if first or teacher.collective:
+            save_teacher(teacher, self.folder.teacher, writes=first)
+        if first and self.recipe.kind != "mtp":
+            save(head, self.folder.start)
+        if not self._cache_states(target, teacher):
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
-
-    def _teacher(self, target: PreTrainedModel, weights: str, head: Head) -> LocalTeacher:
-        if self.recipe.teacher is not None:
-            return ServedTeacher.of(target, head, address=self.recipe.teacher, fingerprint=weights)
-        return KINDS[self.recipe.shard].of(target, head)
 
     def _load(self) -> PreTrainedModel:
         name, count = self.recipe.target, self.processes.num_processes
         if self.recipe.teacher is not None:
             on_disk = load_model(name, device_map={"": "disk"})
-            return precision.as_fast_as_it_reads(on_disk, self.processes.device)
+            return precision.in_fastest_dtype(on_disk, self.processes.device)
         if self.recipe.shard == "none":
-            return precision.as_fast_as_it_reads(load_model(name).to(self.processes.device))
+            return precision.in_fastest_dtype(load_model(name).to(self.processes.device))
         if self.recipe.shard == "devices":
             return load_model(name, device_map="auto")
         parts = {"tp_size" if self.recipe.shard == "tp" else "fsdp_size": count}
@@ -125,19 +128,19 @@ class Preparation:
 
     def _cached(self) -> CachedTeacher:
         self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding only")
-        return CachedTeacher(self.folder.teacher, self._load, together=self.recipe.shard in ("tp", "fsdp"))
+        return CachedTeacher(self.folder.teacher, self._load, collective=self.recipe.shard in ("tp", "fsdp"))
 
-    def _refuse_others(self, weights: str) -> dict[str, str]:
+    def _checked_identity(self, weights: str) -> dict[str, str]:
         """Return this run's identity for a target's `weights`; raise ValueError if the folder has another one."""
         identity = self.recipe.identity(self.checksum, weights)
-        self.folder.refuse_others(identity, self.recipe.defaults() | {"weights": weights})
+        self.folder.check_identity(identity, self.recipe.defaults() | {"weights": weights})
         return identity
 
-    def _extracted(self, target: PreTrainedModel, teacher: LocalTeacher) -> bool:
+    def _cache_states(self, target: PreTrainedModel, teacher: LocalTeacher) -> bool:
         """Cache all states on disk and return whether all are there. Only those of training texts may be rounded."""
         reader: Teacher = teacher
         if self.recipe.rounded_states:
-            reader = LocalTeacher(in_eight_bits(target, self.training_texts[0].ids), teacher.taps)
+            reader = LocalTeacher(with_int8_decoder(target, self.training_texts[0].ids), teacher.taps)
         self._check_disk_space(reader)
         self._extract(teacher, self.held_out, self.folder.held_out_states)
         self._extract(reader, self.training_texts, self.folder.states)
@@ -148,22 +151,22 @@ class Preparation:
         tokens = len(self.training_texts.ids)
         done = sum(path.stat().st_size for path in self.folder.states.glob("states-*.safetensors"))
         size = tokens * bytes_per_token(teacher.logits.weight.shape[-1], teacher.taps)
-        free = shutil.disk_usage(self.folder.path).free
+        free, needed = shutil.disk_usage(self.folder.path).free, format_size(size)
         if self.processes.is_local_main_process:
-            place = self.folder.states
-            print(f"{len(self.training_texts)} texts, {tokens} tokens; their states take {in_bytes(size)} in {place}")
+            texts = len(self.training_texts)
+            print(f"{texts} texts, {tokens} tokens; their states take {needed} in {self.folder.states}")
         if size - done > 0.95 * free:
             raise ValueError(
-                f"{in_bytes(size)} of states do not fit on the disk, {in_bytes(free)} are free: free some space, use "
-                "fewer texts (--max-texts), or leave out --cache-states"
+                f"{needed} of states do not fit on the disk, {format_size(free)} are free: free some space, use fewer "
+                "texts (--max-texts), or leave out --cache-states"
             )
 
     def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
         """Cache the states of `texts`, shared among the processes of a machine. The first one shows its progress."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
-        disk_full = self.folder.clear_failures("use a shorter --length")
-        with Progress(disable=not first) as bar, disk_full, teacher.in_step():
+        disk_full = self.folder.readable_errors("use a shorter --length")
+        with Progress(disable=not first) as bar, disk_full, teacher.lockstep():
             task = bar.add_task("states", total=len(texts.ids) / count)
             extract(
                 teacher,
@@ -171,5 +174,5 @@ class Preparation:
                 place,
                 share=(self.processes.local_process_index, count),
                 progress=lambda done: bar.advance(task, done),
-                go_on=lambda: self.deadline is None or time.monotonic() < self.deadline,
+                should_continue=lambda: self.deadline is None or time.monotonic() < self.deadline,
             )

@@ -11,10 +11,10 @@ from accelerate.utils import broadcast_object_list
 T = TypeVar("T")
 
 
-def of_first(found: Callable[[], T]) -> T:
+def from_first_process(found: Callable[[], T]) -> T:
     """Return the first process's result of `found` in all processes. All of them must call this."""
     processes = PartialState()
-    said = [found() if processes.is_main_process else None]
+    results = [found() if processes.is_main_process else None]
     if processes.num_processes > 1:
-        broadcast_object_list(said)
-    return said[0]  # type: ignore[return-value]
+        broadcast_object_list(results)
+    return results[0]  # type: ignore[return-value]

@@ -51,7 +51,7 @@ class Recipe:
             passes and processes share them.
         rows_at_once: rows per process and pass. None: all.
         cache_states: compute the target's states once and keep them on disk, instead of computing them in every epoch.
-        rounded_states: compute cached states in 8 bits, see `in_eight_bits`.
+        rounded_states: compute cached states in 8 bits, see `with_int8_decoder`.
         shard: where the target's weights are. "none": all of them on each process's device. "devices": divided among
             the devices of a single process. "tp" and "fsdp": divided among processes, by layer parts or by weight.
         teacher: address of a server of the target's states (`ServedTeacher`). The target is then not loaded here.
@@ -145,9 +145,9 @@ class Recipe:
         check_choice("loss", self.loss_name, LossName)
         check_choice("optimizer", self.optimizer_name, OptimizerName)
         check_choice("shard", self.shard, Sharding)
+        check_choice("report_to", self.report_to, Tracker)
         self._check_shard()
         self._check_teacher()
-        check_choice("report_to", self.report_to, Tracker)
         if self.report_to != "none" and self.report_to not in get_available_reporting_integrations():
             raise ValueError(
                 f"--report-to {self.report_to} needs a package that is missing: pip install {self.report_to}"
@@ -170,15 +170,20 @@ class Recipe:
             if name is not None:
                 require_folder_or_id(name)
 
+    @property
+    def _options_for_whole_target(self) -> list[str]:
+        """List the given options that need the whole target in this process."""
+        given = {
+            "--kind mtp": self.kind == "mtp",
+            "--from-target": self.start_from_target is not None,
+            "--rounded-states": self.rounded_states,
+        }
+        return [option for option in given if given[option]]
+
     def _check_shard(self) -> None:
         if self.shard in ("tp", "fsdp"):
-            for option, given in {
-                "--kind mtp": self.kind == "mtp",
-                "--from-target": self.start_from_target is not None,
-                "--rounded-states": self.rounded_states,
-            }.items():
-                if given:
-                    raise ValueError(f"{option} needs the whole target in one process: leave out --shard {self.shard}")
+            for option in self._options_for_whole_target:
+                raise ValueError(f"{option} needs the whole target in one process: leave out --shard {self.shard}")
         if self.shard == "tp" and self.cache_states:
             raise ValueError(
                 "with --cache-states each process reads different texts, which --shard tp cannot: use --shard fsdp"
@@ -189,14 +194,9 @@ class Recipe:
             return
         if not self.teacher.startswith(("http://", "https://")):
             raise ValueError(f"--teacher must be an address such as http://host:8100; got {self.teacher!r}")
-        for option, given in {
-            "--kind mtp": self.kind == "mtp",
-            "--from-target": self.start_from_target is not None,
-            "--rounded-states": self.rounded_states,
-            f"--shard {self.shard}": self.shard != "none",
-        }.items():
-            if given:
-                raise ValueError(f"{option} needs the target here, but --teacher runs it elsewhere: leave out one")
+        shard = [] if self.shard == "none" else [f"--shard {self.shard}"]
+        for option in self._options_for_whole_target + shard:
+            raise ValueError(f"{option} needs the target here, but --teacher runs it elsewhere: leave out one")
         if self.evaluate_every:
             raise ValueError(
                 "--teacher runs the target elsewhere, so it cannot decode for evaluations: give --evaluate-every 0 too"
@@ -216,12 +216,7 @@ class Recipe:
             )
 
     def identity(self, texts: str, weights: str) -> dict[str, str]:
-        """Return the options that two runs sharing a folder must have in common, by name.
-
-        Args:
-            texts: checksum of the given texts.
-            weights: fingerprint of the target's weights.
-        """
+        """Return the options that two runs in one folder must have in common, with checksums of texts and weights."""
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:

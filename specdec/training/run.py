@@ -19,13 +19,12 @@ from specdec.data.texts import Text
 from specdec.heads.kinds import Head
 from specdec.models.hardware import started_together
 from specdec.training import precision
+from specdec.training.callbacks import Deadline, print_summaries
 from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
-from specdec.training.deadline import Deadline
 from specdec.training.evaluate import Measured
 from specdec.training.evaluation_callback import EvaluationCallback
 from specdec.training.preparation import Preparation
-from specdec.training.processes import of_first
-from specdec.training.progress import speak
+from specdec.training.processes import from_first_process
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head
@@ -58,16 +57,16 @@ def train(recipe: Recipe) -> Measured | None:
         ```
     """
     started = time.monotonic()
-    folder, processes = checked(recipe)
+    folder, processes = check_recipe(recipe)
     folder.path.mkdir(parents=True, exist_ok=True)
     deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
-    with folder.alone() if processes.is_main_process else nullcontext():
+    with folder.lock() if processes.is_main_process else nullcontext():
         if processes.is_local_main_process:
-            folder.take()
+            folder.mark()
         return _train(recipe, folder, processes, deadline)
 
 
-def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
+def check_recipe(recipe: Recipe) -> tuple[RunFolder, PartialState]:
     """Check a recipe before any file is read, and return its folder and processes.
 
     Raises:
@@ -85,10 +84,10 @@ def checked(recipe: Recipe) -> tuple[RunFolder, PartialState]:
 def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Measured | None:
     given = given_head(recipe)
     check_length(recipe)
-    checksum = of_first(lambda: checksum_of_entries(recipe))
+    checksum = from_first_process(lambda: checksum_of_entries(recipe))
     if found := folder.identity():  # check before texts are overwritten; the target's weights are checked later
         weights = found.get("weights", "")
-        folder.refuse_others(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
+        folder.check_identity(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
     if processes.is_local_main_process:
         with read_by_library(f"the tokenizer of {recipe.target}"):
             tokenizer = AutoTokenizer.from_pretrained(recipe.target)
@@ -116,7 +115,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
     trainer.add_callback(evaluation)
     if deadline is not None:
         trainer.add_callback(Deadline(deadline))
-    with folder.clear_failures("use fewer --rows-at-once"):
+    with folder.readable_errors("use fewer --rows-at-once"):
         trainer.train(resume_from_checkpoint=folder.last_checkpoint())
     if trainer.state.global_step < trainer.state.max_steps:
         return None
@@ -144,7 +143,7 @@ def _trainer(
         max_grad_norm=0.5,
         warmup_steps=WARM_UP,
         lr_scheduler_type="cosine",
-        bf16=precision.pays(processes.device),
+        bf16=precision.bfloat16_is_faster(processes.device),
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
         logging_steps=math.gcd(LOG_EVERY, recipe.save_every),  # a resumed run logs the same means
@@ -168,7 +167,7 @@ def _trainer(
         flex=recipe.flex,
         train_dataset=dataset,
     )
-    speak(trainer)
+    print_summaries(trainer)
     return trainer
 
 

@@ -59,7 +59,7 @@ class RunFolder:
             raise ValueError(f"{self.path} is a model's folder: choose another one for the results")
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Lock the folder, so that two runs do not overwrite each other's files.
 
         Raises:
@@ -71,7 +71,7 @@ class RunFolder:
         except Timeout as error:
             raise ValueError(f"another run is using {self.path}: wait for it, or choose another folder") from error
 
-    def take(self) -> None:
+    def mark(self) -> None:
         """Mark the folder as a training run's, before anything else is written to it.
 
         Raises:
@@ -85,24 +85,22 @@ class RunFolder:
                 f"{self.path} is not the folder of a training run, which would overwrite files in it "
                 f"({', '.join(lost)}): choose another folder"
             )
-        self.claim({})
+        self.write_identity({})
 
     def identity(self) -> dict[str, str] | None:
         """Return the identity of the recipe that used this folder; None if there is none yet."""
         return read_json(self._recipe) or None
 
-    def claim(self, mine: Mapping[str, str]) -> None:
+    def write_identity(self, mine: Mapping[str, str]) -> None:
         """Write the identity `mine` of the recipe that uses this folder."""
         partial = self.path / ".recipe.part"
         partial.write_text(json.dumps(mine, indent=1))
         partial.replace(self._recipe)
 
-    def refuse_others(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
-        """Raise ValueError if the states and checkpoints in this folder belong to another recipe.
+    def check_identity(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
+        """Raise ValueError if this folder belongs to another recipe than the one with the identity `mine`.
 
-        Args:
-            mine: identity of this run's recipe.
-            defaults: values assumed for a run that was started before an option existed.
+        defaults: values assumed for a run that was started before an option existed.
         """
         found = self.identity()
         if not found:
@@ -127,12 +125,8 @@ class RunFolder:
         return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
 
     @contextmanager
-    def clear_failures(self, needs_less: str) -> Iterator[None]:
-        """Turn out-of-memory and disk-full errors into a ValueError that names the fix.
-
-        Args:
-            needs_less: advice for running with less memory.
-        """
+    def readable_errors(self, needs_less: str) -> Iterator[None]:
+        """Turn out-of-memory and disk-full errors into a ValueError. needs_less: how to run with less memory."""
         kept = f"Finished work is kept in {self.path}. Run the same command again to resume."
         try:
             yield

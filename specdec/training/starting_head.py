@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from specdec.data.texts import Texts
-from specdec.heads.dflash.export import save as save_block
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.export import save
@@ -42,12 +41,13 @@ def given_head(recipe: Recipe) -> StandAlone | None:
     """
     if recipe.start_from is None:
         return None
-    if recipe.intermediate_size is not None:
-        raise ValueError("the head of --from keeps its MLP: leave out --intermediate-size")
-    if recipe.layers is not None:
-        raise ValueError("the head of --from keeps its layers: leave out --layers")
-    if not recipe.attention_bias:
-        raise ValueError("the head of --from keeps its attention: leave out --no-attention-bias")
+    for part, option, given in (
+        ("MLP", "--intermediate-size", recipe.intermediate_size is not None),
+        ("layers", "--layers", recipe.layers is not None),
+        ("attention", "--no-attention-bias", not recipe.attention_bias),
+    ):
+        if given:
+            raise ValueError(f"the head of --from keeps its {part}: leave out {option}")
     if recipe.kind == "mtp":
         return None
     if recipe.kind != "eagle3":
@@ -91,7 +91,7 @@ def starting_head(
         given: head loaded by `given_head`.
         target: model to draft for.
         texts: training texts, from which the draft vocabulary is chosen.
-        folder: folder of the run, where a transferred head is kept.
+        folder: folder of the run, where a transferred head is saved.
         processes: processes that share the run.
     """
     torch.manual_seed(recipe.seed)
@@ -106,15 +106,9 @@ def starting_head(
     else:
         if recipe.start_from_target is None:
             Eagle3Proposer(given).check(target)
-        head = given
-        if recipe.start_from_target is not None:
-            head = _transferred(recipe, given, recipe.start_from_target, target, texts, folder, processes)
-        if recipe.draft_vocab is not None:
-            known = head.config.vocab_size
-            counts = written[:known]
-            if recipe.draft_vocab > len(head.draft_to_target):  # an enlarged head keeps its own tokens
-                counts = counts.index_fill(0, head.draft_to_target, written.sum() + 1)
-            head = with_vocabulary(head, target, frequent_tokens(counts, recipe.draft_vocab, read[:known]))
+        else:
+            given = _transferred(recipe, given, recipe.start_from_target, target, texts, folder, processes)
+        head = given if recipe.draft_vocab is None else _revised(given, recipe.draft_vocab, target, written, read)
     ids = head.draft_to_target
     assert ids is not None
     covered = float(written[ids].sum() / written.sum().clamp(min=1))
@@ -122,32 +116,17 @@ def starting_head(
     return head
 
 
-def keep_start(head: Head, folder: RunFolder) -> None:
-    """Save the initial head, so that a resumed run does not have to load the target."""
-    if isinstance(head, DFlashHead):
-        save_block(head, folder.start)
-    elif isinstance(head, Eagle3Head):
-        save(head, folder.start)
-
-
-def kept_start(recipe: Recipe, folder: RunFolder) -> StandAlone:
-    """Load the head saved by `keep_start`."""
-    if recipe.kind == "eagle3":
-        return load(folder.start)
-    head = load_block(folder.start)
-    assert isinstance(head, DFlashHead)
-    return head
+def _revised(head: Eagle3Head, size: int, target: PreTrainedModel, written: Tensor, read: Tensor) -> Eagle3Head:
+    """Change the draft vocabulary of a head. One that is enlarged keeps its own tokens."""
+    known = head.config.vocab_size
+    counts = written[:known]
+    if size > len(head.draft_to_target):
+        counts = counts.index_fill(0, head.draft_to_target, written.sum() + 1)
+    return with_vocabulary(head, target, frequent_tokens(counts, size, read[:known]))
 
 
 def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tensor) -> Head:
-    """Create a head, or load MTP layers.
-
-    Args:
-        recipe: options of the run.
-        target: model to draft for.
-        written: (V,) int64, counts of tokens that the target wrote.
-        read: (V,) int64, counts of all tokens.
-    """
+    """Create a head, or load MTP layers. written, read: (V,) int64, counts of the target's own and of all tokens."""
     drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB, read), fresh_changes(recipe)
     if recipe.kind == "mtp":
         drafts = torch.arange(len(written)) if recipe.draft_vocab is None else drafts
@@ -161,14 +140,10 @@ def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tenso
 
 def fresh_changes(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's changes to a fresh head's config, see `initialize`."""
-    changes: dict[str, Any] = {}
-    if recipe.intermediate_size is not None:
-        changes["intermediate_size"] = recipe.intermediate_size
-    if recipe.layers is not None:
-        changes["num_layers"] = recipe.layers
+    changes = {"intermediate_size": recipe.intermediate_size, "num_layers": recipe.layers}
     if recipe.kind == "eagle3" and not recipe.attention_bias:
         changes["attention_bias"] = False
-    return changes
+    return {name: value for name, value in changes.items() if value is not None}
 
 
 def _rarest(read: Tensor) -> int:
@@ -199,7 +174,7 @@ def _transferred(
         width = 3 * target.config.get_text_config(decoder=True).hidden_size
         enough = texts[:: max(1, len(texts.ids) // (TRANSFER_TOKENS * width))]
         print(f"transferring {recipe.start_from} from {donor_name}: both models read {len(enough)} texts")
-        with folder.clear_failures("use a shorter --length"):
+        with folder.readable_errors("use a shorter --length"):
             save(transfer_head(head, donor, target, enough), kept)
     processes.wait_for_everyone()
     return load(kept)

@@ -14,12 +14,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from specdec.data.packed_dataset import PackedTexts, StateDataset, collate
-from specdec.heads.dflash.export import save as save_block
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.eagle3.export import save
-from specdec.heads.kinds import Head, copy_of
-from specdec.heads.mtp.checkpoint import write
-from specdec.heads.mtp.loading import tensors_of
+from specdec.heads.kinds import Head, copy_of, save
 from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective, Objective
@@ -30,7 +26,7 @@ from specdec.training.teacher.base import Teacher
 from specdec.utils.choices import LossName, OptimizerName
 
 STATE_WEIGHT = 4.0
-LEARNT = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
+DRAFT_FIELDS = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
 
 
 class HeadTrainer(Trainer):
@@ -159,7 +155,7 @@ class HeadTrainer(Trainer):
     def held_out(self, rows: StateDataset | PackedTexts) -> dict[str, float]:
         """Measure the loss (without that on states) and the simulated acceptance length on other texts.
 
-        One process alone may call it, unless the teacher works in several (`Teacher.together`).
+        One process alone may call it, unless the teacher works in several (`Teacher.collective`).
         """
         at_once = self.args.per_device_train_batch_size
         batches = [
@@ -181,7 +177,7 @@ class HeadTrainer(Trainer):
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
         """Count the drafts of a batch that are trained on, (steps of the objective,) int64."""
-        return self.objective.drafts(*(batch[name] for name in LEARNT)).sum((1, 2))
+        return self.objective.drafts(*(batch[name] for name in DRAFT_FIELDS)).sum((1, 2))
 
     def save_head(self, folder: str | Path) -> None:
         """Write the head, in bfloat16.
@@ -191,14 +187,7 @@ class HeadTrainer(Trainer):
         Raises:
             ValueError: The folder holds another model's weights.
         """
-        copy = copy_of(self.head, torch.bfloat16)
-        folder = Path(folder)
-        if isinstance(copy, DFlashHead):
-            save_block(copy, folder, self.teacher.name)
-        elif isinstance(copy, MtpTrainee):
-            write([tensors_of(layer) for layer in copy.layers], folder)
-        else:
-            save(copy, folder)
+        save(copy_of(self.head, torch.bfloat16), Path(folder), self.teacher.name)
 
 
 def _simulated_length(accuracy: Tensor) -> float:

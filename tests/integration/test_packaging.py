@@ -175,7 +175,7 @@ def test_the_wheel_downloads_every_head_that_a_checkout_has(installed, tmp_path)
     """Their sizes and checksums stand in it."""
     code = "from specdec.heads import registry, shipped\nfrom specdec.heads.eagle3.checkpoint import load\n"
     code += "for known in registry.HEADS:\n"
-    code += "    if known.files: print(load(shipped.bring(known.head, known.files)).draft_to_target.numel())\n"
+    code += "    if known.files: print(load(shipped.download_head(known.head, known.files)).draft_to_target.numel())\n"
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     with Shop(ROOT / "heads").open() as address:
         environment |= {"SPECDEC_HEADS": address, "SPECDEC_CACHE": str(tmp_path / "cache")}

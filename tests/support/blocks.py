@@ -137,7 +137,7 @@ def trained(name: str = "DFlash", updates: int = 250):
     for _ in range(updates):
         anchor = torch.randint(8, T - n, (B, 1))
         cache = Kept()
-        made.remember(states, torch.arange(T).expand(B, -1), cache)
+        made.append_kv(states, torch.arange(T).expand(B, -1), cache)
         ids = torch.full((B, n), config.mask_token_id)
         ids[:, :1] = texts.gather(1, anchor)
         seen = torch.cat([torch.arange(T) < anchor, torch.ones(B, n, dtype=torch.bool)], 1)

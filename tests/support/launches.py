@@ -138,7 +138,7 @@ def _in_regions(books: list[pretend.Ledger]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(Loop, "_round", in_round))
         stack.enter_context(patch.object(ModelRunner, "_forward", in_pass))
-        for name in ("forward", "fuse", "logits", "remember"):
+        for name in ("forward", "fuse", "logits", "append_kv"):
             stack.enter_context(patch.object(Eagle3Head, name, _in_draft(getattr(Eagle3Head, name))))
         yield
 

@@ -1,4 +1,4 @@
-"""`BlockCheckpoint`: parsed checkpoint of a DFlash or DSpark drafter.
+"""`read`: reads DFlash and DSpark drafters.
 
 Layouts: z-lab's, DeepSpec's, transformers' own `speculation_type="dflash"` models, vLLM speculators' `dflash` and
 `dspark`. `specdec.heads.loading` reads these and the other block drafters.
@@ -6,27 +6,26 @@ Layouts: z-lab's, DeepSpec's, transformers' own `speculation_type="dflash"` mode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from specdec.heads.checkpoint import Understood, filled
-from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.checkpoint import HeadCheckpoint, check_vocabulary, rename_tensors
+from specdec.heads.config_fields import read_head_config
+from specdec.heads.dflash.config_reader import BlockReader
 from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.files import read_tensors
 
 
-@dataclass(frozen=True)
-class BlockCheckpoint(Understood):
-    """Checkpoint of a DFlash or DSpark drafter."""
-
-    config: DFlashConfig
-
-    def head(self) -> DFlashHead:
-        """Build the drafter on the CPU, in the precision it was saved in."""
-        with torch.device("meta"):
-            head = DFlashHead(self.config)
-        return filled(head, self.weights, self.path)
-
-    @property
-    def borrowed(self) -> list[str]:
-        return super().borrowed + ([] if self.config.own_head else ["lm_head.weight"])
+def read(folder: Path) -> HeadCheckpoint[DFlashHead]:
+    """Read the checkpoint in a folder. Errors as for `specdec.heads.loading.load`."""
+    weights, used, ignored = rename_tensors(read_tensors(folder), folder)
+    if "fc.weight" not in weights:
+        raise ValueError(f"{folder} holds no fc.weight: it is not a drafter that reads the target's hidden states")
+    reader = BlockReader(folder, read_head_config(folder), weights, list(used))
+    c = reader.config()
+    if c.own_head:
+        if c.draft_vocab_size == c.vocab_size:
+            weights.setdefault("d2t", torch.zeros(c.draft_vocab_size, dtype=torch.long))
+        check_vocabulary(folder, weights.get("d2t"), c)
+    return HeadCheckpoint(DFlashHead, folder, reader.format, c, reader.fields, used, ignored, weights)

@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.export import among_all, layer_config, refuse_others, speculators_head, write
+from specdec.heads.export import check_overwrite, draftable_mask, layer_config, speculators_head, write
 
 
 def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
@@ -24,17 +24,19 @@ def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
         raise ValueError("this drafter uses its target's LM head, but this layout needs a drafter with its own LM head")
     if any(c.windows) and not c.window_from_anchor:
         raise ValueError("this drafter's windows count from each token, but this layout's count from the anchor")
-    refuse_others(folder)
+    check_overwrite(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     ids = head.draft_to_target
     assert ids is not None
-    weights["t2d"] = among_all(ids, c.vocab_size)
-    write(folder, described(c, target) | {"torch_dtype": str(head.dtype).removeprefix("torch.")}, weights)
+    weights["t2d"] = draftable_mask(ids, c.vocab_size)
+    write(folder, config_dict(c, target) | {"torch_dtype": str(head.dtype).removeprefix("torch.")}, weights)
 
 
-def described(c: DFlashConfig, target: str) -> dict[str, Any]:
+def config_dict(c: DFlashConfig, target: str) -> dict[str, Any]:
     """Return the config.json of a drafter."""
     kind = "dflash" if c.markov is None and not c.confidence else "dspark"
+    markov = {"markov_rank": c.markov_rank, "markov_head_type": c.markov}
+    confidence = {"enable_confidence_head": True, "confidence_head_with_markov": c.confidence_with_markov}
     return {
         "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
         **speculators_head(kind, c.drafted, target),
@@ -46,10 +48,6 @@ def described(c: DFlashConfig, target: str) -> dict[str, Any]:
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         "sliding_window_non_causal": not c.causal_windows,
-        **({"markov_rank": c.markov_rank, "markov_head_type": c.markov} if c.markov is not None else {}),
-        **(
-            {"enable_confidence_head": True, "confidence_head_with_markov": c.confidence_with_markov}
-            if c.confidence
-            else {}
-        ),
+        **(markov if c.markov is not None else {}),
+        **(confidence if c.confidence else {}),
     }

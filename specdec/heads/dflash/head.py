@@ -67,18 +67,12 @@ class DFlashHead(StateHead):
         """(K,) int64, the target's id of each draft token. None if the vocabularies are the same."""
         return None if self.d2t is None else torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
-    def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Write the keys and values of known tokens to the cache.
-
-        Args:
-            states: (B, n, taps * target H), the target's states.
-            positions: (B, n) int64.
-            cache: updated in place.
-        """
+    def append_kv(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Write keys and values to the cache, of states (B, n, taps * target H) at positions (B, n) int64."""
         context = self.hidden_norm(self.fc(states))
         rotation = self.rotation(context, positions)
         for layer in self.layers:
-            layer.self_attn.remember(context, rotation, cache)
+            layer.self_attn.append_kv(context, rotation, cache)
 
     def forward(self, embeds: Tensor, positions: Tensor, visible: Sequence[Tensor], cache: Cache) -> Tensor:
         """Run one pass over a block.

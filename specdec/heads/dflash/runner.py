@@ -7,33 +7,22 @@ them hold the drafted block, which the next `extend` overwrites.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from specdec.heads.base import AT_ONCE
-from specdec.heads.block import Block
+from specdec.heads.base import parts_of
+from specdec.heads.block import Block, BlockDrafts
 from specdec.heads.dflash.head import DFlashHead
-from specdec.heads.embeddings import BorrowedEmbeddings, to_device_of
+from specdec.heads.embeddings import BorrowedEmbeddings, apply_lm_head
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots
 from specdec.models.linear import with_fast_linears
 
 
-class DFlashRunner(CachedRows):
-    """Runs one drafter.
-
-    Args:
-        head: the drafter, on any device, in any precision.
-        embeddings: modules borrowed from the target.
-        fast: view of the drafter that drafts, for example with 8-bit linears. None for the drafter itself.
-        sized: whether passes are padded to a few sizes, so that they can be captured as CUDA graphs.
-
-    Attributes:
-        block: draft of the last pass.
-    """
-
-    block: Block
+class DFlashRunner(BlockDrafts, CachedRows):
+    """Runs one drafter. Arguments as for `HeadRunner`."""
 
     def __init__(
         self, head: DFlashHead, embeddings: BorrowedEmbeddings, fast: DFlashHead | None = None, sized: bool = False
@@ -43,7 +32,7 @@ class DFlashRunner(CachedRows):
         super().__init__([Span(None if window is None else window + 2 * c.block_size) for window in c.windows])
         self.head = head
         self._fast = with_fast_linears(head if fast is None else fast)
-        head.bring_frequencies()
+        head.move_frequencies()
         self.embeddings = embeddings
         self.lm_head = None if embeddings.lm_head is None else with_fast_linears(embeddings.lm_head)
 
@@ -51,22 +40,14 @@ class DFlashRunner(CachedRows):
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
         """Append the target's states, and draft a block after each row's last token, whose state is not known yet.
 
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, taps * target H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, K) after each row's last token.
+        See `Follower.extend`.
         """
         head, W = self.head, tokens.shape[1]
         self.drop_draft()
-        for start in range(0, W, AT_ONCE):
-            part = states[:, start : start + AT_ONCE].to(head.device, head.dtype)
-            width = part.shape[1]
-            part_pads = pads_of_part(pads, start, width)
+        for part, part_pads in parts_of(W, W, pads):
+            width = part.stop - part.start
             visible_slots = self.place_known(width, part_pads, head.device)
-            self._fast.remember(part, visible_slots.positions, self.cache)
+            self._fast.append_kv(states[:, part].to(head.device, head.dtype), visible_slots.positions, self.cache)
             self.commit([width - pad for pad in part_pads])
         self.block = self._pass(tokens[:, -1:])
         return self.logits_after(0, tokens[:, -1:], None)
@@ -76,14 +57,9 @@ class DFlashRunner(CachedRows):
         """`extend` by few tokens, with row lengths read from `device_lengths`. pads: (B, 1) int64."""
         self.drop_draft()
         visible_slots = self.place_after(tokens.shape[1], pads)
-        self._fast.remember(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
+        self._fast.append_kv(states.to(self.head.device, self.head.dtype), visible_slots.positions, self.cache)
         self.block = self._pass(tokens[:, -1:])
         return self.logits_after(0, tokens[:, -1:], None)
-
-    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        logits, self.block = self.block.logits_after(depth, tokens, above)
-        return logits
 
     def _pass(self, anchor: Tensor) -> Block:
         """Run the drafter over the anchors (B, 1) and the masks after them."""
@@ -102,14 +78,12 @@ class DFlashRunner(CachedRows):
             return block
         # A recurrent Markov head starts at the anchor, although the anchor's own output drafts nothing.
         before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
-        return Block(block.logits, drafting, block.markov, block.confidence, block.markov(before, h[:, :1], None)[1])
+        return replace(block, initial_state=block.markov(before, h[:, :1], None)[1])
 
     def _visible(self, visible_slots: VisibleSlots, place: Tensor, rows: int) -> list[Tensor]:
         """Return (B, n, slots) bool for each layer: known tokens and the block, within the layer's window."""
-        c, made = self.head.config, {}
-        for window, span in zip(c.windows, self.spans, strict=True):
-            if window in made:
-                continue
+        c, masks = self.head.config, {}
+        for window, span in dict(zip(c.windows, self.spans, strict=True)).items():
             held = self.cache.held(span, self.head.device)[:, None]  # (B or 1, 1, slots)
             node = held - visible_slots.base[..., None]  # index in the block, negative for known tokens
             seen = node < c.block_size
@@ -118,12 +92,11 @@ class DFlashRunner(CachedRows):
                 seen = seen & (held >= first - window)
                 if c.causal_windows:
                     seen = seen & (node <= place[:, None])
-            made[window] = seen.expand(rows, c.block_size, -1)
-        return [made[window] for window in c.windows]
+            masks[window] = seen.expand(rows, c.block_size, -1)
+        return [masks[window] for window in c.windows]
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:
             assert self._fast.lm_head is not None
             return self._fast.lm_head(h)
-        weight = next(self.lm_head.parameters())
-        return self.lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)
+        return apply_lm_head(self.lm_head, h)

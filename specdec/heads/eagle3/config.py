@@ -65,6 +65,11 @@ class Eagle3Config(LayerConfig):
         return self.block_size
 
     @property
+    def own_head(self) -> bool:
+        """True if the checkpoint has its own LM head. Otherwise the target's is used."""
+        return self.version == 3
+
+    @property
     def embedding_size(self) -> int:
         """E, width of the head's own embeddings or else of the target's.
 

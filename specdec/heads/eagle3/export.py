@@ -1,8 +1,9 @@
-"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout."""
+"""`save`: writes an EAGLE-3 head in the two common layouts, or in specdec's own 8-bit layout. `widen`: pads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,14 @@ from torch import Tensor
 
 from specdec.heads.eagle3.config import Eagle3Config
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.export import among_all, layer_config, refuse_others, speculators_head, write
-from specdec.heads.int8_weights import as_int8
+from specdec.heads.export import check_overwrite, draftable_mask, layer_config, speculators_head, write
+from specdec.heads.int8_weights import to_int8
 from specdec.utils.choices import HeadLayout, check_choice
+
+# Fields of `Eagle3Config` with the same name in config.json.
+SAME_NAMES = (
+    *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+)
 
 
 def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", target: str = "") -> None:
@@ -43,12 +49,12 @@ def save(head: Eagle3Head, folder: str | Path, layout: HeadLayout = "sglang", ta
             "engines read the same layout"
         )
     folder = Path(folder)
-    refuse_others(folder)
+    check_overwrite(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size == c.vocab_size and not bool(weights["d2t"].any()):
         del weights["d2t"]
     else:
-        weights["t2d"] = among_all(head.draft_to_target, c.vocab_size)
+        weights["t2d"] = draftable_mask(head.draft_to_target, c.vocab_size)
     described, weights = WRITERS[layout](head, weights, target)
     write(folder, {"torch_dtype": str(head.dtype).removeprefix("torch.")} | described, weights)
 
@@ -63,7 +69,7 @@ def _speculators(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> t
 
 def _int8(head: Eagle3Head, weights: dict[str, Tensor], target: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = _sglang_config(head.config) | {"quantization_config": {"quant_method": "specdec-int8"}}
-    return config | {"torch_dtype": "bfloat16"}, as_int8(_with_midlayer(weights))
+    return config | {"torch_dtype": "bfloat16"}, to_int8(_with_midlayer(weights))
 
 
 # For each of `choices.HeadLayout`: config.json and tensors, from the head, its tensors and the target's name.
@@ -89,6 +95,32 @@ def _with_output_bias(head: Eagle3Head, weights: dict[str, Tensor]) -> dict[str,
     return weights | {"layers.0.self_attn.o_proj.bias": torch.zeros(c.hidden_size, dtype=head.dtype)}
 
 
+@torch.no_grad()
+def widen(head: Eagle3Head) -> Eagle3Head:
+    """Return a head of the target's width that drafts the same tokens, or the head itself if it has that width.
+
+    A head that is narrower is padded with zeros, for engines that require equal widths.
+
+    Raises:
+        ValueError: the head is wider than its target.
+    """
+    c = head.config
+    if c.embedding_size == c.hidden_size:
+        return head
+    if c.hidden_size > c.target_hidden_size:
+        raise ValueError(
+            f"this head is {c.hidden_size} wide, its target {c.target_hidden_size}, and no other engine reads heads "
+            'wider than the target: export it with the layout "int8", for specdec'
+        )
+    wide = Eagle3Head(replace(c, hidden_size=c.target_hidden_size)).to(head.device, head.dtype)
+    shrunk = (c.hidden_size / c.target_hidden_size) ** 0.5  # the mean square of a norm is taken over more entries
+    weights = wide.state_dict()
+    for name, own in head.state_dict().items():
+        norm = name.endswith("norm.weight") and own.shape != weights[name].shape
+        weights[name].zero_()[tuple(map(slice, own.shape))] = own * shrunk if norm else own
+    return wide
+
+
 def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:
     """Return the features of a head that other engines silently ignore in this layout, with the workaround."""
     lost = []
@@ -110,15 +142,13 @@ def lost_in(c: Eagle3Config, layout: HeadLayout) -> list[str]:
 
 
 def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
-    said, entering = _taps(c, "entering")
+    convention, entering = _taps(c, "entering")
     _, leaving = _taps(c, "output")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
-        "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.target_hidden_size,
-        **_flags(c),
-        **said,
+        **{name: getattr(c, name) for name in SAME_NAMES},
+        **convention,
         # vLLM reads the ids here and counts states that enter layers. SGLang reads those below and counts outputs.
         **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
         "eagle_config": {"use_aux_hidden_state": True}
@@ -127,30 +157,19 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
 
 
 def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
-    said, taps = _taps(c, "entering")
+    convention, taps = _taps(c, "entering")
     return {
         "architectures": ["Eagle3DraftModel"],
         **speculators_head("eagle3", 3, target),
         "transformer_layer_config": _layer_config(c),
-        "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.target_hidden_size,
-        **_flags(c),
-        **said,
+        **{name: getattr(c, name) for name in SAME_NAMES},
+        **convention,
         **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }
 
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
     return layer_config(c, [c.sliding_window] * c.num_layers) | {"num_aux_hidden_states": c.num_taps}
-
-
-def _flags(c: Eagle3Config) -> dict[str, Any]:
-    return {
-        "norm_before_residual": c.norm_before_residual,
-        "norm_before_fc": c.norm_before_fc,
-        "fc_norm": c.fc_norm,
-        "norm_output": c.norm_output,
-    }
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:

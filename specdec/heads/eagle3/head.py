@@ -14,11 +14,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.heads.base import StateHead
 from specdec.heads.eagle3.config import Eagle3Config
-from specdec.heads.layers import Attention, DecoderLayer, GatedMLP, Visible
+from specdec.heads.layers import Attention, DecoderLayer, Visible
 
 
 class Eagle3Head(StateHead):
@@ -67,8 +67,8 @@ class Eagle3Head(StateHead):
         return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @property
-    def can_remember(self) -> bool:
-        """True if `remember` is available: keys and values of a single layer do not depend on a layer's output."""
+    def can_append_kv(self) -> bool:
+        """True if `append_kv` is available: keys and values of a single layer do not depend on a layer's output."""
         return self.config.version == 3 and len(self.layers) == 1
 
     def fuse(self, states: Tensor) -> Tensor:
@@ -120,12 +120,12 @@ class Eagle3Head(StateHead):
             h = layer(h, rotation, visible, cache)
         return self.norm(h) if self.norm is not None and self.config.norm_output else h
 
-    def remember(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Write only keys and values to the cache. Requires `can_remember`. Arguments as in `forward`."""
+    def append_kv(self, embeds: Tensor, features: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Write only keys and values to the cache. Requires `can_append_kv`. Arguments as in `forward`."""
         first = self.layers[0]
-        assert self.can_remember
+        assert self.can_append_kv
         assert isinstance(first, FusingLayer)
-        first.remember(embeds, features, self.rotation(embeds, positions), cache)
+        first.append_kv(embeds, features, self.rotation(embeds, positions), cache)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return logits (B, n, K) for features (B, n, H) from `forward`. EAGLE-1 heads use the target's LM head."""
@@ -149,7 +149,7 @@ class FusingLayer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.self_attn = Attention(config, 0, E + H)
         self.post_attention_layernorm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None
@@ -159,8 +159,8 @@ class FusingLayer(nn.Module):
         h = residual + self.self_attn(self._concatenated(embeds, normed), rotation, visible, cache)
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def remember(self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache) -> None:
-        self.self_attn.remember(self._concatenated(embeds, self.hidden_norm(h)), rotation, cache)
+    def append_kv(self, embeds: Tensor, h: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache) -> None:
+        self.self_attn.append_kv(self._concatenated(embeds, self.hidden_norm(h)), rotation, cache)
 
     def _concatenated(self, embeds: Tensor, normed: Tensor) -> Tensor:
         return torch.cat([self.input_layernorm(embeds), normed], -1)

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.heads.block import Block
+from specdec.heads.block import Block, BlockDrafts
 from specdec.heads.eagle3.runner import HeadRunner
 
 
-class ParallelRunner(HeadRunner):
-    """Runs a P-EAGLE head. Its drafts are read from one `block`."""
-
-    block: Block
+class ParallelRunner(BlockDrafts, HeadRunner):
+    """Runs a P-EAGLE head."""
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
@@ -34,11 +32,6 @@ class ParallelRunner(HeadRunner):
         masks = self.head.config.block_size - 1
         self.block = Block(torch.cat([first, self._masked(len(first), masks)], 1) if masks else first)
         return first
-
-    def logits_after(self, depth: int, tokens: Tensor, above: Tensor | None) -> Tensor:
-        """Return logits (B, n, K) after n tokens (B, n) at this depth of the draft, see `Block.behind`."""
-        logits, self.block = self.block.logits_after(depth, tokens, above)
-        return logits
 
     def _masked(self, rows: int, n: int) -> Tensor:
         """Return logits (rows, n, K) of n masks after each row."""

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.heads.base import AT_ONCE, PROMPT
+from specdec.heads.base import parts_of, prefill_width
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.embeddings import BorrowedEmbeddings, to_device_of
+from specdec.heads.embeddings import BorrowedEmbeddings, apply_lm_head
 from specdec.models.cache.buffers import Span
-from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots
 from specdec.models.linear import with_fast_linears
 
 
@@ -36,7 +36,7 @@ class HeadRunner(CachedRows):
         super().__init__([Span(head.config.sliding_window)])
         self.head = head
         self._fast = with_fast_linears(head if fast is None else fast)
-        head.bring_frequencies()
+        head.move_frequencies()
         self.embeddings, self.lm_head = embeddings, embeddings.lm_head
         self._pending_features: Tensor | None = None  # (B, M, H), output at the pending nodes
         self._last: Tensor | None = None  # (B, 1, H), output at each row's last known token
@@ -47,23 +47,11 @@ class HeadRunner(CachedRows):
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens with the target's states, and drop the pending nodes.
-
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, taps * target H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, K) after each row's last token.
-        """
+        """Append known tokens with the target's states, and drop the pending nodes. See `Follower.extend`."""
         self.drop_draft()
         W = tokens.shape[1]
-        prompt = W - 1 if W >= PROMPT else 0
-        for start in [*range(0, prompt, AT_ONCE), prompt]:
-            end = min(start + AT_ONCE, prompt) if start < prompt else W
-            part_pads = pads_of_part(pads, start, end - start)
-            self._read(tokens[:, start:end], states[:, start:end], part_pads, drafts=start == prompt)
+        for part, part_pads in parts_of(W, prefill_width(W), pads):
+            self._read(tokens[:, part], states[:, part], part_pads, drafts=part.stop == W)
         assert self._last is not None
         return self._logits(self._last)
 
@@ -114,10 +102,10 @@ class HeadRunner(CachedRows):
         """Append one part of the tokens of `extend`. drafts: whether a draft starts after the last of them."""
         sees_all = not any(pads) and self.sees_all(tokens.shape[1], chain=True)
         visible_slots, features = self.place_known(tokens.shape[1], pads, self.head.device), self._fused(states)
-        if drafts or not self.head.can_remember:
+        if drafts or not self.head.can_append_kv:
             self._last = self._pass(tokens, features, visible_slots, sees_all)[:, -1:]
         else:
-            self._fast.remember(
+            self._fast.append_kv(
                 self.embeddings.embedded(tokens, self.head), features, visible_slots.positions, self.cache
             )
         self.commit([tokens.shape[1] - pad for pad in pads])
@@ -136,5 +124,4 @@ class HeadRunner(CachedRows):
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:
             return self._fast.logits(h)
-        weight = next(self.lm_head.parameters())
-        return self.lm_head(to_device_of(weight, h.to(weight.dtype))).to(h.device)
+        return apply_lm_head(self.lm_head, h)

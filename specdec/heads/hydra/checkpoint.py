@@ -1,4 +1,4 @@
-"""`HydraCheckpoint`: reads Hydra heads in the layout of Hydra's own training, config.json and hydra_lm_head.pt.
+"""`read`: reads Hydra heads in the layout of Hydra's own training, config.json and hydra_lm_head.pt.
 
 The config lacks most facts, so they are inferred from the weights.
 """
@@ -7,28 +7,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.heads.checkpoint import Understood, check_shapes, filled
+from specdec.heads.checkpoint import HeadCheckpoint, rename_tensors
 from specdec.heads.config import LayerConfig
-from specdec.heads.config_fields import Field, read_head_config
+from specdec.heads.config_fields import FieldReader, read_head_config
 from specdec.heads.files import folder_of, read_tensors
 from specdec.heads.hydra.head import HydraConfig, HydraHeads
-from specdec.heads.per_token import PerTokenConfig, counted, once, our_names
+from specdec.heads.per_token import shape_facts
 
 KINDS = ("mlp", "prefix-mlp")
-# Hydra's parameter names, each with the specdec name. Some checkpoints count dropout modules among the blocks.
-NAMES = (
+# Hydra's parameter names, each with the specdec name.
+RULES = (
     (re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((linear|res_connection)\.(weight|bias))"), r"heads.\1.blocks.\2.\3"),
     (re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)"), r"heads.\1.lm_head.\2"),
     (re.compile(r"prefix_embeding_layer\.layers\.0\.(.*)"), r"prefix.layer.\1"),
     (re.compile(r"prefix_embeding_layer\.(norm\.weight)"), r"prefix.\1"),
 )
+BLOCK = re.compile(r"heads\.(\d+)\.blocks\.(\d+)\.")
 ROTATION = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
 IGNORED = {
     "input_embed_fn.weight": "the target's own",
@@ -38,24 +39,12 @@ IGNORED = {
 BASE = 10000.0  # RoPE base of the prefix layer, whatever the target's is: Hydra's own Llama supports no other
 
 
-@dataclass(frozen=True)
-class HydraCheckpoint(Understood):
-    """Checkpoint of Hydra heads."""
-
-    config: HydraConfig  # type: ignore[assignment]
-
-    def head(self) -> HydraHeads:
-        with torch.device("meta"):
-            head = HydraHeads(self.config)
-        return filled(head, self.weights, self.path)
-
-
 def is_hydra(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes Hydra heads."""
     return "hydra_num_heads" in config
 
 
-def read(path: str | Path) -> HydraCheckpoint:
+def read(path: str | Path) -> HeadCheckpoint[HydraHeads]:
     """Read the checkpoint in a folder or on the hub (downloaded first).
 
     Raises:
@@ -72,106 +61,79 @@ def read(path: str | Path) -> HydraCheckpoint:
             "supported"
         )
     tensors = read_tensors(folder, "hydra*.pt")
-    ours = _our_names([name for name in tensors if name not in IGNORED])
-    once(folder, ours)
-    weights = {known: tensors[name] for name, known in ours.items()}
-    check_shapes(folder, weights)
+    weights, used, ignored = rename_tensors(tensors, folder, RULES, IGNORED)
+    weights = _renumbered(weights)
     if "heads.0.lm_head.weight" not in weights:
         raise ValueError(f"{folder} holds no hydra_lm_head: it is not a checkpoint of Hydra heads")
-    fields: list[Field] = []
-    understood = _config(folder, config, weights, tensors.get(ROTATION), fields)
-    used = {name: tuple(tensors[name].shape) for name in ours}
-    ignored = {name: why for name, why in IGNORED.items() if name in tensors}
-    return HydraCheckpoint(folder, "Hydra", understood, tuple(fields), used, ignored, weights)
+    reader = HydraReader(folder, config, weights)
+    c = reader.config(tensors.get(ROTATION))
+    return HeadCheckpoint(HydraHeads, folder, "Hydra", c, reader.fields, used, ignored, weights)
 
 
-def _our_names(names: list[str]) -> dict[str, str]:
-    """Map Hydra's names to specdec's, with the blocks of each head renumbered from 0."""
-    ours = our_names(names, NAMES)
-    blocks = sorted({(block[1], int(block[2])) for name in ours.values() if (block := _block(name))})
-    places = {(head, i): [j for h, j in blocks if h == head].index(i) for head, i in blocks}
-    for name, known in ours.items():
-        if block := _block(known):
-            ours[name] = f"heads.{block[1]}.blocks.{places[block[1], int(block[2])]}.{block[3]}"
-    return ours
+def _renumbered(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Number the blocks of each head from 0: some checkpoints count dropout modules, too."""
+    indices: dict[str, set[int]] = {}
+    for name in weights:
+        if found := BLOCK.match(name):
+            indices.setdefault(found[1], set()).add(int(found[2]))
+
+    def renumbered(found: re.Match[str]) -> str:
+        return f"heads.{found[1]}.blocks.{sorted(indices[found[1]]).index(int(found[2]))}."
+
+    return {BLOCK.sub(renumbered, name): tensor for name, tensor in weights.items()}
 
 
-def _block(name: str) -> re.Match[str] | None:
-    return re.fullmatch(r"heads\.(\d+)\.blocks\.(\d+)\.(.*)", name)
+class HydraReader(FieldReader):
+    """Infers a `HydraConfig` from a checkpoint's weights and config.json."""
 
+    def config(self, rotation: Tensor | None) -> HydraConfig:
+        """Infer the config. rotation: `inv_freq` of the prefix layer, None if the file does not hold it."""
+        vocab, hidden = self.weights["heads.0.lm_head.weight"].shape
+        heads = sum(bool(re.fullmatch(r"heads\.\d+\.lm_head\.weight", name)) for name in self.weights)
+        blocks = sum(bool(re.fullmatch(r"heads\.0\.blocks\.\d+\.linear\.weight", name)) for name in self.weights)
+        c = HydraConfig(hidden, vocab, heads, blocks)
+        self.fields += shape_facts(c, self.top.get("hydra_num_heads"), self.top.get("hydra_num_layers"))
+        offset = self._from_config("state_offset", self.top.get("hidden_state_offset"), 0)
+        prefix = any(name.startswith("prefix.") for name in self.weights)
+        return replace(c, state_offset=offset, prefix=self._prefix(rotation, vocab) if prefix else None)
 
-def _config(
-    folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor], rotation: Tensor | None, out: list[Field]
-) -> HydraConfig:
-    """Infer the config.
-
-    Args:
-        rotation: the `inv_freq` of the prefix layer, or None if the file does not hold it.
-        out: list that the facts are appended to.
-    """
-    vocab, hidden = weights["heads.0.lm_head.weight"].shape
-    heads = sum(bool(re.fullmatch(r"heads\.\d+\.lm_head\.weight", name)) for name in weights)
-    blocks = sum(bool(re.fullmatch(r"heads\.0\.blocks\.\d+\.linear\.weight", name)) for name in weights)
-    said = (config.get("hydra_num_heads"), config.get("hydra_num_layers"))
-    out += counted(PerTokenConfig(hidden, vocab, heads, blocks), *said)
-    given = config.get("hidden_state_offset")
-    offset = given or 0
-    out.append(Field("state_offset", offset, "assumed" if given is None else "config"))
-    prefix = None
-    if any(name.startswith("prefix.") for name in weights):
-        prefix = _layer(folder, config, weights, rotation, vocab, out)
-    return HydraConfig(hidden, vocab, heads, blocks, prefix, offset)
-
-
-def _layer(
-    folder: Path,
-    config: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-    rotation: Tensor | None,
-    vocab: int,
-    out: list[Field],
-) -> LayerConfig:
-    """Infer the config of the prefix layer. Arguments as in `_config`."""
-    shapes = {}
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj"):
-        if f"prefix.layer.{name}.weight" not in weights:
-            raise ValueError(f"{folder} lacks prefix_embeding_layer.layers.0.{name}.weight")
-        shapes[name] = weights[f"prefix.layer.{name}.weight"].shape
-    q, hidden = shapes["self_attn.q_proj"]
-    head_dim = _head_dim(folder, config, rotation, q)
-    eps = config.get("rms_norm_eps")
-    out += [
-        Field("head_dim", head_dim, "config" if rotation is None else "weights"),
-        Field("rms_norm_eps", 1e-6 if eps is None else eps, "assumed" if eps is None else "config"),
-        Field("rope_theta", BASE, "assumed" if rotation is None else "weights"),
-    ]
-    return LayerConfig(
-        hidden_size=hidden,
-        vocab_size=vocab,
-        draft_vocab_size=vocab,
-        intermediate_size=shapes["mlp.gate_proj"][0],
-        num_attention_heads=q // head_dim,
-        num_key_value_heads=shapes["self_attn.k_proj"][0] // head_dim,
-        head_dim=head_dim,
-        target_hidden_size=hidden,
-        rms_norm_eps=1e-6 if eps is None else eps,
-    )
-
-
-def _head_dim(folder: Path, config: Mapping[str, Any], rotation: Tensor | None, q: int) -> int:
-    """Infer the width of an attention head. q: width of all heads together."""
-    if rotation is not None:
-        if rotation.dim() != 1 or not rotation.numel():
-            raise ValueError(f"{folder}: rotary_emb.inv_freq has shape {tuple(rotation.shape)}, expected a vector")
-        expected = BASE ** -(torch.arange(len(rotation)) / len(rotation))
-        if not torch.allclose(rotation.float(), expected, rtol=0.02):  # it may be saved in bfloat16
-            raise ValueError(
-                f"{folder}: rotary_emb.inv_freq does not have the base {BASE:g} that Hydra's own layer has"
-            )
-        return 2 * len(rotation)
-    if config.get("num_attention_heads") is None:
-        raise ValueError(
-            f"{folder}: the head width of the prefix layer is unknown: there is neither rotary_emb.inv_freq nor "
-            "num_attention_heads in config.json. Add the target's num_attention_heads to config.json"
+    def _prefix(self, rotation: Tensor | None, vocab: int) -> LayerConfig:
+        names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj")
+        for name in names:
+            if f"prefix.layer.{name}.weight" not in self.weights:
+                raise ValueError(f"{self.folder} lacks prefix_embeding_layer.layers.0.{name}.weight")
+        (q, hidden), (kv, _), (wide, _) = (self.weights[f"prefix.layer.{name}.weight"].shape for name in names)
+        head_dim = self._record("head_dim", self._head_dim(rotation, q), "config" if rotation is None else "weights")
+        eps = self._from_config("rms_norm_eps", self.top.get("rms_norm_eps"), 1e-6)
+        self._record("rope_theta", BASE, "assumed" if rotation is None else "weights")
+        return LayerConfig(
+            hidden_size=hidden,
+            vocab_size=vocab,
+            draft_vocab_size=vocab,
+            intermediate_size=wide,
+            num_attention_heads=q // head_dim,
+            num_key_value_heads=kv // head_dim,
+            head_dim=head_dim,
+            target_hidden_size=hidden,
+            rms_norm_eps=eps,
         )
-    return q // int(config["num_attention_heads"])
+
+    def _head_dim(self, rotation: Tensor | None, q: int) -> int:
+        """Infer the width of an attention head. q: width of all heads together."""
+        if rotation is not None:
+            if rotation.dim() != 1 or not rotation.numel():
+                raise ValueError(
+                    f"{self.folder}: rotary_emb.inv_freq has shape {tuple(rotation.shape)}, expected a vector"
+                )
+            expected = BASE ** -(torch.arange(len(rotation)) / len(rotation))
+            if not torch.allclose(rotation.float(), expected, rtol=0.02):  # it may be saved in bfloat16
+                raise ValueError(
+                    f"{self.folder}: rotary_emb.inv_freq does not have the base {BASE:g} that Hydra's own layer has"
+                )
+            return 2 * len(rotation)
+        if self.top.get("num_attention_heads") is None:
+            raise ValueError(
+                f"{self.folder}: the head width of the prefix layer is unknown: there is neither rotary_emb.inv_freq "
+                "nor num_attention_heads in config.json. Add the target's num_attention_heads to config.json"
+            )
+        return q // int(self.top["num_attention_heads"])

@@ -35,9 +35,7 @@ class HydraConfig(PerTokenConfig):
     prefix: LayerConfig | None = None
     state_offset: int = 0
 
-    @property
-    def own_embedding(self) -> bool:
-        return False
+    own_embedding = False
 
     def taps(self, num_target_layers: int) -> tuple[int, ...]:
         return (num_target_layers - self.state_offset if self.state_offset else FINAL,)
@@ -95,20 +93,11 @@ class PrefixLayer(StateHead):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
-    def remember(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
-        """Write only the keys and values of the states to the cache. Arguments as in `forward`."""
+    def append_kv(self, states: Tensor, positions: Tensor, cache: Cache) -> None:
+        """Write only the keys and values of the states to the cache. See `forward`."""
         assert self.layer.input_layernorm is not None
-        self.layer.self_attn.remember(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
+        self.layer.self_attn.append_kv(self.layer.input_layernorm(states), self.rotation(states, positions), cache)
 
     def forward(self, states: Tensor, positions: Tensor, visible: Visible, cache: Cache) -> Tensor:
-        """Run the layer over n states per row.
-
-        Args:
-            states: (B, n, H), the target's states.
-            positions: (B, n) int64.
-            visible: (B, n, slots) bool, the cache slots that each state attends to.
-
-        Returns:
-            (B, n, H), normed.
-        """
+        """Run the layer over states (B, n, H), which see the slots `visible` (B, n, slots) bool. Normed."""
         return self.norm(self.layer(states, self.rotation(states, positions), visible, cache))

@@ -11,21 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.heads.base import AT_ONCE, PROMPT
+from specdec.heads.base import parts_of, prefill_width
 from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads, PrefixLayer
-from specdec.models.cache.ragged_rows import CachedRows, pads_of_part
+from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.linear import with_fast_linears
 
 
 class HydraRunner:
-    """Runs Hydra heads.
-
-    Args:
-        head: the heads, on any device, in any precision.
-        embeddings: modules borrowed from the target.
-        fast: view of the heads that drafts, for example with 8-bit linears.
-    """
+    """Runs Hydra heads. Arguments as for `HeadRunner`."""
 
     def __init__(self, head: HydraHeads, embeddings: BorrowedEmbeddings, fast: HydraHeads):
         self.head, self._embeddings, self._fast = head, embeddings, with_fast_linears(fast)
@@ -79,27 +73,18 @@ class PrefixRows(CachedRows):
     def __init__(self, layer: PrefixLayer):
         super().__init__()
         self.layer = layer
-        layer.bring_frequencies()
+        layer.move_frequencies()
 
     def read(self, states: Tensor, pads: Sequence[int]) -> Tensor:
         """Append states (B, W, H), row b left-padded by pads[b]. Returns the output (B, 1, H) at each row's last."""
-        W = states.shape[1]
-        prompt = W - 1 if W >= PROMPT else 0  # states that only keys and values are computed for
-        for start in range(0, prompt, AT_ONCE):
-            self._append(states[:, start : min(start + AT_ONCE, prompt)], start, pads, whole=False)
-        out = self._append(states[:, prompt:], prompt, pads, whole=True)
-        assert out is not None
+        B, W = states.shape[:2]
+        for part, part_pads in parts_of(W, prefill_width(W), pads):
+            width = part.stop - part.start
+            slots = self.place_known(width, part_pads, states.device)
+            if part.stop < W:
+                self.layer.append_kv(states[:, part], slots.positions, self.cache)
+            else:
+                visible = None if slots.alone else slots.visible(self.spans[0]).expand(B, -1, -1)
+                out = self.layer(states[:, part], slots.positions, visible, self.cache)
+            self.commit([width - pad for pad in part_pads])
         return out[:, -1:]
-
-    def _append(self, states: Tensor, start: int, pads: Sequence[int], whole: bool) -> Tensor | None:
-        """Append the columns of `read` that begin at `start`. whole: compute the output, not only keys and values."""
-        width, out = states.shape[1], None
-        pads = pads_of_part(pads, start, width)
-        visible_slots = self.place_known(width, pads, states.device)
-        if whole:
-            visible = None if visible_slots.alone else visible_slots.visible(self.spans[0]).expand(len(states), -1, -1)
-            out = self.layer(states, visible_slots.positions, visible, self.cache)
-        else:
-            self.layer.remember(states, visible_slots.positions, self.cache)
-        self.commit([width - pad for pad in pads])
-        return out

@@ -41,7 +41,6 @@ ROLES = {
 }
 STATES_FIRST = "input_proj.weight"  # fusing matrix in the layouts that put the state before the embedding
 TARGETS_OWN = ("shared_head.head.", "shared_head.output.", "embed_tokens.", "lm_head.")
-RENAMED = {"pre_mlp_layernorm.": "post_attention_layernorm."}  # MiMo's name for it
 
 
 class NoMtpLayers(ValueError):
@@ -79,7 +78,7 @@ def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, st
     """
     index = _file(path, INDEX, local)
     if index is not None:
-        held = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
     else:
         single = _file(path, SINGLE, local)
         if single is None:
@@ -89,8 +88,8 @@ def names(path: str, target_layers: int, *, local: bool = False) -> dict[str, st
                 else 'the target was not loaded from a folder or hub id with MTP layers: give one as "mtp:PATH_OR_ID"'
             )
         with safe_open(single, framework="pt") as opened:
-            held = dict.fromkeys(opened.keys(), SINGLE)
-    return {name: file for name, file in held.items() if _place(name, target_layers) is not None}
+            files = dict.fromkeys(opened.keys(), SINGLE)
+    return {name: file for name, file in files.items() if _place(name, target_layers) is not None}
 
 
 def read(path: str, target_layers: int) -> list[MtpTensors]:
@@ -100,15 +99,15 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
         NoMtpLayers: the checkpoint has none.
         ValueError: a tensor is missing or in no known layout.
     """
-    held = names(path, target_layers)
-    if not held:
+    files = names(path, target_layers)
+    if not files:
         raise NoMtpLayers(f"{path} holds no MTP layers (tensors after layer {target_layers - 1}, or mtp.*)")
     layers: list[MtpTensors] = []
     shared = MtpTensors()  # tensors that all layers share
     blocks: dict[int, dict[str, Tensor]] = {}
     begins: dict[int, MtpTensors] = {}  # layers, by the first decoder layer of their block
     ends: dict[int, Tensor] = {}
-    for name, tensor in _tensors(path, held):
+    for name, tensor in _tensors(path, files):
         place = _place(name, target_layers)
         assert place is not None
         index, rest = place
@@ -118,7 +117,8 @@ def read(path: str, target_layers: int) -> list[MtpTensors]:
         if role is None:
             if index is None:
                 raise ValueError(f"{path}: {name} belongs to no known layout of MTP layers")
-            blocks.setdefault(index, {})[_renamed(rest)] = tensor
+            rest = rest.replace("pre_mlp_layernorm.", "post_attention_layernorm.")  # MiMo's name for it
+            blocks.setdefault(index, {})[rest] = tensor
         elif index is None or role != NORM:
             layer = shared if index is None else begins.setdefault(index, MtpTensors())
             layer.own[role] = tensor
@@ -180,18 +180,12 @@ def _place(name: str, target_layers: int) -> tuple[int | None, str] | None:
     return None
 
 
-def _renamed(rest: str) -> str:
-    for theirs, usual in RENAMED.items():
-        rest = rest.replace(theirs, usual)
-    return rest
-
-
 def _file(path: str, name: str, local: bool = False) -> str | None:
     """Return the local path of a checkpoint's file, downloaded from the hub if necessary, or None if it has none."""
     if not path:
         return None
     try:
-        found = cached_file(
+        return cached_file(
             path,
             name,
             local_files_only=local,
@@ -201,16 +195,15 @@ def _file(path: str, name: str, local: bool = False) -> str | None:
         )
     except (OSError, HFValidationError):
         return None
-    return found
 
 
-def _tensors(path: str, held: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(path: str, files: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yield the listed tensors with their names, file by file."""
     with ExitStack() as stack:
-        for file in sorted(set(held.values())):
+        for file in sorted(set(files.values())):
             place = _file(path, file)
             if place is None:
                 raise NoMtpLayers(f"{path}: {file}, which holds MTP layers, is missing and cannot be downloaded")
             opened = stack.enter_context(safe_open(place, framework="pt"))
-            for name in sorted(name for name, where in held.items() if where == file):
+            for name in sorted(name for name, where in files.items() if where == file):
                 yield name, opened.get_tensor(name)

@@ -49,19 +49,12 @@ class MtpLayer(nn.Module):
         return self.fuse(torch.cat(pair[::-1] if self.states_first else pair, -1))
 
 
-class MtpHead(nn.Module):
-    """All MTP layers of a target, with the target's embedding and LM head.
+class MtpLayers(nn.Module):
+    """MTP layers, in the order in which they draft. The last one also drafts all further tokens."""
 
-    Args:
-        layers: in the order in which they draft. The last one also drafts all further tokens.
-        embedding: the target's token embedding.
-        lm_head: the target's LM head.
-    """
-
-    def __init__(self, layers: Sequence[MtpLayer], embedding: nn.Module, lm_head: nn.Module):
+    def __init__(self, layers: Sequence[MtpLayer]):
         super().__init__()
         self._layers = nn.ModuleList(layers)
-        self.embedding, self.lm_head = embedding, lm_head
 
     @property
     def layers(self) -> list[MtpLayer]:
@@ -74,3 +67,11 @@ class MtpHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return self.layers[0].fuse.weight.dtype
+
+
+class MtpHead(MtpLayers):
+    """All MTP layers of a target, with the target's embedding and LM head."""
+
+    def __init__(self, layers: Sequence[MtpLayer], embedding: nn.Module, lm_head: nn.Module):
+        super().__init__(layers)
+        self.embedding, self.lm_head = embedding, lm_head

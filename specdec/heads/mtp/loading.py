@@ -37,7 +37,7 @@ def load(target: PreTrainedModel, path: str | None = None) -> MtpHead:
         ValueError: the layers do not fit the target.
     """
     found = read(path or _source(target), len(decoder_layers(target)))
-    layers = [made(target, tensors, index).requires_grad_(False) for index, tensors in enumerate(found)]
+    layers = [build_layer(target, tensors, index).requires_grad_(False) for index, tensors in enumerate(found)]
     embeddings = [target.get_input_embeddings(), target.get_output_embeddings()]
     return MtpHead(layers, *(map(whole, embeddings) if is_sharded(target) else embeddings))
 
@@ -54,13 +54,14 @@ def _source(target: PreTrainedModel) -> str:
     return str(getattr(target.config, "_name_or_path", "") or "")
 
 
-def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLayer:
+def build_layer(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLayer:
     """Build the MTP layer number `index`."""
     kind, config = _kind_and_config(target, tensors.block, index)
     with torch.device("meta"):
         outline = kind(copy.deepcopy(config))
     norm_name, norm = last_norm(outline)
-    prefix = _prefix(outline)
+    first = decoder_layers(outline)[0]
+    prefix = next(name for name, module in outline.named_modules() if module is first).rpartition(".")[0]
     state = {f"{prefix}.{i}.{name}": tensor for i, layer in enumerate(tensors.block) for name, tensor in layer.items()}
     state[f"{norm_name}.weight"] = tensors.own[NORM]
     for weight in (outline.get_input_embeddings().weight, outline.get_output_embeddings().weight):
@@ -87,7 +88,7 @@ def made(target: PreTrainedModel, tensors: MtpTensors, index: int = 0) -> MtpLay
 
 
 def tensors_of(layer: MtpLayer) -> MtpTensors:
-    """Return the tensors of a layer. Inverse of `made`."""
+    """Return the tensors of a layer. Inverse of `build_layer`."""
     _, norm = last_norm(layer.block)
     modules = {EMBED_NORM: layer.embed_norm, STATE_NORM: layer.state_norm, FUSE: layer.fuse, NORM: norm}
     own: dict[str, Any] = {role: module.weight.detach() for role, module in modules.items()}
@@ -108,9 +109,9 @@ def _kind_and_config(
     count = len(decoder_layers(target))
     for name, value in vars(text).items():
         if isinstance(value, list) and len(value) == count and "layer" in name:
-            of_mlp, said = "mlp" in name or "moe" in name, getattr(text, f"mtp_{name}", None)
+            of_mlp, stated = "mlp" in name or "moe" in name, getattr(text, f"mtp_{name}", None)
             kinds = [value[mlp if of_mlp else attention] for attention, mlp in like]
-            setattr(config, name, said[index * len(like) :][: len(like)] if said else kinds)
+            setattr(config, name, stated[index * len(like) :][: len(like)] if stated else kinds)
     if hasattr(config, "first_k_dense_replace"):
         dense = sum(mlp < text.first_k_dense_replace for _, mlp in like)
         config.first_k_dense_replace = dense
@@ -142,13 +143,6 @@ def _resembled(target: PreTrainedModel, tensors: dict[str, Tensor]) -> tuple[int
     layers = decoder_layers(target)
     best = [max(range(len(layers)), key=lambda i: (likeness(layers[i], of_mlp), i)) for of_mlp in (False, True)]
     return best[0], best[1]
-
-
-def _prefix(outline: PreTrainedModel) -> str:
-    """Return the module name of a model's list of decoder layers."""
-    first = decoder_layers(outline)[0]
-    name = next(name for name, module in outline.named_modules() if module is first)
-    return name.rpartition(".")[0]
 
 
 def last_norm(outline: PreTrainedModel) -> tuple[str, nn.Module]:

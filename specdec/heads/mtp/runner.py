@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from specdec.heads.embeddings import apply_lm_head, to_device_of
 from specdec.heads.mtp.head import MtpHead
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.linear import with_fast_linears
@@ -24,9 +25,7 @@ from specdec.utils.device_copies import uploaded
 class MtpRunner:
     """Runs MTP layers. Layer k drafts the k-th token after the root. The last layer also drafts all further tokens.
 
-    Args:
-        head: the layers, or a view of them.
-        sized: whether draft passes are padded to a few sizes, so that they can be captured as CUDA graphs.
+    sized: whether draft passes are padded to a few sizes, so that they can be captured as CUDA graphs.
     """
 
     def __init__(self, head: MtpHead, sized: bool = False):
@@ -58,16 +57,7 @@ class MtpRunner:
 
     @torch.no_grad()
     def extend(self, tokens: Tensor, states: Tensor, pads: Sequence[int]) -> Tensor:
-        """Append known tokens with the target's states.
-
-        Args:
-            tokens: (B, W) int64, tokens i+1.
-            states: (B, W, H), the target's states at tokens i.
-            pads: left padding of each row.
-
-        Returns:
-            Logits (B, 1, V) after each row's last token.
-        """
+        """Append known tokens with the target's states. See `Follower.extend`."""
         self.drop_draft()
         embeds, W, pads = self._embedded(tokens), tokens.shape[1], list(pads)
         states = states.to(embeds)
@@ -88,7 +78,7 @@ class MtpRunner:
                     states[b, count] = before[b, 0]
             pads = [min(W, count + new) for count, new in zip(pads, first, strict=True)]
         self._start_draft()
-        return self._logits(self._last[0])
+        return apply_lm_head(self.head.lm_head, self._last[0])
 
     @property
     def rows(self) -> CachedRows:
@@ -104,7 +94,7 @@ class MtpRunner:
         assert out is not None
         self._last = [out[:, -1:]]
         self._start_draft()
-        return self._logits(self._last[0])
+        return apply_lm_head(self.head.lm_head, self._last[0])
 
     @torch.no_grad()
     def grow(
@@ -140,14 +130,8 @@ class MtpRunner:
         out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
         assert out is not None
         self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)
-        return self._logits(out[:, -n:])
+        return apply_lm_head(self.head.lm_head, out[:, -n:])
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        weight = next(self.head.embedding.parameters())
-        tokens = tokens if weight.device.type == "meta" else tokens.to(weight.device)
+        tokens = to_device_of(next(self.head.embedding.parameters()), tokens)
         return self.head.embedding(tokens).to(self.head.device, self.head.dtype)
-
-    def _logits(self, out: Tensor) -> Tensor:
-        weight = next(self.head.lm_head.parameters())
-        out = out.to(weight.dtype) if weight.device.type == "meta" else out.to(weight.device, weight.dtype)
-        return self.head.lm_head(out)

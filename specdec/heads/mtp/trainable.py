@@ -4,56 +4,35 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from specdec.heads.mtp.head import MtpHead, MtpLayer
+from specdec.heads.mtp.head import MtpHead, MtpLayer, MtpLayers
 from specdec.models.hidden_states import FINAL
 
 
-class FinalState:
-    """Config of MTP layers: they read the target's final state."""
-
-    @staticmethod
-    def taps(target_layers: int) -> tuple[int, ...]:
-        return (FINAL,)
-
-
-class MtpTrainee(nn.Module):
+class MtpTrainee(MtpLayers):
     """Trainable parameters of a target's MTP layers.
 
     Args:
-        layers: in the order in which they draft, see `MtpHead`.
+        layers: in the order in which they draft.
         draft_to_target: (K,) int64, the tokens in the training loss. The layers draft the target's whole vocabulary.
     """
 
-    config = FinalState()
+    config = SimpleNamespace(taps=lambda num_target_layers: (FINAL,))
     embed_tokens = lm_head = None  # the target's
+    draft_to_target: Tensor
 
     def __init__(self, layers: Sequence[MtpLayer], draft_to_target: Tensor):
-        super().__init__()
-        self._layers = nn.ModuleList(layers)
+        super().__init__(layers)
         for layer in layers:
             layer.block.set_input_embeddings(nn.Identity())  # the block reads fused embeddings
         self.register_buffer("draft_to_target", draft_to_target, persistent=False)
 
-    draft_to_target: Tensor
-
-    @property
-    def layers(self) -> list[MtpLayer]:
-        return list(self._layers)  # type: ignore[arg-type]
-
-    @property
-    def device(self) -> torch.device:
-        return self.layers[0].fuse.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layers[0].fuse.weight.dtype
-
-    def copied(self, dtype: torch.dtype) -> MtpTrainee:
+    def copy_to(self, dtype: torch.dtype) -> MtpTrainee:
         """Return a copy of the layers in another precision, in eval mode."""
         layers = []
         for layer in self.layers:

@@ -115,5 +115,5 @@ class BlockProposer(HeadProposer):
         return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        sure = self.runner.block.sure
-        return super()._confidence(scores, q) if sure is None else bin_of(sure[:, -1]).to(scores.device)
+        acceptance = self.runner.block.acceptance
+        return super()._confidence(scores, q) if acceptance is None else bin_of(acceptance[:, -1]).to(scores.device)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.head import DFlashHead
-from specdec.training.initialization.eagle3 import shape_for, start_out
+from specdec.training.initialization.eagle3 import initialize_weights, shape_for
 from specdec.utils.choices import HeadKind
 
 LAYERS = 2
@@ -22,16 +22,10 @@ def initialize_block(
 ) -> DFlashHead:
     """Create a fresh block drafter.
 
-    Args:
-        target: model to draft for.
-        draft_vocab: (K,) int64 ascending, the target's token ids that can be drafted.
-        mask_token_id: see `block_config_for`.
-        kind: see `block_config_for`.
-        drafted: see `block_config_for`.
-        changes: see `block_config_for`.
+    draft_vocab: (K,) int64 ascending, the target's token ids that can be drafted. Others: see `block_config_for`.
     """
     head = DFlashHead(block_config_for(target, len(draft_vocab), mask_token_id, kind, drafted, **changes))
-    start_out(head, target, draft_vocab)
+    initialize_weights(head, target, draft_vocab)
     with torch.no_grad():
         if head.markov_head is not None:
             nn.init.normal_(head.markov_head.markov_w1.weight, std=0.02)

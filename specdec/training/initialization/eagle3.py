@@ -18,7 +18,7 @@ from specdec.heads.eagle3.head import Eagle3Head, FusingLayer
 from specdec.models.introspection import decoder_layers
 from specdec.training.teacher.base import embedding_of
 from specdec.training.teacher.target_logits import TargetLogits
-from specdec.training.teacher.unsharded import plain
+from specdec.training.teacher.unsharded import materialized
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
@@ -44,7 +44,7 @@ def initialize(target: PreTrainedModel, draft_vocab: Tensor | int, **changes: An
     if isinstance(draft_vocab, int):
         draft_vocab = torch.arange(draft_vocab)
     head = Eagle3Head(config_for(target, len(draft_vocab), **changes))
-    start_out(head, target, draft_vocab)
+    initialize_weights(head, target, draft_vocab)
     return head
 
 
@@ -75,7 +75,7 @@ def shape_for(target: PreTrainedModel, draft_vocab_size: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def start_out(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_vocab: Tensor) -> None:
+def initialize_weights(head: Eagle3Head | DFlashHead, target: PreTrainedModel, draft_vocab: Tensor) -> None:
     """Initialize a head at random, then copy the target's weights wherever the shapes match."""
     H, layers = head.config.target_hidden_size, decoder_layers(target)
     for module in head.modules():
@@ -161,7 +161,7 @@ def _copy_layer(ours: Any, theirs: nn.Module) -> None:
 def _part(module: nn.Module | None, name: str) -> Any:
     """Return a submodule of a target's module by name, with weights that can be copied; None if there is none."""
     found = getattr(module, name, None)
-    return plain(found) if isinstance(found, nn.Module) else found
+    return materialized(found) if isinstance(found, nn.Module) else found
 
 
 def _fits(module: Any, shape: tuple[int, ...]) -> bool:

@@ -111,18 +111,11 @@ def translate(
 def _linear_map(x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
     """Fit the linear map (out, in) from x (N, in) to y (N, out), by ridge regression on inputs of unit deviation.
 
-    Args:
-        x: (N, in) float32.
-        y: (N, out) float32.
-        weight: (N,) float32, weights of the rows. None: all equal.
+    weight: (N,) float32, weights of the rows. None: all equal.
     """
-    deviation = _standard_deviation(x)
+    deviation = x.std(0).clamp(min=1e-6)
     x = x / deviation
     weighted = x if weight is None else x * (weight / weight.mean())[:, None]
     square = weighted.T @ x
     ridge = RIDGE * len(x) * torch.eye(len(square), device=x.device)
     return torch.linalg.solve(square + ridge, weighted.T @ y).T / deviation
-
-
-def _standard_deviation(x: Tensor) -> Tensor:
-    return x.std(0).clamp(min=1e-6)

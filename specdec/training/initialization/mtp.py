@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.heads.mtp.checkpoint import EMBED_NORM, FUSE, NORM, STATE_NORM, MtpTensors
-from specdec.heads.mtp.loading import last_norm, made
+from specdec.heads.mtp.loading import build_layer, last_norm
 from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.models.introspection import FULL, RECURRENT, decoder_layers, layer_kinds
 
@@ -39,7 +39,7 @@ def initialize_mtp(target: PreTrainedModel, draft_vocab: Tensor, count: int = 1)
     fuse = torch.eye(H, dtype=target.dtype).repeat(1, 2) / 2  # mean of embedding and state
     own: dict[str, Any] = {EMBED_NORM: neutral, STATE_NORM: neutral, FUSE: fuse, NORM: norm.weight}
     tensors = MtpTensors(own, [block])
-    return MtpTrainee([made(target, copy.deepcopy(tensors), index) for index in range(count)], draft_vocab)
+    return MtpTrainee([build_layer(target, copy.deepcopy(tensors), index) for index in range(count)], draft_vocab)
 
 
 def _last_attending(target: PreTrainedModel) -> nn.Module:

@@ -7,7 +7,6 @@ position of a block is scored given the text's own tokens, as `unroll` does it f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,23 +14,10 @@ from transformers import DynamicCache
 
 from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.head import DFlashHead
-from specdec.training.objectives.unroll import positions_in, split
+from specdec.training.objectives.unroll import Drafted, positions_in, split
 
 
-@dataclass(frozen=True)
-class Place:
-    """One position of all blocks. Row i belongs to the block after token i + 1; rows that are not wanted are 0.
-
-    Attributes:
-        read: (B, n, H + r), features that `reading_weight` maps to logits.
-        sure: (B, n) float32, probability of acceptance by the confidence head; None without one.
-    """
-
-    read: Tensor
-    sure: Tensor | None
-
-
-def reading_weight(head: DFlashHead) -> Tensor:
+def lm_head_weight(head: DFlashHead) -> Tensor:
     """Return the matrix of all draft logits, (K, H + r): the LM head's columns, then the Markov head's."""
     assert head.lm_head is not None
     if head.markov_head is None:
@@ -48,42 +34,30 @@ def unroll_blocks(
     documents: Tensor | None = None,
     *,
     wanted: Tensor | None = None,
-) -> Iterator[Place]:
+) -> Iterator[Drafted]:
     """Compute the head's output at each position of its blocks, given the true tokens.
 
     Args:
         head: block drafter.
         ids: (B, T) int64.
         embed: maps tokens (B, n) to embeddings (B, n, H).
-        states: (B, T, taps * target H), the target's states.
+        states: see `unroll`.
         steps: positions per block.
-        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
+        documents: see `unroll`.
         wanted: (B, T) bool; at row i: a block is drafted after token i + 1. None: after all but the first.
 
     Yields:
-        For position j, T - 1 - j rows. Row i drafts token i + 2 + j.
+        For position j, T - 1 - j rows. Row i drafts token i + 2 + j; it is 0 unless it is wanted. `lm_head_weight` maps
+        `Drafted.hidden` to logits.
     """
     documents = torch.zeros_like(ids) if documents is None else documents
     rows, _ = split(None if wanted is None else wanted[:, :-1], documents[:, :-1])
-    return unroll_rows(head, ids, embed, states, steps, documents, rows)
-
-
-def unroll_rows(
-    head: DFlashHead,
-    ids: Tensor,
-    embed: Callable[[Tensor], Tensor],
-    states: Tensor,
-    steps: int,
-    documents: Tensor,
-    rows: Tensor,
-) -> Iterator[Place]:
-    """Like `unroll_blocks`, for given rows (B, A) int64, without host syncs (it also runs on fake tensors)."""
     (B, T), c = ids.shape, head.config
     assert c.mask_token_id is not None
     L, n = T - 1, c.block_size
     position = positions_in(documents)
     cache = DynamicCache()
-    head.remember(states[:, :L], position[:, :L], cache)
+    head.append_kv(states[:, :L], position[:, :L], cache)
     tokens = torch.full((*rows.shape, n), c.mask_token_id, device=ids.device)
     tokens[..., 0] = ids.gather(1, rows + 1)
     place = torch.arange(n, device=ids.device)
@@ -101,32 +75,27 @@ def unroll_rows(
             before = head.markov_head.embedded(after.gather(1, rows + 1 + step)).to(h.dtype)
             bias, state = head.markov_head.read(before, read, state)
             read, inputs = torch.cat([read, bias], -1), torch.cat([read, before], -1)
-        sure = None
+        acceptance = None
         if head.confidence_head is not None:
-            sure = head.confidence_head(inputs[..., : head.confidence_head.proj.in_features])
-            sure = sure.new_zeros(B, L).scatter(1, rows, sure)[:, : L - step]
+            acceptance = head.confidence_head(inputs[..., : head.confidence_head.proj.in_features])
+            acceptance = acceptance.new_zeros(B, L).scatter(1, rows, acceptance)[:, : L - step]
         whole = read.new_zeros(B, L, read.shape[-1]).scatter(1, rows[..., None].expand_as(read), read)
-        yield Place(whole[:, : L - step], sure)
+        yield Drafted(whole[:, : L - step], acceptance)
 
 
 def _visible(c: DFlashConfig, documents: Tensor, position: Tensor, anchors: Tensor, at: Tensor) -> list[Tensor]:
     """Attention mask of each layer, (B, A * n, T - 1 + A * n) bool: the text before the anchor, and the own block.
 
-    Args:
-        c: config of the head.
-        documents: (B, T) int64, text number of each token.
-        position: (B, T) int64, position of each token in its text.
-        anchors: (B, A) int64, columns of the anchors.
-        at: (B, A, n) int64, positions of the blocks' tokens.
+    documents and position (B, T) are those of the text; anchors (B, A) its columns; at (B, A, n) the blocks' positions.
     """
     (B, A, n), L = at.shape, documents.shape[1] - 1
     column, block = torch.arange(L, device=at.device), torch.arange(A * n, device=at.device)
     mine = anchors.repeat_interleave(n, 1)[..., None]  # (B, A * n, 1)
     text = (column < mine) & (documents[:, None, :L] == documents.gather(1, mine[..., 0])[..., None])
     own = (block[:, None] // n == block // n).expand(B, -1, -1)
-    made: dict[int | None, Tensor] = {None: torch.cat([text, own], -1)}
+    masks: dict[int | None, Tensor] = {None: torch.cat([text, own], -1)}
     for window in {window for window in c.windows if window is not None}:
         first = (at[..., :1].expand_as(at) if c.window_from_anchor else at).flatten(1)[..., None]
         near = text & (position[:, None, :L] >= first - window)
-        made[window] = torch.cat([near, own & (block <= block[:, None]) if c.causal_windows else own], -1)
-    return [made[window] for window in c.windows]
+        masks[window] = torch.cat([near, own & (block <= block[:, None]) if c.causal_windows else own], -1)
+    return [masks[window] for window in c.windows]

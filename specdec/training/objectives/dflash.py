@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.heads.dflash.head import DFlashHead
-from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
-from specdec.training.objectives.eagle3 import Drafted, Objective
+from specdec.training.objectives.block_unroll import lm_head_weight, unroll_blocks
+from specdec.training.objectives.eagle3 import Objective
+from specdec.training.objectives.unroll import Drafted
 
 DECAY = math.exp(-1 / 4)  # from DeepSpec for blocks of 7, from DFlash for blocks of 8
 MIX = 1_000_003
@@ -39,40 +40,25 @@ class BlockObjective(Objective):
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
         learn, T = learn.bool(), ids.shape[1]
         found = learn.new_zeros(self.steps, *learn.shape)
-        alive = self._chosen(ids, learn, documents)
+        alive = self._anchors(ids, learn, documents)
         for step, first in enumerate(range(2, min(self.steps + 2, T))):
             alive = alive[:, : T - first] & learn[:, first:] & (documents[:, first:] == documents[:, : T - first])
             found[step, :, first:] = alive
         return found
 
-    def _chosen(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        """Choose the anchors of this update, (B, T) bool."""
+    def _anchors(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
+        """Choose the anchors of this update at random, (B, T) bool. The seed does not depend on a row's process."""
         drafts = pad(learn[:, 1:-1] & learn[:, 2:] & (documents[:, 2:] == documents[:, :-2]), (0, 2))  # (B, T)
-        return _some(drafts, self.anchors, ids.sum(-1) * MIX + self.update)
+        chosen = torch.zeros_like(drafts)
+        for row, seed in enumerate((ids.sum(-1) * MIX + self.update).tolist()):
+            found = drafts[row].nonzero()[:, 0]
+            order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[: self.anchors]
+            chosen[row, found[order.to(found.device)]] = True
+        return chosen
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
-        T, chosen = ids.shape[1], self._chosen(ids, learn, documents)
-        places = unroll_blocks(self.head, ids, self._embed, taps, steps, documents, wanted=chosen)
-        for first, place in enumerate(places, start=2):
-            yield Drafted(place.read[:, : T - first], None if place.sure is None else place.sure[:, : T - first])
+        chosen = self._anchors(ids, learn, documents)
+        return unroll_blocks(self.head, ids, self._embed, taps, steps, documents, wanted=chosen)
 
     def _weight(self) -> Tensor:
-        return reading_weight(self.head)
-
-
-def _some(allowed: Tensor, most: int, seeds: Tensor) -> Tensor:
-    """Choose at most `most` of each row's allowed tokens at random, (B, T) bool.
-
-    The choice depends on the row's own seed only, not on which process has the row or how often training was resumed.
-
-    Args:
-        allowed: (B, T) bool.
-        most: maximum number of tokens per row.
-        seeds: (B,) int64.
-    """
-    chosen = torch.zeros_like(allowed)
-    for row, seed in enumerate(seeds.tolist()):
-        found = allowed[row].nonzero()[:, 0]
-        order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
-        chosen[row, found[order.to(found.device)]] = True
-    return chosen
+        return lm_head_weight(self.head)

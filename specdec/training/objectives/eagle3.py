@@ -10,32 +10,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.training.objectives.losses import LOSSES, LossOfRows, Truth, places
-from specdec.training.objectives.unroll import unroll
+from specdec.training.objectives.losses import LOSSES, LossOfRows, TargetProbabilities, indices_in
+from specdec.training.objectives.unroll import Drafted, unroll
 from specdec.training.teacher.target_logits import TargetLogits
 from specdec.utils.choices import LossName, check_choice
 
 LONG = 256  # tokens from which a row gets a pass of its own on a CPU
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Drafts of one step, before their logits are computed.
-
-    Attributes:
-        read: (B, n, W), input of the LM head. Row i drafts token i + 2 + step.
-        sure: (B, n), probability of acceptance by the confidence head; None without one.
-    """
-
-    read: Tensor
-    sure: Tensor | None = None
 
 
 class Objective(nn.Module):
@@ -74,11 +60,12 @@ class Objective(nn.Module):
         self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
         self._target_logits = target_logits
 
-    # Implemented by each kind of head
-
-    @abstractmethod
     def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
         """Select the tokens that each step drafts and is trained on, (steps, B, T) bool. Arguments: see `forward`."""
+        found = learn.new_zeros(self.steps, *learn.shape, dtype=torch.bool)
+        for step, first in enumerate(range(2, min(self.steps + 2, ids.shape[1]))):
+            found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
+        return found
 
     @abstractmethod
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
@@ -86,15 +73,13 @@ class Objective(nn.Module):
 
     @abstractmethod
     def _weight(self) -> Tensor:
-        """Return the matrix (K, W) that maps `Drafted.read` to logits."""
+        """Return the matrix (K, W) that maps `Drafted.hidden` to logits."""
 
     def _embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens (B, n) as (B, n, H)."""
         if self.head.embed_tokens is not None:
             return self.head.embed_tokens(tokens)
         return nn.functional.embedding(tokens, self._embedding[0].to(tokens.device)).to(self.head.dtype)
-
-    # The loss
 
     def forward(
         self,
@@ -127,30 +112,30 @@ class Objective(nn.Module):
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         is_learned = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # token 2 is the first that is drafted
-        read, sure = [], []
-        for first, step in enumerate(
-            self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2)), start=2
-        ):
-            read.append(nn.functional.pad(step.read[:, : T - first], (0, 0, first, 0))[is_learned])
-            if step.sure is not None:
-                sure.append(nn.functional.pad(step.sure[:, : T - first], (first, 0))[is_learned])
+        hidden, acceptance = [], []
+        drafted = self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2))
+        for first, step in enumerate(drafted, start=2):
+            hidden.append(nn.functional.pad(step.hidden[:, : T - first], (0, 0, first, 0))[is_learned])
+            if step.acceptance is not None:
+                acceptance.append(nn.functional.pad(step.acceptance[:, : T - first], (first, 0))[is_learned])
         rows = self.drafts(ids, learn, documents)[:, is_learned]  # (steps, N) bool, for N tokens to train on
         counts = rows.sum(-1) if counts is None else counts
         weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
-        scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(read)]
+        scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(hidden)]
         # The target predicts a token from its state at the previous one.
         before, over_all = final.roll(1, 1)[is_learned], over_all.roll(1, 1)[is_learned]
-        choice = places(over_all[:, 1].long(), head.draft_to_target)
-        truth = Truth(before, over_all[:, 0], choice, target_logits)
-        out = torch.stack(read)
+        choice = indices_in(over_all[:, 1].long(), head.draft_to_target)
+        truth = TargetProbabilities(before, over_all[:, 0], choice, target_logits)
+        out = torch.stack(hidden)
         loss, hits, accepted = LossOfRows.apply(out, self._weight(), truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
-        if sure:
+        if acceptance:
             # A probability summed over many tokens may exceed 1 by a rounding error.
-            missed = nn.functional.binary_cross_entropy(torch.stack(sure), accepted.clamp(max=1), reduction="none")
+            true = accepted.clamp(max=1)
+            missed = nn.functional.binary_cross_entropy(torch.stack(acceptance), true, reduction="none")
             loss = loss + (scale * missed).sum()
-        return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(read)].sum(-1).clamp(min=1)}
+        return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(hidden)].sum(-1).clamp(min=1)}
 
 
 class Eagle3Objective(Objective):
@@ -167,9 +152,6 @@ class Eagle3Objective(Objective):
     def __init__(self, *args: Any, flex: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.flex = flex
-
-    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        return after_every_token(self.steps, ids, learn, documents)
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
         T = ids.shape[1]
@@ -188,14 +170,6 @@ class Eagle3Objective(Objective):
     def _weight(self) -> Tensor:
         assert self.head.lm_head is not None
         return self.head.lm_head.weight
-
-
-def after_every_token(steps: int, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-    """Implement `Objective.drafts` for heads that draft after every token."""
-    found = learn.new_zeros(steps, *learn.shape, dtype=torch.bool)
-    for step, first in enumerate(range(2, min(steps + 2, ids.shape[1]))):
-        found[step, :, first:] = learn[:, first:].bool() & (documents[:, first:] == documents[:, :-first])
-    return found
 
 
 def _distance(out: Tensor, wanted: Tensor) -> Tensor:

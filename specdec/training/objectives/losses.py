@@ -73,7 +73,7 @@ LOSSES: dict[LossName, Any] = {
 
 
 @dataclass(frozen=True)
-class Truth:
+class TargetProbabilities:
     """The target's distributions of N tokens.
 
     Attributes:
@@ -105,7 +105,7 @@ class LossOfRows(torch.autograd.Function):
         ctx: Any,
         drafted: Tensor,
         weight: Tensor,
-        truth: Truth,
+        truth: TargetProbabilities,
         scale: Tensor,
         loss_of: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +156,7 @@ class LossOfRows(torch.autograd.Function):
         return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None
 
 
-def places(tokens: Tensor, among: Tensor) -> Tensor:
+def indices_in(tokens: Tensor, among: Tensor) -> Tensor:
     """Return the index of each token (N,) in `among` (K,), as (N,) int64; -1 where it is not in there."""
     ordered, order = among.sort()
     place = torch.searchsorted(ordered, tokens).clamp(max=len(among) - 1)

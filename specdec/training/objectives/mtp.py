@@ -18,8 +18,8 @@ from specdec.heads.mtp.trainable import MtpTrainee
 from specdec.models.attention_masks import default_masks, masks_as_taken
 from specdec.models.cache.buffers import Span
 from specdec.models.introspection import cache_argument
-from specdec.training.objectives.eagle3 import Drafted, Objective, after_every_token
-from specdec.training.objectives.unroll import positions_in
+from specdec.training.objectives.eagle3 import Objective
+from specdec.training.objectives.unroll import Drafted, positions_in
 
 
 class MtpObjective(Objective):
@@ -38,34 +38,19 @@ class MtpObjective(Objective):
             raise ValueError(
                 "MTP layers cannot be trained for a target whose logits have a bias or a cap: choose another --kind"
             )
-        self._read_by = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
-
-    def drafts(self, ids: Tensor, learn: Tensor, documents: Tensor) -> Tensor:
-        return after_every_token(self.steps, ids, learn, documents)
+        self._frozen_lm_head = (readout.weight * readout.scale if readout.scale != 1 else readout.weight,)  # frozen
 
     def _unrolled(self, ids: Tensor, learn: Tensor, documents: Tensor, taps: Tensor, steps: int) -> Iterator[Drafted]:
-        for first, out in enumerate(unroll_mtp(self.head, self._embed(ids), taps, steps, documents), start=2):
-            yield Drafted(out[:, : ids.shape[1] - first])
+        return map(Drafted, unroll_mtp(self.head, self._embed(ids), taps, steps, documents))
 
     def _weight(self) -> Tensor:
-        return self._read_by[0].to(self.head.device)
+        return self._frozen_lm_head[0].to(self.head.device)
 
 
 def unroll_mtp(
     head: MtpTrainee, embeds: Tensor, states: Tensor, steps: int, documents: Tensor | None = None
 ) -> Iterator[Tensor]:
-    """Compute the layers' output at each step, given the true tokens. The counterpart of `unroll`.
-
-    Args:
-        head: MTP layers.
-        embeds: (B, T, H), embeddings of the text's tokens.
-        states: (B, T, H), the target's final states.
-        steps: drafted tokens.
-        documents: (B, T) int64, text number of each token. Texts packed in one row do not see each other.
-
-    Yields:
-        For step j, (B, T - 1 - j, H). Row i drafts token i + 2 + j.
-    """
+    """Compute the layers' output at each step, given the true tokens. Arguments and yields as for `unroll`."""
     B, T, _ = embeds.shape
     L = T - 1  # rows: the last token has no successor to pair with
     documents = embeds.new_zeros(B, T, dtype=torch.long) if documents is None else documents

@@ -8,6 +8,7 @@ own keys of each step before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,19 @@ from transformers import DynamicCache
 from specdec.heads.eagle3.head import Eagle3Head
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, attention head, query, key) -> True if visible
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Drafts of one step after many tokens, before their logits are computed.
+
+    Attributes:
+        hidden: (B, n, W), input of the LM head. Row i drafts token i + 2 + step.
+        acceptance: (B, n) float32, probability of acceptance by the confidence head; None without one.
+    """
+
+    hidden: Tensor
+    acceptance: Tensor | None = None
 
 
 def unroll(
@@ -53,9 +67,9 @@ def unroll(
     position = positions_in(documents)
     features = head.fuse(states[:, :L])
     cache = DynamicCache()
-    rows, others = split(None if wanted is None or flex or not head.can_remember else wanted[:, :L], position)
+    rows, others = split(None if wanted is None or flex or not head.can_append_kv else wanted[:, :L], position)
     if others.shape[1]:
-        head.remember(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
+        head.append_kv(_at(embeds[:, 1:], others), _at(features, others), position.gather(1, others), cache)
     features = _at(features, rows)
     keys, n = torch.cat([others, rows], 1), rows.shape[1]  # keys: the row of each key; steps_of: its step
     steps_of = torch.zeros_like(keys[0])
@@ -103,14 +117,7 @@ def _mask(
 ) -> Mask:
     """Attention mask: keys of step 0 up to the query's row, and of each later step the query's own key.
 
-    Args:
-        documents: (B, L) int64, text number of each row.
-        position: (B, L) int64, position of each row in its text.
-        rows: (B, n) int64, row of each query.
-        keys: (B, K) int64, row of each key.
-        steps_of: (K,) int64, step of each key.
-        step: step of the queries.
-        window: length of the sliding window, if any.
+    Rows (B, n) of the queries at `step`, and keys (B, K) at `steps_of` (K,), are rows of documents and position (B, L).
     """
 
     def sees(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from specdec.models.hidden_states import FINAL
 from specdec.models.introspection import decoder_layers
 from specdec.training.teacher.state_extractor import Reader
 from specdec.training.teacher.target_logits import TargetLogits
-from specdec.training.teacher.unsharded import plain
+from specdec.training.teacher.unsharded import materialized
 
 
 class Teacher(ABC):
@@ -44,10 +44,10 @@ class Teacher(ABC):
     taps: tuple[int, ...]
     embedding: Tensor
     logits: TargetLogits
-    together = False
+    collective = False
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def lockstep(self) -> Iterator[None]:
         """Context in which processes `read` different texts with a target whose passes they run together."""
         yield
 
@@ -127,13 +127,7 @@ class LocalTeacher(Teacher):
 
     @classmethod
     def of(cls, target: PreTrainedModel, head: Head, **more: Any) -> LocalTeacher:
-        """Create a teacher with the taps that `head` reads of its target.
-
-        Args:
-            target: model that `head` drafts for.
-            head: head to train.
-            more: further arguments of the class.
-        """
+        """Create a teacher with the taps that `head` reads of its target. more: further arguments of the class."""
         return cls(target, taps_of(head, target), normed=not isinstance(head, DFlashHead), **more)
 
     @property
@@ -158,13 +152,8 @@ def taps_of(head: Head, target: PreTrainedModel) -> tuple[int, ...]:
 
 @torch.no_grad()
 def embedding_of(target: PreTrainedModel, normed: bool = True) -> Tensor:
-    """Return the output of the target's embedding module for all tokens, (V, H). Gemma's scales its rows.
-
-    Args:
-        target: model with the embedding.
-        normed: see `embed_tokens`.
-    """
-    module = plain(target.get_input_embeddings())
+    """Return the output of the target's embedding module for all tokens, (V, H). normed: see `embed_tokens`."""
+    module = materialized(target.get_input_embeddings())
     rows = to_device_of(module.weight, torch.arange(module.weight.shape[0]))
     return torch.cat([embed_tokens(module, part, normed) for part in rows.split(4096)])
 

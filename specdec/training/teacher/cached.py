@@ -24,7 +24,7 @@ from specdec.utils.parsing import read_by_library
 
 
 class CachedTeacher(Teacher):
-    """Teacher read from a file that `keep_teacher` wrote.
+    """Teacher read from a file that `save_teacher` wrote.
 
     Args:
         file: file to read.
@@ -32,8 +32,8 @@ class CachedTeacher(Teacher):
         together: see `Teacher`.
     """
 
-    def __init__(self, file: Path, load: Callable[[], PreTrainedModel], together: bool = False):
-        self._file, self._load, self.together = file, load, together
+    def __init__(self, file: Path, load: Callable[[], PreTrainedModel], collective: bool = False):
+        self._file, self._load, self.collective = file, load, collective
         with read_by_library(file), safe_open(file, "pt") as stored:
             described: dict[str, Any] = json.loads(stored.metadata()["teacher"])
         self.name, self.fingerprint = described["name"], described["fingerprint"]
@@ -72,13 +72,10 @@ class CachedTeacher(Teacher):
         return target
 
 
-def keep_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
+def save_teacher(teacher: Teacher, file: Path, writes: bool = True) -> None:
     """Write what training needs of a target besides its states. A tied embedding and LM head are stored once.
 
-    Args:
-        teacher: teacher to write. If it is sharded over processes, all of them must call this.
-        file: file to write.
-        writes: True in the process that writes.
+    All processes of a sharded teacher must call this. writes: True in the process that writes.
     """
     logits, embedding = teacher.logits, teacher.embedding
     tensors = {"lm_head.weight": logits.weight, "lm_head.bias": logits.bias, "embedding": embedding}

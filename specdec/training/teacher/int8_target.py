@@ -61,7 +61,7 @@ def _rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def in_eight_bits(target: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
+def with_int8_decoder(target: PreTrainedModel, ids: Tensor) -> PreTrainedModel:
     """Return a view of `target` whose decoder multiplies in int8.
 
     Args:

@@ -25,8 +25,8 @@ from specdec.data.packed_dataset import packed
 from specdec.training.teacher.base import LocalTeacher
 
 TOKENS = 16_384  # tokens per request; a longer text is sent by itself
-TRIES, AGAIN_IN = 9, 1.0  # attempts, and seconds before the second one, which double: the server may be restarting
-SILENCE = 600.0  # timeout in seconds without a byte: a pass may take minutes
+TRIES, RETRY_DELAY = 9, 1.0  # attempts, and seconds before the second one, which double: the server may be restarting
+TIMEOUT = 600.0  # timeout in seconds without a byte: a pass may take minutes
 
 
 class ServedTeacher(LocalTeacher):
@@ -50,7 +50,7 @@ class ServedTeacher(LocalTeacher):
     ):
         super().__init__(target, taps, normed=normed)
         self.fingerprint, self._address = fingerprint, address.rstrip("/")
-        found = described(self._address)["fingerprint"]
+        found = describe_server(self._address)["fingerprint"]
         if found not in (None, fingerprint):
             raise ValueError(
                 f"{address} serves another target than {self.name}: the fingerprint of its weights is {found}, here it "
@@ -66,8 +66,8 @@ class ServedTeacher(LocalTeacher):
     def _states(self, texts: Sequence[Tensor]) -> Sequence[Tensor]:
         """Request the states (T, C) of each text (T,)."""
         lengths = [len(text) for text in texts]
-        asked = {"fingerprint": self.fingerprint, "taps": self.taps, "texts": [text.tolist() for text in texts]}
-        body = json.dumps(asked).encode()
+        request = {"fingerprint": self.fingerprint, "taps": self.taps, "texts": [text.tolist() for text in texts]}
+        body = json.dumps(request).encode()
         states = _with_retries(self._address, lambda: load(_answer(f"{self._address}/states", body))["states"])
         wide = (len(self.taps) + 1) * self.logits.weight.shape[-1]
         if tuple(states.shape) != (sum(lengths), wide):
@@ -78,7 +78,7 @@ class ServedTeacher(LocalTeacher):
         return states.split(lengths)
 
 
-def described(address: str) -> dict[str, Any]:
+def describe_server(address: str) -> dict[str, Any]:
     """Return the server's description of its target: its name and fingerprint.
 
     Raises:
@@ -94,7 +94,7 @@ def described(address: str) -> dict[str, Any]:
 
 
 def _answer(address: str, body: bytes | None = None) -> bytes:
-    with urlopen(Request(address, body, {"Content-Type": "application/json"}), timeout=SILENCE) as answer:
+    with urlopen(Request(address, body, {"Content-Type": "application/json"}), timeout=TIMEOUT) as answer:
         return answer.read()
 
 
@@ -114,5 +114,5 @@ def _with_retries(address: str, ask: Callable[[], Any], tries: int = TRIES) -> A
                     f"{address} gives no states ({reason}): check that `specdec serve-states TARGET` is running there. "
                     "Run the same command again to resume"
                 ) from error
-        time.sleep(AGAIN_IN * 2 ** (tries - 1 - left))
+        time.sleep(RETRY_DELAY * 2 ** (tries - 1 - left))
     raise AssertionError("the last try returns or raises")

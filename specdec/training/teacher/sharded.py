@@ -22,7 +22,7 @@ from specdec.training.teacher.state_extractor import nothing
 class TensorParallelTeacher(LocalTeacher):
     """Teacher for tensor parallelism: each process has a part of every layer, so each reads the texts of all."""
 
-    together = True
+    collective = True
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Compute the states of this process's batch. All processes call this together, with equally many rows."""
@@ -31,15 +31,15 @@ class TensorParallelTeacher(LocalTeacher):
         learn = batch["learn"].to(torch.uint8)
         everybodys = super()._computed(
             {
-                "ids": _everybodys(batch["ids"], 0),
-                "learn": _everybodys(learn, 0),
-                "documents": _everybodys(batch["documents"], PADDING),
+                "ids": _gathered(batch["ids"], 0),
+                "learn": _gathered(learn, 0),
+                "documents": _gathered(batch["documents"], PADDING),
             }
         )
         return batch | {name: everybodys[name][mine : mine + rows, :T] for name in ("states", "over_all")}
 
 
-def _everybodys(rows: Tensor, filled_with: int) -> Tensor:
+def _gathered(rows: Tensor, filled_with: int) -> Tensor:
     """Gather the rows (B, T) of all processes as (processes * B, longest T)."""
     return gather(pad_across_processes(rows, dim=1, pad_index=filled_with))
 
@@ -47,10 +47,10 @@ def _everybodys(rows: Tensor, filled_with: int) -> Tensor:
 class FullyShardedTeacher(LocalTeacher):
     """Teacher for FSDP: weights are gathered for each pass, so all processes run equally many, over different texts."""
 
-    together = True
+    collective = True
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
+    def lockstep(self) -> Iterator[None]:
         step = Step(self.reader.device)
         self.reader.before_pass = step.before_pass
         yield
@@ -62,5 +62,5 @@ class FullyShardedTeacher(LocalTeacher):
         list(self.reader.read([torch.zeros(1, dtype=torch.long)]))
 
     def _computed(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        with self.in_step():
+        with self.lockstep():
             return super()._computed(batch)

@@ -40,7 +40,7 @@ def extract(
     *,
     share: tuple[int, int] = (0, 1),
     progress: Callable[[int], Any] = lambda tokens: None,
-    go_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
 ) -> bool:
     """Write the states of all texts, resuming an earlier run.
 
@@ -65,13 +65,16 @@ def extract(
     for path, part in list(zip(paths, pairwise(bounds), strict=True))[mine::processes]:
         of_shard = texts[slice(*part)]
         if not path.exists():
-            if not go_on():
+            if not should_continue():
                 return False
-            states = _kept(teacher.read, of_shard)
+            states = _in_order(teacher.read, of_shard)
             over_all = [
                 teacher.logits.over_all(state, text.learn) for state, text in zip(states, of_shard, strict=True)
             ]
-            _write(path, of_shard, states, over_all)
+            tensors = end_to_end(of_shard) | {"states": torch.cat(states), "over_all": torch.cat(over_all)}
+            partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
+            save_file(tensors, partial)
+            partial.rename(path)
         progress(sum(len(text.ids) for text in of_shard))
     if not all(path.exists() for path in paths):
         return False
@@ -81,19 +84,12 @@ def extract(
     return True
 
 
-def _write(path: Path, texts: Sequence[Text], states: Sequence[Tensor], over_all: Sequence[Tensor]) -> None:
-    tensors = end_to_end(texts) | {"states": torch.cat(list(states)), "over_all": torch.cat(list(over_all))}
-    partial = path.with_suffix(f".{gethostname()}.part")  # several machines may share the folder
-    save_file(tensors, partial)
-    partial.rename(path)
-
-
 def states_of(target: PreTrainedModel, taps: Sequence[int], texts: Sequence[Text]) -> list[Tensor]:
     """Compute the target's states (T, C) of each text, in bfloat16 on the CPU."""
-    return _kept(Reader(target, taps).read, texts)
+    return _in_order(Reader(target, taps).read, texts)
 
 
-def _kept(read: Read, texts: Sequence[Text]) -> list[Tensor]:
+def _in_order(read: Read, texts: Sequence[Text]) -> list[Tensor]:
     """Collect the states (T, C) of each text in order, in bfloat16 on the CPU."""
     out = {i: states.to("cpu", torch.bfloat16) for i, states in read([text.ids for text in texts])}
     return [out[i] for i in range(len(texts))]

@@ -26,12 +26,7 @@ MOST_BYTES = 2**26  # maximum size of a request
 
 
 class StatesServer(ThreadingHTTPServer):
-    """HTTP server of one target's states. `serve_forever` starts it; requests are computed one at a time.
-
-    Args:
-        target: model to serve.
-        address: host and port.
-    """
+    """HTTP server of one target's states. `serve_forever` starts it; requests are computed one at a time."""
 
     daemon_threads = True
 
@@ -82,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            states = self.server.states(*self._asked())
+            states = self.server.states(*self._parse_request())
         except ValueError as error:
             self._answer(400, str(error).encode())
         except (RuntimeError, MemoryError) as error:
@@ -90,19 +85,19 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, save({"states": states}), "application/octet-stream")
 
-    def _asked(self) -> tuple[list[int], list[Tensor]]:
+    def _parse_request(self) -> tuple[list[int], list[Tensor]]:
         """Parse the request's taps and texts."""
         size = int(self.headers.get("Content-Length") or 0)
         if self.path != "/states" or size > MOST_BYTES:
             raise ValueError(f"POST to /states, {MOST_BYTES} bytes at most")
-        asked = json.loads(self.rfile.read(size))
+        request = json.loads(self.rfile.read(size))
         mine = self.server.description
         try:
-            texts = [torch.tensor([int(token) for token in text]) for text in asked["texts"]]
-            taps = [int(tap) for tap in asked["taps"]]
+            texts = [torch.tensor([int(token) for token in text]) for text in request["texts"]]
+            taps = [int(tap) for tap in request["taps"]]
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError('expected {"taps": [1, 2], "texts": [[5, 6, 7]]}') from error
-        if asked.get("fingerprint") not in (None, mine["fingerprint"]):
+        if request.get("fingerprint") not in (None, mine["fingerprint"]):
             raise ValueError(
                 f"the request is for another target than {mine['name']}, whose fingerprint is {mine['fingerprint']}"
             )

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.introspection import device_of
-from specdec.training.teacher.unsharded import plain
+from specdec.training.teacher.unsharded import materialized
 
 NUMBERS_AT_ONCE = 2**25  # logits over the whole vocabulary in memory at the same time
 
@@ -105,7 +105,7 @@ class TargetLogits:
     @classmethod
     def _as_named(cls, target: PreTrainedModel) -> TargetLogits:
         """Read the LM head's weights and the config's cap. Offloaded or sharded weights are copied."""
-        lm_head = plain(target.get_output_embeddings())
+        lm_head = materialized(target.get_output_embeddings())
         with align_module_device(lm_head):  # brings offloaded weights back for the duration of this block
             weight, bias = lm_head.weight.detach(), getattr(lm_head, "bias", None)
             bias = None if bias is None else bias.detach()

@@ -15,7 +15,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @torch.no_grad()
-def plain(module: M) -> M | nn.Linear:
+def materialized(module: M) -> M | nn.Linear:
     """Return a module whose weights can be copied: the module itself if possible, otherwise a copy.
 
     Sharded modules, modules offloaded by accelerate and quantised linear layers are copied. The copy of a quantised

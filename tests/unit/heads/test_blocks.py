@@ -61,7 +61,7 @@ class Rows:
             scale = max(1.0, float(wanted.abs().max()))
             torch.testing.assert_close(logits[b].double() / scale, wanted / scale, **CLOSE)
             if sure is not None:
-                torch.testing.assert_close(self.runner.block.sure[b, -1].double(), sure, **CLOSE)
+                torch.testing.assert_close(self.runner.block.acceptance[b, -1].double(), sure, **CLOSE)
 
     def check_chain(self, logits, ends):
         """All of a block, along `path`."""
@@ -100,7 +100,7 @@ def test_it_computes_what_the_naive_drafter_does(name, lengths):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["DFlash", "window"])
 def test_prompts_are_read_in_parts(name, monkeypatch):
-    monkeypatch.setattr("specdec.heads.dflash.runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.base.AT_ONCE", 4)
     Rows(blocks.head(name), LENGTHS["ragged"]).check_rounds()
 
 
@@ -255,7 +255,7 @@ def test_the_confidence_head_says_how_sure_a_chain_is():
     proposer.runner = rows.runner
     rows.extend([9, 4], [9, 4])
     keys = proposer._confidence(torch.zeros(2, tiny.VOCAB), None)
-    assert keys.tolist() == bin_of(rows.runner.block.sure[:, -1]).tolist()
+    assert keys.tolist() == bin_of(rows.runner.block.acceptance[:, -1]).tolist()
     assert keys.tolist() != [bin_of(torch.tensor([1 / tiny.VOCAB])).item()] * 2  # what the scores alone would say
 
 

@@ -56,8 +56,8 @@ def head(request):
 def test_it_computes_what_the_naive_head_does(head, prompts, lengths, monkeypatch):
     """A prompt in two parts, a tree of two depths with siblings, dropped; then more text, and a chain."""
     prompt, at_once = prompts
-    monkeypatch.setattr("specdec.heads.eagle3.runner.PROMPT", prompt)
-    monkeypatch.setattr("specdec.heads.eagle3.runner.AT_ONCE", at_once)
+    monkeypatch.setattr("specdec.heads.base.PROMPT", prompt)
+    monkeypatch.setattr("specdec.heads.base.AT_ONCE", at_once)
     target = tiny.model("llama")
     generator = torch.Generator().manual_seed(0)
     B, T = len(lengths), max(lengths) + 5

@@ -18,9 +18,8 @@ from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.heads.eagle3.checkpoint import load, read
 from specdec.heads.eagle3.config import default_taps, infer_convention
-from specdec.heads.eagle3.export import WRITERS, save
+from specdec.heads.eagle3.export import WRITERS, save, widen
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.heads.eagle3.widen import widened
 from specdec.heads.hydra.checkpoint import read as read_hydra
 from specdec.heads.loading import load as load_block
 from specdec.heads.medusa import read as read_medusa
@@ -611,7 +610,7 @@ def test_a_scale_that_belongs_to_nothing(tmp_path):
 @torch.no_grad()
 def test_widened_drafts_the_same(name):
     head = eagle3.head(name, hidden_size=24, attention_bias=True, fc_bias=True, rms_norm_eps=1e-12)
-    wide = widened(head)
+    wide = widen(head)
     assert wide.config.hidden_size == wide.config.target_hidden_size == 32
     embeds, states = torch.randn(2, 1, 9, 32, device=head.device)
     position = torch.arange(9, device=head.device)[None]
@@ -620,13 +619,13 @@ def test_widened_drafts_the_same(name):
         features = [each(embeds, h, position, None) for each, h in zip((head, wide), features, strict=True)]
         logits = [each.logits(h) for each, h in zip((head, wide), features, strict=True)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-    assert widened(wide) is wide
+    assert widen(wide) is wide
 
 
 def test_a_head_wider_than_its_target_has_no_other_layout():
     with pytest.raises(ValueError, match="48 wide, its target 32"):
-        widened(eagle3.head("wide"))
-    assert widened(own := eagle3.head("own embedding", hidden_size=48)) is own
+        widen(eagle3.head("wide"))
+    assert widen(own := eagle3.head("own embedding", hidden_size=48)) is own
 
 
 def test_export_refuses():

@@ -88,7 +88,7 @@ def test_they_compute_what_naive_heads_do(prefix, lengths):
 
 @torch.no_grad()
 def test_prompts_are_read_in_parts(monkeypatch):
-    monkeypatch.setattr("specdec.heads.hydra.runner.AT_ONCE", 4)
+    monkeypatch.setattr("specdec.heads.base.AT_ONCE", 4)
     Rows(blocks.hydra(), (40, 21)).check_rounds()
 
 
@@ -112,20 +112,19 @@ def shifted(monkeypatch):
 
 def late(monkeypatch):
     """Positions are counted from one: a layer that turns keys and queries alike does not care, one after a gap does."""
-    remember = PrefixLayer.remember
-    monkeypatch.setattr(PrefixLayer, "remember", lambda self, s, positions, c: remember(self, s, positions + 1, c))
+    append_kv = PrefixLayer.append_kv
+    monkeypatch.setattr(PrefixLayer, "append_kv", lambda self, s, positions, c: append_kv(self, s, positions + 1, c))
 
 
 def forgetful(monkeypatch):
     """Of the text only the newest states are seen."""
-    append = PrefixRows._append
+    read = PrefixRows.read
 
-    def broken(self, states, start, pads, whole):
-        if start == 0:
-            self.start(len(states))
-        return append(self, states, start, pads, whole)
+    def broken(self, states, pads):
+        self.start(len(states))
+        return read(self, states, pads)
 
-    monkeypatch.setattr(PrefixRows, "_append", broken)
+    monkeypatch.setattr(PrefixRows, "read", broken)
 
 
 def orphaned(monkeypatch):

@@ -15,7 +15,7 @@ from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.training.evaluate import evaluate
 from specdec.training.initialization.dflash import initialize_block
 from specdec.training.objectives import block_unroll
-from specdec.training.objectives.block_unroll import reading_weight, unroll_blocks
+from specdec.training.objectives.block_unroll import lm_head_weight, unroll_blocks
 from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.losses import LOSSES
 from specdec.training.teacher.base import LocalTeacher
@@ -46,7 +46,7 @@ def check_unroll(head, documents, wanted):
         wanted=wanted,
     )
     for step, place in enumerate(places):
-        logits = place.read @ reading_weight(head).T
+        logits = place.hidden @ lm_head_weight(head).T
         for b, i in wanted.nonzero().tolist():
             anchor, begin = i + 1, int((documents[b] == documents[b, i + 1]).nonzero()[0, 0])
             if i + 1 + step >= T or documents[b, min(T - 1, i + 1 + step)] != documents[b, anchor]:
@@ -56,7 +56,7 @@ def check_unroll(head, documents, wanted):
             scale = max(1.0, float(expected.abs().max()))
             torch.testing.assert_close(logits[b, i].double() / scale, expected / scale, **CLOSE)
             if sure is not None:
-                torch.testing.assert_close(place.sure[b, i].double(), sure, **CLOSE)
+                torch.testing.assert_close(place.acceptance[b, i].double(), sure, **CLOSE)
 
 
 def some_rows():
@@ -140,11 +140,11 @@ def by_the_book(objective, target, ids, learn, documents, states, over_all):
         rows = ids.shape[1] - 2 - step
         alive = alive[:, :rows] & learn[:, 2 + step :]
         p = target.get_output_embeddings()(final[:, 1 + step : -1][alive]).softmax(-1)[:, head.draft_to_target]
-        log_q = (place.read[:, :rows][alive] @ reading_weight(head).T).log_softmax(-1)
+        log_q = (place.hidden[:, :rows][alive] @ lm_head_weight(head).T).log_softmax(-1)
         missing = 1 - p.sum(-1)
         distance = (p - log_q.exp()).abs().sum(-1) + missing
         accepted = torch.minimum(p, log_q.exp()).sum(-1).detach()
-        sure = place.sure[:, :rows][alive]
+        sure = place.acceptance[:, :rows][alive]
         confidence = -(accepted * sure.log() + (1 - accepted) * (1 - sure).log())
         each = 0.9 * distance - 0.1 * (p * log_q).sum(-1) + confidence
         loss = loss + objective.decay**step * each.mean()

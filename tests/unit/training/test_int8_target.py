@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.training.teacher.int8_target import ByteLinear, in_eight_bits
+from specdec.training.teacher.int8_target import ByteLinear, with_int8_decoder
 from tests.support import eagle3, tiny
 from tests.support.training import run
 
@@ -39,7 +39,7 @@ def test_a_target_reads_in_8_bits():
     uneven.up_proj.weight[5] *= 1000
     uneven.down_proj.weight[:, 5] = 0
     wanted = eagle3.states_of(target, ids, (1, 2, -1))
-    view = in_eight_bits(target, ids[0])
+    view = with_int8_decoder(target, ids[0])
     assert float(off(eagle3.states_of(view, ids, (1, 2, -1)), wanted).median()) < 0.1
     layers = {name: layer for name, layer in view.named_modules() if isinstance(layer, nn.Linear)}
     assert [name for name, layer in layers.items() if type(layer) is not ByteLinear] == ["lm_head"]

@@ -17,15 +17,15 @@ def test_bfloat16_where_products_are_faster_in_it(emulated, monkeypatch):
     monkeypatch.setattr(precision, "_seconds", seconds.__getitem__)
     target = deepcopy(tiny.model("llama")).to(torch.bfloat16)
     weights = {name: tensor.float() for name, tensor in target.state_dict().items()}
-    assert precision.pays(CPU) is not emulated
-    read = precision.as_fast_as_it_reads(target)
+    assert precision.bfloat16_is_faster(CPU) is not emulated
+    read = precision.in_fastest_dtype(target)
     assert read.dtype == (torch.float32 if emulated else torch.bfloat16)
     assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in read.state_dict().items())
 
 
 def test_other_formats_stay(monkeypatch):
     monkeypatch.setattr(precision, "_seconds", {torch.float32: 1.0, torch.bfloat16: 6.0}.__getitem__)
-    assert precision.as_fast_as_it_reads(deepcopy(tiny.model("llama")).to(torch.float16)).dtype == torch.float16
+    assert precision.in_fastest_dtype(deepcopy(tiny.model("llama")).to(torch.float16)).dtype == torch.float16
 
 
 def test_the_clock_is_asked():
@@ -57,10 +57,10 @@ def test_another_program_does_not_decide(monkeypatch):
         return taken[dtype][asked.count(dtype) - 1]
 
     monkeypatch.setattr(precision, "_product", product)
-    assert precision.pays(CPU)
+    assert precision.bfloat16_is_faster(CPU)
     assert len(asked) == 20
     precision._timings.cache_clear()
     asked.clear()
     taken[torch.bfloat16] = [220.0] * 20
-    assert not precision.pays(CPU)
+    assert not precision.bfloat16_is_faster(CPU)
     assert len(asked) == 2 * precision.TRIES

@@ -100,20 +100,20 @@ def test_a_run_in_slices(files, tmp_path):
 def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
     mine, folder = Recipe("target", Path("data"), tmp_path), RunFolder(tmp_path)
     identity = mine.identity("sha", "weights")
-    folder.claim({key: value for key, value in identity.items() if key != "start_from"})
-    folder.refuse_others(identity, mine.defaults())
+    folder.write_identity({key: value for key, value in identity.items() if key != "start_from"})
+    folder.check_identity(identity, mine.defaults())
     other = Recipe("target", Path("data"), tmp_path, start_from="head")
     with pytest.raises(ValueError, match=r"another recipe \(--from was None, is head\)"):
-        folder.refuse_others(other.identity("sha", "weights"), other.defaults())
+        folder.check_identity(other.identity("sha", "weights"), other.defaults())
 
 
 def test_failures_as_they_come_are_understood(tmp_path):
     """Not as somebody thinks they do: of a device that is full, and of more memory than there is."""
-    with pytest.raises(ValueError, match="the disk is full"), RunFolder(tmp_path).clear_failures(""):
+    with pytest.raises(ValueError, match="the disk is full"), RunFolder(tmp_path).readable_errors(""):
         torch.save(torch.ones(100_000), "/dev/full")
-    with pytest.raises(ValueError, match="the disk is full"), RunFolder(tmp_path).clear_failures(""):
+    with pytest.raises(ValueError, match="the disk is full"), RunFolder(tmp_path).readable_errors(""):
         Path("/dev/full").write_text("a")
-    with pytest.raises(ValueError, match="out of memory: use less"), RunFolder(tmp_path).clear_failures("use less"):
+    with pytest.raises(ValueError, match="out of memory: use less"), RunFolder(tmp_path).readable_errors("use less"):
         torch.empty(1 << 50)
 
 
@@ -223,7 +223,7 @@ def test_a_run_that_was_stopped_before_its_target_was_read_is_taken_up(files, tm
 
 
 def test_two_runs_do_not_share_a_folder(files, tmp_path):
-    with RunFolder(tmp_path).alone():
+    with RunFolder(tmp_path).lock():
         result = run(files, tmp_path)
     assert result.exit_code == 2
     assert f"another run is using {tmp_path}" in result.output

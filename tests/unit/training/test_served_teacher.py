@@ -120,7 +120,7 @@ def texts(*lengths):
 
 @pytest.fixture
 def no_pause(monkeypatch):
-    monkeypatch.setattr(remote, "AGAIN_IN", 0.0)
+    monkeypatch.setattr(remote, "RETRY_DELAY", 0.0)
 
 
 class Faulty(Handler):
@@ -201,7 +201,7 @@ def test_other_layers_are_said(target):
         """That gives the states of two layers, whatever is asked for."""
 
         def do_POST(self):
-            self._asked()
+            self._parse_request()
             self._answer(200, save({"states": torch.zeros(5, 3 * 32)}))
 
     with served(target, Fixed) as address, pytest.raises(ValueError, match=r"gave states \(5, 96\), .* \(5, 128\)"):
@@ -269,11 +269,11 @@ def test_texts_are_asked_for_in_parts_and_come_in_their_order(target, monkeypatc
 @pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
 def test_a_head_starts_out_from_weights_on_the_disk(target, tmp_path, monkeypatch, saved):
     """As it does from those in memory; where the CPU only emulates bfloat16, from both in float32."""
-    monkeypatch.setattr(precision, "pays", lambda device: False)
+    monkeypatch.setattr(precision, "bfloat16_is_faster", lambda device: False)
     copy.deepcopy(target).to(saved).save_pretrained(tmp_path)
     heads = []
     for placed in ({}, {"device_map": {"": "disk"}}):
-        model = precision.as_fast_as_it_reads(load_model(str(tmp_path), **placed), torch.device("cpu"))
+        model = precision.in_fastest_dtype(load_model(str(tmp_path), **placed), torch.device("cpu"))
         torch.manual_seed(0)
         heads.append(initialize(model, torch.arange(30)).state_dict())
     assert all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])

@@ -14,7 +14,7 @@ from specdec.heads.eagle3.checkpoint import load
 from specdec.training import preparation
 from specdec.training.initialization.eagle3 import initialize
 from specdec.training.teacher.base import LocalTeacher
-from specdec.training.teacher.cached import CachedTeacher, keep_teacher
+from specdec.training.teacher.cached import CachedTeacher, save_teacher
 from specdec.training.trainer import HeadTrainer
 from tests.distributed.test_device_maps import PLACES, folder, target_of  # noqa: F401 (a fixture)
 from tests.support import tiny
@@ -121,7 +121,7 @@ def test_what_is_kept_is_what_the_target_says(family, normed, tmp_path):
     """Scaled embeddings and logits, a cap, a bias, an embedding that is the LM head."""
     target = tiny.randomised(AutoConfig.for_model(family, **tiny.BASE | FAMILIES[family] | {"num_hidden_layers": 4}))
     local = LocalTeacher(target, TAPS, normed=normed)
-    keep_teacher(local, tmp_path / "states" / "teacher.safetensors")
+    save_teacher(local, tmp_path / "states" / "teacher.safetensors")
     cached = CachedTeacher(tmp_path / "states" / "teacher.safetensors", local.model)
     assert (cached.fingerprint, cached.taps, cached.name) == (local.fingerprint, local.taps, local.name)
     assert torch.equal(cached.embedding, local.embedding)
@@ -181,7 +181,7 @@ def test_a_quantised_target_teaches(kind, tmp_path):
     assert (ours - theirs).norm() < 0.01 * theirs.norm()  # bitsandbytes multiplies in bfloat16
     teacher = LocalTeacher.of(target, head)
     torch.testing.assert_close(teacher.logits(state), target.lm_head(state).float(), rtol=1e-4, atol=1e-5)
-    keep_teacher(teacher, tmp_path / "teacher.safetensors")
+    save_teacher(teacher, tmp_path / "teacher.safetensors")
     rows = PackedTexts(some_texts(target, 6), 60)
     trainer = HeadTrainer(head, teacher, quiet_arguments(tmp_path / "run", 30, 15), train_dataset=rows)
     trainer.train()

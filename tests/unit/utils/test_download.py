@@ -238,7 +238,7 @@ import sys, time
 from specdec.heads import shipped
 from specdec.utils.download import Content
 files = {name: Content(sha256, int(size)) for name, sha256, size in (one.split(":") for one in sys.argv[1:])}
-print(shipped.bring("tiny-head", files))
+print(shipped.download_head("tiny-head", files))
 """
 
 

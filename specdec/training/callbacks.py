@@ -1,13 +1,16 @@
-"""Readable log lines for transformers' Trainer, with or without its progress bar."""
+"""Callbacks of transformers' Trainer: readable log lines, with or without its progress bar, and a time limit."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import torch
 from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
@@ -34,7 +37,35 @@ class SummaryPrinter(PrinterCallback):
             print(summary(logs, state))
 
 
-def speak(trainer: Trainer) -> None:
+class Deadline(TrainerCallback):
+    """Save a checkpoint and stop training when time is up.
+
+    Args:
+        at: end of the time, as `time.monotonic` counts.
+    """
+
+    def __init__(self, at: float):
+        self.at = at
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        if state.global_step % args.logging_steps:  # stop at logged updates only, so that log intervals stay whole
+            return control
+        up = torch.tensor(float(time.monotonic() > self.at), device=args.device)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(up)  # all stop at the same update
+        if bool(up) and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+            if state.is_world_process_zero:
+                print(
+                    f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to "
+                    "resume"
+                )
+        return control
+
+
+def print_summaries(trainer: Trainer) -> None:
     """Replace the trainer's logging callbacks with those of this module."""
     for theirs, ours in {ProgressCallback: ProgressPrinter, PrinterCallback: SummaryPrinter}.items():
         if trainer.pop_callback(theirs) is not None:
@@ -73,6 +104,6 @@ def _summary_held_out(entry: dict[str, float]) -> str:
     return f"held-out texts: loss {entry['eval_loss']:.3f}, simulated length {entry['eval_simulated_length']:.2f}"
 
 
-def in_bytes(size: float, digits: int = 1) -> str:
+def format_size(size: float, digits: int = 1) -> str:
     """Format a size in bytes as MB or GB. digits: decimals of gigabytes."""
     return f"{size / 1e9:.{digits}f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
