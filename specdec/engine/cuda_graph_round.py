@@ -1,4 +1,4 @@
-"""`RecordedPass`: target pass, verification and cache update of a round, captured as one CUDA graph."""
+"""`CapturedRound`: target pass, verification and cache update of a round, captured as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Shape = tuple[bool, int | None]  # of a draft: `chain` and `levels`
 
 
 @dataclass
-class RecordedPass:
+class CapturedRound:
     """Captures and replays the rounds of one call whose result depends on tensors only.
 
     Args:
@@ -39,7 +39,7 @@ class RecordedPass:
     _run: dict[Shape, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))  # by padded size
 
     @classmethod
-    def of(cls, target: ModelRunner, verify: object, recorder: Recorder | None) -> RecordedPass | None:
+    def of(cls, target: ModelRunner, verify: object, recorder: Recorder | None) -> CapturedRound | None:
         """Make the captured pass of a call; None without a recorder or with another verifier."""
         return cls(target, verify, recorder) if recorder is not None and isinstance(verify, BatchedVerifier) else None
 

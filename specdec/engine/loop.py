@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.trace import RoundTrace, trace_rounds
 from specdec.engine.transcript import Transcript
@@ -63,7 +63,7 @@ class Loop:
     trees: bool
     traces: Sequence[list[RoundTrace]] = ()
     recorder: Recorder | None = None
-    captured_round: RecordedPass | None = None
+    captured_round: CapturedRound | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int]) -> None:
         """Decode until all rows have stopped.

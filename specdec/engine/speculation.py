@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
-from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_session import Drafting
 from specdec.engine.hf.call import Call, prefill, returned, transcript
 from specdec.engine.hf.multimodal import multimodal_prefill, shown
@@ -169,5 +169,5 @@ class Speculation:
             trees=self.able.trees,
             traces=self.traces,
             recorder=recorder,
-            captured_round=RecordedPass.of(target, verify, recorder),
+            captured_round=CapturedRound.of(target, verify, recorder),
         )

@@ -21,7 +21,7 @@ from specdec.models.hidden_states import Taps
 from specdec.models.introspection import device_of
 from specdec.proposers.draft_heads.block import BlockProposer
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
-from specdec.proposers.draft_heads.feature_proposer import FollowingProposer
+from specdec.proposers.draft_heads.feature_proposer import FeatureProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.training.objectives.block_unroll import lm_head_weight, unroll_blocks
@@ -139,7 +139,7 @@ def evaluate(
     )
 
 
-def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FollowingProposer:
+def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FeatureProposer:
     if isinstance(head, MtpTrainee):
         return MtpProposer(head.for_target(target), **shape)
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)

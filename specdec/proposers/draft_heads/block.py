@@ -87,19 +87,19 @@ class BlockProposer(HeadProposer):
     def _backlog(self, context: Context) -> int:
         return 0 if isinstance(self.head, MedusaHeads) else super()._backlog(context)
 
-    def _deepest(self, pacer: Pacer) -> int:
-        return min(super()._deepest(pacer), self.drafted)
+    def deepest(self, pacer: Pacer) -> int:
+        return min(super().deepest(pacer), self.drafted)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)
 
     @property
-    def _widest_pass(self) -> int:
+    def widest_pass(self) -> int:
         return self.head.config.block_size
 
-    def _book_recorded(self, context: Context, depth: int) -> None:
-        super()._book_recorded(context, 1)
+    def count_passes(self, context: Context, depth: int) -> None:
+        super().count_passes(context, 1)
         for _ in range(depth - 1):
             context.pacer.observe_read_out(0.0)
 

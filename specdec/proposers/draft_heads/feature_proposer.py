@@ -1,4 +1,4 @@
-"""`FollowingProposer`: base class of proposers that draft from the target's hidden states.
+"""`FeatureProposer`: base class of proposers that draft from the target's hidden states.
 
 It collects the states of accepted tokens that the head or MTP layers have not processed yet.
 """
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.proposers.context import Context
-from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
+from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.pacing.pacer import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult
@@ -41,7 +41,7 @@ class Follower(Protocol):
         """Remove the draft's nodes from the cache."""
 
 
-class RecordableFollower(Follower, Protocol):
+class CapturableRunner(Follower, Protocol):
     """A runner whose drafts can be captured as CUDA graphs."""
 
     @property
@@ -52,7 +52,7 @@ class RecordableFollower(Follower, Protocol):
         """Like `extend`, for a few tokens after the rows' `device_lengths`. pads: (B, 1) int64."""
 
 
-class FollowingProposer(RecordedDrafts):
+class FeatureProposer(AutoregressiveProposer):
     """Drafts from the target's hidden states.
 
     Nodes computed from drafted features are dropped after each round. Accepted tokens are processed again with the
@@ -92,7 +92,7 @@ class FollowingProposer(RecordedDrafts):
     # Drafts captured as CUDA graphs
 
     @property
-    def recordable(self) -> RecordableFollower | None:
+    def recordable(self) -> CapturableRunner | None:
         """The runner, if its drafts can be captured."""
         return None
 
@@ -101,8 +101,8 @@ class FollowingProposer(RecordedDrafts):
         assert self.recordable is not None
         return self.recordable.rows
 
-    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        """See `RecordedDrafts`. The new tokens of the last round, if no others are waiting."""
+    def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        """See `Drafter`. The new tokens of the last round, if no others are waiting."""
         missing = [sum(map(len, parts)) for parts in self._waiting]
         last = all(
             len(parts) < 2 and count in (0, fresh)
@@ -115,14 +115,14 @@ class FollowingProposer(RecordedDrafts):
         self._waiting = [[] for _ in missing]
         return missing, context.features
 
-    def _read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+    def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         assert self.recordable is not None
         assert states is not None
         return self.recordable.extend_after(tokens, states, pads).to(tokens.device)
 
     def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
         if self.recordable is not None and not any(self._waiting):
-            self._draft_ahead(context, new_tokens)
+            self._captured.draft_ahead(self, context, new_tokens)
 
     # Eager drafts
 

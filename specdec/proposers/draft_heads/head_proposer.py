@@ -29,7 +29,7 @@ from specdec.models.int8_linear import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.models.int8_linear import int8_pays, with_int8_linears
 from specdec.models.introspection import decoder_layers, device_of, is_sharded
 from specdec.proposers.context import LARGEST_PADDING, Context
-from specdec.proposers.draft_heads.feature_proposer import Follower, FollowingProposer, RecordableFollower
+from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
 from specdec.proposers.draft_models.autoregressive import top_children
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -39,7 +39,7 @@ Runner = HeadRunner | DFlashRunner | ParallelRunner | MedusaRunner | HydraRunner
 Same = TypeVar("Same", bound="HeadProposer")
 
 
-class HeadProposer(FollowingProposer):
+class HeadProposer(FeatureProposer):
     """Drafts with a head that reads the target's hidden states.
 
     Drafts are dynamic trees by default, as large as pays, and chains if the target cannot verify trees. On CPUs, int8
@@ -164,7 +164,7 @@ class HeadProposer(FollowingProposer):
         return self.runner
 
     @property
-    def recordable(self) -> RecordableFollower | None:
+    def recordable(self) -> CapturableRunner | None:
         """The runner, except for Medusa's and Hydra's heads, whose runners have no cached rows."""
         return None if isinstance(self.runner, (MedusaRunner, HydraRunner)) else self.runner
 

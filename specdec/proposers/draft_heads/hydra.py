@@ -57,8 +57,8 @@ class HydraProposer(HeadProposer):
     def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> HydraRunner:
         return HydraRunner(self.head, embeddings, self._fast)
 
-    def _deepest(self, pacer: Pacer) -> int:
-        return min(super()._deepest(pacer), self.head.config.drafted)
+    def deepest(self, pacer: Pacer) -> int:
+        return min(super().deepest(pacer), self.head.config.drafted)
 
     def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)

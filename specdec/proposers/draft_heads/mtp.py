@@ -15,12 +15,12 @@ from specdec.heads.mtp.runner import MtpRunner
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.int8_linear import int8_pays, with_int8_linears
 from specdec.proposers.context import Context
-from specdec.proposers.draft_heads.feature_proposer import Follower, FollowingProposer, RecordableFollower
+from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.dynamic_tree import DynamicTree
 
 
-class MtpProposer(FollowingProposer):
+class MtpProposer(FeatureProposer):
     """Drafts with the target's own MTP layers (multi-token prediction, DeepSeek-V3, arXiv 2412.19437).
 
     transformers drops these layers when it loads a target, so they are loaded from the target's checkpoint, once per
@@ -83,7 +83,7 @@ class MtpProposer(FollowingProposer):
         return self.runner
 
     @property
-    def recordable(self) -> RecordableFollower | None:
+    def recordable(self) -> CapturableRunner | None:
         """The runner if there is a single layer: several layers have separate rows, which are not captured."""
         return self.runner if len(self.runner.layers) == 1 else None
 

@@ -17,10 +17,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from specdec.models.cache.ragged_rows import CachedRows
 from specdec.proposers.base import Proposer
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models import acceptance_estimates
 from specdec.proposers.draft_models.acceptance_estimates import TreeGains
+from specdec.proposers.draft_models.cuda_graph_drafts import CapturedDraft
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.proposers.draft_models.fixed_tree import draw_without_replacement, fitted, top
 from specdec.proposers.pacing.pacer import Pacer
@@ -92,19 +94,45 @@ class AutoregressiveProposer(Proposer):
         """The target's token ids that the draft can propose, (K,) int64. None: all."""
         return None
 
-    def _deepest(self, pacer: Pacer) -> int:
+    def deepest(self, pacer: Pacer) -> int:
         """The largest depth of a draft."""
         return pacer.limit
+
+    # Implemented by subclasses whose drafts can be captured, see `Drafter`
+
+    @property
+    def rows(self) -> CachedRows:
+        raise NotImplementedError
+
+    @property
+    def widest_pass(self) -> int:
+        return 0
+
+    def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        return None
+
+    def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def count_passes(self, context: Context, depth: int) -> None:
+        for _ in range(depth):
+            context.pacer.launched_draft_pass()
 
     # Drafting
 
     def begin(self, context: Context) -> None:
         super().begin(context)
         self._gains = TreeGains()
+        self._captured = CapturedDraft()
 
     def propose(self, context: Context) -> DraftTree:
+        draft = self._proposed(context)
+        self._captured.forget()
+        return draft
+
+    def _proposed(self, context: Context) -> DraftTree:
         pacer = self._pacer = context.pacer
-        limit = min(self._deepest(pacer), max((context.budget[b] for b in context.rows), default=0))
+        limit = min(self.deepest(pacer), max((context.budget[b] for b in context.rows), default=0))
         self._stepped, self._rows = 0, context.rows
         chances, left = acceptance_estimates.chances(context, pacer.expected_rate), max(context.budget)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
@@ -112,18 +140,22 @@ class AutoregressiveProposer(Proposer):
         return self._draft(context, limit)
 
     def _draft(self, context: Context, limit: int) -> DraftTree:
-        return self._grown(context, self._catch_up(context), limit)
+        draft = self._captured(self, context)
+        if draft is None:
+            return self.grow_draft(context, self._catch_up(context), limit)
+        self._stepped = draft.size - 2  # of a chain; a tree notes its steps
+        return draft
 
-    def _grown(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
+    def grow_draft(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         """Grow the draft from the logits (B, 1, K) after the roots, down to depth `limit`."""
-        if self._in_chains(context):
+        if self.drafts_chains(context):
             return self._grow_chain(context, logits, limit)
         if self.branching is not None:
             return self._grow_fixed(context, logits, min(limit, len(self.branching)), self.branching)
         assert self.tree is not None
         return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
 
-    def _in_chains(self, context: Context) -> bool:
+    def drafts_chains(self, context: Context) -> bool:
         """Return whether to draft chains."""
         return context.chains_only or (self.branching is None and self.tree is None)
 
@@ -155,13 +187,13 @@ class AutoregressiveProposer(Proposer):
             steps.append(list(takewhile(lambda step: step >= 0, known)))
         return steps
 
-    def _draws(self, context: Context) -> bool:
+    def draws_from_q(self, context: Context) -> bool:
         """Return whether to draw tokens from q. With shared noise, the best of q / E is accepted more often."""
         return context.sampling and self.draw and context.call.noise is None
 
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
-        draw = self._draws(context)
+        draw = self.draws_from_q(context)
         stepped = Stepped.none(context.root, context.short_budget(limit))
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
@@ -206,7 +238,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """Grow a tree of the same shape in every row. The shape must not depend on the tokens drawn."""
         B, device = context.batch_size, context.tokens.device
-        draw = self._draws(context)
+        draw = self.draws_from_q(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
         stepped = Stepped.none(context.root, context.short_budget(limit))
         q_rows: list[Tensor] = []
@@ -260,7 +292,7 @@ class AutoregressiveProposer(Proposer):
             children = self._step_and(read, context, stepped, frontier.shape[1], above)
             candidates = candidates.expanded(frontier, *children)
         best = candidates.ranked(tree.most_nodes - 1, context.short_budget(limit))
-        size = self._size(context, tree, best.nodes.shape[1], best)
+        size = self.tree_size(context, tree, best.nodes.shape[1], best)
         if size == 0:
             return DraftTree.root_only(context.root)
         notes = {"chances": best.probabilities(), "steps": best.steps(size)}
@@ -270,7 +302,7 @@ class AutoregressiveProposer(Proposer):
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
         return top_children(self._processed(context, logits, stepped, n), k)
 
-    def _size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
+    def tree_size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
         """The number of candidates to verify, out of `count`. best: the candidates, if their values may be read."""
         fixed = tree.size is not None or context.pacer.length is not None
         return count if fixed else self._gains.size(context, count, best)

@@ -24,7 +24,7 @@ from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
 from specdec.proposers.context import LARGEST_PADDING, Context
-from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
+from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.draft_nodes import Stepped
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -33,7 +33,7 @@ from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
 
 
-class DraftModelProposer(RecordedDrafts):
+class DraftModelProposer(AutoregressiveProposer):
     """Drafts with a smaller model that has the target's tokenizer (Leviathan et al., arXiv 2211.17192).
 
     Drafts are chains by default. Give `branching` for a tree of a fixed shape, or `tree` for a dynamic one.
@@ -148,7 +148,7 @@ class DraftModelProposer(RecordedDrafts):
         return ModelRunner(view, masks, static_forward=static_forward, encoder_outputs=encoder_outputs, sized=sized)
 
     def capture(self, compiled: bool) -> None:
-        if type(self) is DraftModelProposer and self._view is self.model and cannot_capture(self.model) is None:
+        if self._view is self.model and cannot_capture(self.model) is None:
             self._static_forward = StaticForward(self.model, compiled=compiled)
 
     def propose(self, context: Context) -> DraftTree:
@@ -160,18 +160,18 @@ class DraftModelProposer(RecordedDrafts):
             return DraftTree.root_only(context.root)
         return super().propose(context if ready == list(context.active) else replace(context, active=ready))
 
-    def _in_chains(self, context: Context) -> bool:
-        return self.runner.masks == "own" or super()._in_chains(context)
+    def drafts_chains(self, context: Context) -> bool:
+        return self.runner.masks == "own" or super().drafts_chains(context)
 
     @property
     def rows(self) -> CachedRows:
         return self.runner
 
-    def _newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+    def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
         missing = self._missing(context)
         return (missing, None) if 0 < max(missing) <= most else None
 
-    def _read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
+    def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         return self.runner.extend_after(self._readable(tokens), pads).logits
 
     def begin(self, context: Context) -> None:

@@ -122,7 +122,10 @@ class TranslatedDraftProposer(DraftModelProposer):
     def _missing(self, context: Context) -> list[int]:
         return [len(unread) if active else 0 for unread, active in zip(self._unread, context.active, strict=True)]
 
-    def _newest(self, context: Context, most: int) -> None:
+    def capture(self, compiled: bool) -> None:
+        """Do nothing: each target gets a view of the model of its own."""
+
+    def newest(self, context: Context, most: int) -> None:
         """Return None: spelled tokens are not part of the text, so catching up is not captured."""
 
     def _catch_up(self, context: Context) -> Tensor:

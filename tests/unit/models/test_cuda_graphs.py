@@ -10,11 +10,11 @@ import torch
 
 from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
 from specdec.engine import speculation
-from specdec.engine.cuda_graph_round import RecordedPass
+from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.loop import Loop
 from specdec.models import static_forward
 from specdec.models.cuda_graphs import MOST, WARM, Recorder
-from specdec.proposers.draft_models.cuda_graph_drafts import RecordedDrafts
+from specdec.proposers.draft_models.cuda_graph_drafts import CapturedDraft
 from tests.support import launches, tiny
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu", reason="pytest --device pretend, or cuda")
@@ -109,23 +109,23 @@ def test_rows_whose_positions_have_run_out(shape, recorders):
 @pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
 def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
     """What a head drafts while the host waits for the round is what it would draft when all is known."""
-    behind, checked, drafts = RecordedDrafts._inputs, Loop._checked, []
+    behind, propose, drafts = CapturedDraft._inputs, Loop._propose, []
 
-    def seen(self, draft, root):
-        draft = checked(self, draft, root)
+    def seen(self, context):
+        draft = propose(self, context)
         rows = [b for b, active in enumerate(self.text.active) if active]
         nodes = [zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True) for b in rows]
         drafts.append([[node for node in row if node[1] >= 0] for row in nodes])
         return draft
 
-    monkeypatch.setattr(Loop, "_checked", seen)
+    monkeypatch.setattr(Loop, "_propose", seen)
     told: list[int] = []
-    monkeypatch.setattr(RecordedDrafts, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))
+    monkeypatch.setattr(CapturedDraft, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))
     spec, given = replaying(name, automatic=False), launches.prompts(batch_size)
     ours = text(spec.generate, sampling, **given)
     ahead, drafts[:] = list(drafts), []
     assert not [round for round in told if round > 1]  # the first round's is behind the prompt
-    monkeypatch.setattr(RecordedDrafts, "draft_ahead", lambda *args: None)
+    monkeypatch.setattr(CapturedDraft, "draft_ahead", lambda *args: None)
     monkeypatch.setattr(type(spec.proposer), "draft_ahead", lambda *args: None)
     assert text(spec.generate, sampling, **given) == ours
     assert len(told) > 5
@@ -135,7 +135,7 @@ def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampl
 @pytest.mark.skipif(not PRETENDED, reason="reads what the pretended device carries")
 def test_buffers_stay_where_they_are(recorders, monkeypatch):
     spec, given = replaying("eagle3 tree", automatic=False), launches.prompts(1)
-    launched, replayed, homes, drafting = RecordedPass.launched, RecordedDrafts._replayed, [], []
+    launched, replayed, homes, drafting = CapturedRound.__call__, CapturedDraft._replayed, [], []
 
     def watched(self, draft, text):
         made = launched(self, draft, text)
@@ -144,12 +144,12 @@ def test_buffers_stay_where_they_are(recorders, monkeypatch):
         )
         return made
 
-    def seen(self, *args, **kwargs):
-        drafting.append(self.rows)
-        return replayed(self, *args, **kwargs)
+    def seen(self, drafter, *args, **kwargs):
+        drafting.append(drafter.rows)
+        return replayed(self, drafter, *args, **kwargs)
 
-    monkeypatch.setattr(RecordedPass, "launched", watched)
-    monkeypatch.setattr(RecordedDrafts, "_replayed", seen)
+    monkeypatch.setattr(CapturedRound, "__call__", watched)
+    monkeypatch.setattr(CapturedDraft, "_replayed", seen)
     text(spec.generate, False, **given)
     assert len(homes) > WARM + 2
     assert all(home == homes[-1] for home in homes[WARM:])
@@ -162,13 +162,13 @@ def buffers(runner):
 def test_a_length_that_is_recorded_as_a_number_is_seen(recorders, monkeypatch):
     """It is right in the round that is recorded, and in no other: the text of the tests above would be wrong."""
     spec, given = replaying("ngram", automatic=False), launches.prompts(1)
-    plain, made = text(spec.model.generate, False, **given), RecordedPass._made
+    plain, made = text(spec.model.generate, False, **given), CapturedRound._made
 
     def with_a_number(self, chain, levels, tokens, parents, lengths, **more):
         fixed = torch.zeros_like(lengths) + self.target.lengths[0]
         return made(self, chain, levels, tokens, parents, fixed, **more)
 
-    monkeypatch.setattr(RecordedPass, "_made", with_a_number)
+    monkeypatch.setattr(CapturedRound, "_made", with_a_number)
     assert text(spec.generate, False, **given) != plain
     assert len(recorders[-1]) >= 1
 
