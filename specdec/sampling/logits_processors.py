@@ -61,7 +61,7 @@ class NodeProcessors:
 
     Examples:
         >>> processors = NodeProcessors([hf.NoBadWordsLogitsProcessor([[1, 0]])])  # 0 must not follow 1
-        >>> texts = [[torch.tensor([1]), torch.tensor([1, 2])]]  # of one row: after the root, after its child
+        >>> texts = [[torch.tensor([2, 1]), torch.tensor([2, 1, 2])]]  # of one row: after the root, after its child
         >>> processors(torch.zeros(1, 2, 3), lambda: texts)
         tensor([[[-inf, 0., 0.],
                  [0., 0., 0.]]])
