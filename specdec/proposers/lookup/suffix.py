@@ -110,7 +110,7 @@ class SuffixProposer(Lookup):
             self.memory.write(self._numbers[b], tokens)
             near = [(match.text, match.end + len(tokens)) for match in self._matches[b]]
             self._matches[b] = self.memory.matches(self._numbers[b], longest(context, b), near)
-            self._found[b] = grow_draft(self._matches[b], context.vocab_size)
+            self._found[b] = _grown(self._matches[b], context.vocab_size)
             chains_only = self.chains_only or context.chains_only
             self._best[b] = _ranked(self._found[b], context.budget[b], pacer, chains_only)
         gains = [0.0] * max(map(len, self._best))
@@ -139,7 +139,7 @@ class SuffixProposer(Lookup):
             node = node.children[token]
 
 
-def grow_draft(matches: Sequence[Match], vocab_size: int) -> Node:
+def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
     """Build one tree of the tokens that followed the matches, within the target's vocabulary. Returns its root."""
     root = Node(-1, 0, True)
     for i, match in enumerate(matches):  # longest first, so a node is created by its longest match
