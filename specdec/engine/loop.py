@@ -77,6 +77,7 @@ class Loop:
         self._vocab_size = prefill.logits.shape[-1]
         self._fresh: Sequence[int] = fresh
         self._features = prefill.features
+        self._call = self._call_state()
         self._first_token(prefill)
         self.proposer.begin(self._context())
         while not self.text.done:
@@ -203,7 +204,7 @@ class Loop:
         self.target.truncate(ends, floors)
 
     def _context(self) -> Context:
-        text, target = self.text, self.target
+        text = self.text
         return Context(
             tokens=text.padded_left,
             pads=text.pads,
@@ -214,19 +215,22 @@ class Loop:
             chains_only=not self.trees,
             vocab_size=self._vocab_size,
             pacer=self.pacer,
-            target=target.model,
+            target=self.target.model,
             fresh=self._fresh,
             features=self._features,
-            call=CallState(
-                processors=self.processors,
-                noise=self.noise,
-                masks=target.masks,
-                cache=target.cache,
-                encoder_outputs=target.encoder_outputs,
-                recorder=self.recorder,
-                start=text.start,
-                written=text.written,
-            ),
+            call=self._call,
+        )
+
+    def _call_state(self) -> CallState:
+        return CallState(
+            processors=self.processors,
+            noise=self.noise,
+            masks=self.target.masks,
+            cache=self.target.cache,
+            encoder_outputs=self.target.encoder_outputs,
+            recorder=self.recorder,
+            start=self.text.start,
+            written=self.text.written,
         )
 
     def _final_context(self) -> Context:

@@ -7,6 +7,7 @@ needs only each row's `NewTokens` can draft before the host has read them (`Prop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -175,8 +176,8 @@ class RoundResult:
         """
         host = self.host()
         tokens = [row[:count] for row, count in zip(host.tokens, counts, strict=True)]
-        result = replace(self)
-        result.__dict__["_host"] = replace(host, accepted=list(accepted), tokens=tokens)
+        result = copy(self)
+        vars(result)["_host"] = replace(host, accepted=list(accepted), tokens=tokens)
         return result
 
     @property
