@@ -26,10 +26,11 @@ from benchmarks.regression.repeated import JOBS
 from specdec import NgramProposer, SpeculativeGenerator, SuffixProposer
 from specdec.data.prompts import Prompt
 from specdec.proposers.context import CallState, Context
-from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, agreeing
+from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
+from specdec.utils.prefix import common_prefix
 
 # Seconds of a pass over so many tokens, in passes over one: the 0.5B in bfloat16 on two cores with AVX-512 BF16.
 COSTS = "1:1 2:0.98 4:0.97 8:1.07 12:1.25 16:1.31 24:1.56 32:1.73 64:2.6"
@@ -120,7 +121,7 @@ def by_match(calls: Sequence[Call]) -> list[list[str]]:
             guess = proposer.guesses[0]
             if guess is not None:
                 following = text[end:]
-                same = agreeing(guess.tokens, following)
+                same = common_prefix(guess.tokens, following)
                 for place, (_, kind) in enumerate(guess.confidence_bins[: min(same + 1, len(following))]):
                     checked[kind] += 1
                     right[kind] += place < same
@@ -155,7 +156,7 @@ def at_most(calls: Sequence[Call]) -> float:
         while end < len(text):
             here, following = text[end - 1 : end + 1], text[end:-1]
             found = (other[at:] for other in [*before, text[:end]] for at in _places(other, here))
-            gained = 1 + max((agreeing(continuation, following) for continuation in found), default=0)
+            gained = 1 + max((common_prefix(continuation, following) for continuation in found), default=0)
             tokens, rounds, end = tokens + gained, rounds + 1, end + gained
         before.append(text)
     return tokens / max(1, rounds)

@@ -15,7 +15,6 @@ from typing import Any
 import typer
 
 from benchmarks.harness.table import table
-from specdec.proposers import hybrid
 from specdec.proposers.pacing import estimates, pacer
 from tests.support.simulated import CALLS, HOPELESS, KINDS, TABLES, TEXTS, TOKENS, over_all, speedups
 
@@ -25,9 +24,15 @@ CONSTANTS: list[tuple[Any, str]] = [
     *((estimates.Acceptance, name) for name in ("STEP", "WEIGHT", "LIKE_WEIGHT", "UNKNOWN")),
     *((estimates.Budget, name) for name in ("SHARE", "FIRST", "MOST", "LEAST")),
     *((estimates, name) for name in ("STEPS", "PRIOR_STEP")),
-    *((pacer, name) for name in ("TRIAL_LENGTH", "FEW_TOKENS", "CALL_SHARE", "CALL_LENGTH", "LONGEST")),
-    *((hybrid, name) for name in ("IN_A_ROW", "FAR_AHEAD")),
+    *((pacer, name) for name in ("FEW_TOKENS", "CALL_SHARE", "CALL_LENGTH", "LONGEST")),
 ]
+
+KEPT = """Four constants are kept although no simulated case misses them. `LEVELLING` is for the slow
+first passes of a process, which the simulator does not have. `FEW_TOKENS` separates reading a prompt from drafting: no
+simulated pass lies near it. `UNKNOWN` and `PRIOR_STEP` stand in until the first observation, which every simulated call
+makes before it asks. Two were cut from `hybrid`: rounds of n-grams in a row and how far they must be ahead, after which
+the other proposer was measured again. Without them 60 simulated cases change by -0.1% at worst. The length of a trial
+was cut as well: it is one token."""
 
 
 @contextmanager
@@ -76,6 +81,7 @@ def main() -> None:
     )
     print("the cases, and the slowest case then.\n")
     print(table(header, rows))
+    print(f"\n{KEPT}")
 
 
 if __name__ == "__main__":

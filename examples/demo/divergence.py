@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.data.chat_template import common_prefix
+from specdec.utils.prefix import common_prefix
 
 # Rounding in dozens of layers adds up to a few units in the last place of a logit. A gap of more than four units is no
 # near tie.

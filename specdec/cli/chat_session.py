@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from specdec.cli.streamer import ColourStreamer
-from specdec.data.chat_template import common_prefix
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.engine.report import Report
 from specdec.models.compat import CACHE
+from specdec.utils.prefix import common_prefix
 
 
 class Chat:

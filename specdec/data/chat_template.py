@@ -11,6 +11,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from specdec.data.messages import Message
+from specdec.utils.prefix import common_prefix
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks the target's text, if the template supports it
 QUESTION, ANSWER = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
@@ -164,17 +165,6 @@ def _contains(before: str, after: str, parts: Sequence[str]) -> bool:
     """Return whether `after` contains all parts of an answer, not only in the prompt `before`."""
     start = common_prefix(before, after)
     return all((place := after.rfind(part)) >= 0 and place + len(part) > start for part in parts)
-
-
-def common_prefix(one: Sequence[Any], two: Sequence[Any]) -> int:
-    """Length of the common prefix of two sequences.
-
-    Examples:
-        >>> common_prefix("speculate", "special")
-        4
-    """
-    shorter = min(len(one), len(two))
-    return next((i for i in range(shorter) if one[i] != two[i]), shorter)
 
 
 def _without_spaces(text: str) -> str:

@@ -24,9 +24,6 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import RoundResult
 
-IN_A_ROW = 8  # rounds of n-grams, after which the other proposer is measured again unless n-grams are FAR_AHEAD
-FAR_AHEAD = 2.0  # times the other proposer's tokens per second
-
 
 @dataclass
 class ProposerStats:
@@ -112,17 +109,14 @@ class HybridProposer(Proposer):
         self._pacer: Pacer | None = None  # the other proposer's
         self._context: Context | None = None  # this round's
         self._reads_prompt = True  # the other proposer's next draft includes its prefill
-        self._in_a_row = 0  # consecutive rounds of n-grams
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._stats_of(context.pacer)
         gains = self.ngram.expect(context)
         self._context, self._looking_up = context, self._lookup_pays(gains, rounds, context)
         if self._looking_up:
-            self._in_a_row += 1
             self.sync(context)
             return self.ngram.draft(context, gains)
-        self._in_a_row = 0
         return self.other.paced_draft(replace(context, pacer=self._pacer_of(context)))
 
     def _stats_of(self, pacer: Pacer) -> ProposerStats:
@@ -177,4 +171,4 @@ class HybridProposer(Proposer):
             reading = sum(context.ends) * pacer.seconds_to_read
             rate = left / (left / rate + reading)
         promised = (1 + sum(gains[:length]) / len(rows)) / verify(1 + length)
-        return promised > rate * (FAR_AHEAD if self._in_a_row >= IN_A_ROW and not self._reads_prompt else 1.0)
+        return promised > rate

@@ -63,14 +63,6 @@ def kind_of(length: int) -> int:
     return bisect_left(LENGTHS, length)
 
 
-def agreeing(guess: Sequence[int], text: Sequence[int]) -> int:
-    """Length of the common prefix."""
-    for count, (ours, theirs) in enumerate(zip(guess, text, strict=False)):
-        if ours != theirs:
-            return count
-    return min(len(guess), len(text))
-
-
 def writable(tokens: list[int], vocab_size: int) -> list[int]:
     """The tokens before the first one that is outside the target's vocabulary.
 

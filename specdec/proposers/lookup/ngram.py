@@ -6,19 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.proposers.context import Context
-from specdec.proposers.lookup.base import (
-    LENGTHS,
-    LIKELY,
-    Lookup,
-    agreeing,
-    kind_of,
-    laid_out,
-    longest,
-    new_tokens,
-    writable,
-)
+from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, kind_of, laid_out, longest, new_tokens, writable
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
+from specdec.utils.prefix import common_prefix
 
 PLACES = 16  # most recent occurrences of an n-gram that are searched for the longest match
 
@@ -104,7 +95,7 @@ class NgramProposer(Lookup):
         """
         guess = self.guesses[b]
         if guess is not None:
-            pacer.observe_confidence(guess.confidence_bins[: len(tokens)], agreeing(guess.tokens, tokens))
+            pacer.observe_confidence(guess.confidence_bins[: len(tokens)], common_prefix(guess.tokens, tokens))
         text, index = self._texts[b], self._index[b]
         for token in tokens:
             text.append(token)

@@ -3,6 +3,8 @@
 Proposers label each token with a *confidence bin* (how sure the draft was), and the pacer estimates whether the token
 is worth its cost. Estimates use past rounds only. Bins depend on the draft's distribution, never on the token sampled
 from it. Pacing therefore cannot bias the output.
+
+Sensitivity of the speed-up to each constant here and in `estimates`: benchmarks/results/pacing-constants.md.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from itertools import accumulate
 
 from specdec.proposers.pacing.estimates import Acceptance, Estimates, PassCost
 
-TRIAL_LENGTH = 1  # tokens drafted for exploration
 FEW_TOKENS = 16  # a draft pass over up to this many tokens takes about as long as one over a single token
 CALL_SHARE, CALL_LENGTH = 0.02, 64  # share of a call's passes for exploration; passes assumed for every call
 LARGEST_BATCH = 1 << 20
@@ -119,7 +120,7 @@ class Pacer:
         """
         if self.length is not None:
             return drafted < self.length
-        if drafted < TRIAL_LENGTH and (self._exploring or self._tests()):
+        if not drafted and (self._exploring or self._tests()):  # a trial drafts one token
             return True
         return drafted < LONGEST and self._outlook(sum(chances), len(chances), drafted, draft_steps) > 0
 
@@ -140,7 +141,7 @@ class Pacer:
         outlook = self._outlook(sum(chances), len(chances), 0, draft_steps)
         if outlook * max(1, tokens_left / 2) > reading and not self._overdrawn:
             return True
-        leaving_plain = self.verify(1 + TRIAL_LENGTH) - self.verify.plain
+        leaving_plain = self.verify(2) - self.verify.plain
         self._exploring = self._affords(reading + draft_steps * self.estimates.draft_step + leaving_plain)
         return self._exploring
 
@@ -190,7 +191,7 @@ class Pacer:
 
     def _tests(self) -> bool:
         """Return whether to verify a first token to test the draft's confidence, which has not been tested yet."""
-        return not self.acceptance.tested and self._affords(self.verify(1 + TRIAL_LENGTH) - self.verify.plain)
+        return not self.acceptance.tested and self._affords(self.verify(2) - self.verify.plain)
 
     def _outlook(self, gain: float, rows: int, drafted: int, draft_steps: int) -> float:
         """Seconds that further drafting saves at best, if tokens after the next are accepted as expected."""

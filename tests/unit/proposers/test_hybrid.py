@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec import DraftTree, Eagle3Proposer, HybridProposer, NgramProposer, Proposer, SpeculativeGenerator
-from specdec.proposers.hybrid import IN_A_ROW, ProposerStats
+from specdec.proposers.hybrid import ProposerStats
 from specdec.proposers.pacing.pacer import Pacer
 from tests.support import eagle3, tiny
 
@@ -100,22 +100,20 @@ def rounds(batch, *each):
 
 
 @pytest.mark.parametrize(
-    ("each", "gains", "in_a_row", "pays"),
+    ("each", "gains", "pays"),
     [
-        ([(2.5, 1.6)], [0.9, 0.8, 0.7, 0.6], 0, True),  # 4 tokens for a pass, against 2.5 for a pass and a half
-        ([(2.5, 1.6)], [0.9, 0.8, 0.7, 0.6], IN_A_ROW, True),  # twice as many tokens per second
-        ([(4.5, 1.6)], [0.9, 0.1], 0, False),
-        ([(2.5, 1.6)], [0.9, 0.3], 0, True),
-        ([(2.5, 1.6)], [0.9, 0.3], IN_A_ROW, False),  # not far enough ahead for the other never to be asked again
-        ([(2.5, 1.6)], [], 0, False),  # nothing found
-        ([(2.5, 1.6)], [0.01], 0, False),  # not worth its place in the pass
-        ([], [0.9, 0.8, 0.7, 0.6], 0, True),  # more than the other promises, as far as is known
-        ([], [0.2], 0, False),
+        ([(2.5, 1.6)], [0.9, 0.8, 0.7, 0.6], True),  # 4 tokens for a pass, against 2.5 for a pass and a half
+        ([(4.5, 1.6)], [0.9, 0.1], False),
+        ([(2.5, 1.6)], [0.9, 0.3], True),
+        ([(2.5, 1.6)], [], False),  # nothing found
+        ([(2.5, 1.6)], [0.01], False),  # not worth its place in the pass
+        ([], [0.9, 0.8, 0.7, 0.6], True),  # more than the other promises, as far as is known
+        ([], [0.2], False),
     ],
 )
-def test_whoever_promises_more_tokens_per_second_drafts(each, gains, in_a_row, pays):
+def test_whoever_promises_more_tokens_per_second_drafts(each, gains, pays):
     batch, hybrid = Batch([0]), HybridProposer(Silent())
-    hybrid._pacer, hybrid._in_a_row, hybrid._reads_prompt = None, in_a_row, False
+    hybrid._pacer, hybrid._reads_prompt = None, False
     assert hybrid._lookup_pays(gains, rounds(batch, *each), batch) == pays
 
 
@@ -124,7 +122,7 @@ def test_the_prompt_is_not_read_where_n_grams_do_nearly_as_well():
     hybrid, gains = HybridProposer(Silent()), [0.9, 0.3]
     for prompt, left, pays in ((9, 64, False), (900, 64, True), (900, 4000, False)):
         batch = Batch([0], budget=(left,), ends=(prompt,))
-        hybrid._pacer, hybrid._in_a_row, hybrid._reads_prompt = None, 0, True
+        hybrid._pacer, hybrid._reads_prompt = None, True
         batch.pacer.observe_prefill(prompt, 0.08 * prompt)
         assert hybrid._lookup_pays(gains, rounds(batch, (3.5, 1.6)), batch) == pays
 

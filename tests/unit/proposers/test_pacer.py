@@ -9,7 +9,7 @@ import torch
 from specdec.proposers.lookup.base import kind_of
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.estimates import Acceptance, PassCost
-from specdec.proposers.pacing.pacer import TRIAL_LENGTH, Pacer
+from specdec.proposers.pacing.pacer import Pacer
 from tests.support import tiny
 
 MS = 1e-3
@@ -187,7 +187,7 @@ def test_trials_take_a_share_of_the_seconds():
         if pacer.may_start([0.1], 1):
             trials += 1
             assert pacer.worth([0.1], 0)
-            assert not pacer.worth([0.1], TRIAL_LENGTH, draft_steps=1)
+            assert not pacer.worth([0.1], 1, draft_steps=1)
             pacer.observe_draft_pass(50 * MS)
             pacer.observe_round(2, 1, 50 * MS, 50 * MS + flat(2), 1)
         else:
