@@ -1,4 +1,4 @@
-"""`Drafting`: a proposer for one target, with estimates that calls share; `Draftings`: those of a generator."""
+"""`DraftSession`: a proposer for one target, with estimates that calls share; `DraftSessions`: those of a generator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 
 
-class Drafting:
+class DraftSession:
     """A proposer prepared for one target, shared by all calls that use it, in any thread.
 
     Args:
@@ -70,8 +70,8 @@ class Drafting:
         self._kept[batch_size].keep(pacer.estimates.verify, pacer.estimates.draft)
 
 
-class Draftings:
-    """The `Drafting` of a generator's proposer, and those of assistants that its calls request.
+class DraftSessions:
+    """The `DraftSession` of a generator's proposer, and those of assistants that its calls request.
 
     Each is prepared once, and again after one of its models changed device, dtype or vocabulary.
 
@@ -80,30 +80,30 @@ class Draftings:
         target: the target model.
 
     Attributes:
-        asked_for: by requested assistant, the state of the models when it was prepared, and its drafting; None there
+        assistants: by requested assistant, the state of the models when it was prepared, and its drafting; None there
             if it could not draft for this target.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         self._target = target
-        self.asked_for: dict[Any, tuple[Any, Drafting | None]] = {}
+        self.assistants: dict[Any, tuple[Any, DraftSession | None]] = {}
         self._prepare(proposer)
 
     def _prepare(self, proposer: Proposer) -> None:
-        self._own = Drafting(proposer, self._target)
+        self._own = DraftSession(proposer, self._target)
         self._state = self._state_with(proposer.drafting_model())
 
     @property
-    def own(self) -> Drafting:
+    def own(self) -> DraftSession:
         """The drafting of the generator's proposer."""
         proposer = self._own.proposer
         if self._state != self._state_with(proposer.drafting_model()):
             self._prepare(proposer)
         return self._own
 
-    def of_call(
+    def for_call(
         self, config: GenerationConfig, assistant: Any, tokenizers: tuple[Any, Any], warn: Callable[[str], None]
-    ) -> Drafting:
+    ) -> DraftSession:
         """Return the drafting that a call requests, else the generator's own.
 
         Precedence as in transformers 5.23: prompt lookup, early exit, assistant model.
@@ -129,14 +129,14 @@ class Draftings:
         if requested is None or _drafts_with(own.proposer, requested):
             return own
         state = tokenizers, self._state_with(None if isinstance(requested, str) else requested)
-        before, drafting = self.asked_for.get(requested, (None, None))
+        before, drafting = self.assistants.get(requested, (None, None))
         if before != state:
             try:
-                drafting = Drafting(as_proposer(requested, self._target, tokenizers), self._target)
+                drafting = DraftSession(as_proposer(requested, self._target, tokenizers), self._target)
             except ValueError as error:
                 drafting, field = None, "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
                 warn(f"{field} is ignored, and {type(own.proposer).__name__} drafts instead: {error}")
-            self.asked_for[requested] = state, drafting
+            self.assistants[requested] = state, drafting
         return drafting or own
 
     def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateOutput
 
-from specdec.engine.draft_session import Draftings
+from specdec.engine.draft_session import DraftSessions
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
@@ -112,7 +112,7 @@ class SpeculativeGenerator:
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.compile = compile
-        self._draftings = Draftings(self.proposer, self.model)
+        self._sessions = DraftSessions(self.proposer, self.model)
         self.report, self.last_report = Report(), Report()
         self._traces: tuple[list[RoundTrace], ...] = ()
         self._warned: set[str] = set()
@@ -355,7 +355,7 @@ class SpeculativeGenerator:
         else:
             for name in ignored_fields(generation_config):
                 self._warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
-            drafting = self._draftings.of_call(generation_config, assistant_model, tokenizers, self._warn)
+            drafting = self._sessions.for_call(generation_config, assistant_model, tokenizers, self._warn)
             output = Speculation(
                 self.model,
                 able,

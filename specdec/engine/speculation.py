@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.cuda_graph_round import CapturedRound
-from specdec.engine.draft_session import Drafting
+from specdec.engine.draft_session import DraftSession
 from specdec.engine.hf.call import Call, prefill, returned, transcript
 from specdec.engine.hf.multimodal import multimodal_prefill, shown
 from specdec.engine.hf.prompt_layout import prompt_layout
@@ -57,7 +57,7 @@ class Speculation:
 
     model: PreTrainedModel
     able: Capability
-    drafting: Drafting
+    drafting: DraftSession
     call: Call
     rule: RuleName | Lenient
     draft_length: int | None

@@ -287,7 +287,7 @@ def test_torchao_target(models, tokenizer, bits, compile, monkeypatch):
     with speculating(model, compile=compile) as spec:
         for _ in range(1 + 2 * compile):
             assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
-    assert not compile or len(spec._draftings.own.static_forward)
+    assert not compile or len(spec._sessions.own.static_forward)
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_bitsandbytes_target(tokenizer, tmp_path, compile):
     with speculating(model, compile=compile) as spec:
         for _ in range(1 + 2 * compile):
             assert model.generate(**inputs, **ARGUMENTS).tolist() == expected
-    assert not compile or len(spec._draftings.own.static_forward)
+    assert not compile or len(spec._sessions.own.static_forward)
 
 
 QUANTISED = {

@@ -115,8 +115,8 @@ def test_finished_rows_teach_pacing_nothing():
             return_dict_in_generate=recorded,
             output_scores=recorded,
         )
-        shared = next(iter(spec._draftings.own.estimates.values()))
+        shared = next(iter(spec._sessions.own.estimates.values()))
         estimates = dict(shared.acceptance._rates), shared.expected_rate
-        spec._draftings.own.estimates.clear()
+        spec._sessions.own.estimates.clear()
         assert before in (None, estimates)
         before = estimates

@@ -52,7 +52,7 @@ def try_capture(name: str) -> str:
             if spec.report.num_plain_calls:
                 return "runs as plain decoding"
             rounds += spec.last_report.num_rounds
-            taken = spec._draftings.own.static_forward
+            taken = spec._sessions.own.static_forward
             if taken is None or taken.refused:
                 break
     if warned:

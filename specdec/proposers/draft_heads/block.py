@@ -20,7 +20,7 @@ from specdec.heads.medusa import MedusaHeads, MedusaRunner
 from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
 from specdec.proposers.draft_models.acceptance_estimates import bin_of
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.dynamic_tree import DynamicTree
 
@@ -90,7 +90,7 @@ class BlockProposer(HeadProposer):
     def deepest(self, pacer: Pacer) -> int:
         return min(super().deepest(pacer), self.drafted)
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)
 
@@ -107,7 +107,7 @@ class BlockProposer(HeadProposer):
         """Record the reading of one more token out of the block, which needs no pass."""
         context.pacer.observe_read_out(seconds + building if context.host_sync_is_free else 0.0)
 
-    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
         """See `HeadProposer`. Without a Markov head, all nodes of a depth have the same children."""
         if n == 1 or self.runner.block.markov is not None or not context.call.processors.read_scores_alone:
             return super()._children(context, logits, stepped, n, k)

@@ -11,7 +11,7 @@ from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.runner import HeadRunner
 from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.dynamic_tree import DynamicTree
 
 
@@ -55,6 +55,6 @@ class Eagle3Proposer(HeadProposer):
     def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> HeadRunner:
         return HeadRunner(self.head, embeddings, self._fast, sized)
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)
         return logits.to(stepped.tokens.device)

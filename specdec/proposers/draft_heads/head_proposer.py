@@ -31,7 +31,7 @@ from specdec.models.introspection import decoder_layers, device_of, is_sharded
 from specdec.proposers.context import LARGEST_PADDING, Context
 from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
 from specdec.proposers.draft_models.autoregressive import top_children
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.dynamic_tree import DynamicTree
 
 Head = Eagle3Head | DFlashHead | MedusaHeads | HydraHeads
@@ -171,7 +171,7 @@ class HeadProposer(FeatureProposer):
     def known_tokens(self) -> Tensor | None:
         return self.head.draft_to_target
 
-    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
         """See `AutoregressiveProposer`. Works in the draft's vocabulary if no processor reads text or names tokens.
 
         Processors that suppress end tokens are skipped then: an end token drafted too early is rejected.

@@ -11,7 +11,7 @@ from specdec.heads.hydra.checkpoint import read
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.hydra.runner import HydraRunner
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.dynamic_tree import DynamicTree
 
@@ -60,6 +60,6 @@ class HydraProposer(HeadProposer):
     def deepest(self, pacer: Pacer) -> int:
         return min(super().deepest(pacer), self.head.config.drafted)
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
         return logits.to(stepped.tokens.device)

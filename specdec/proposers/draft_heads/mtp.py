@@ -16,7 +16,7 @@ from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.int8_linear import int8_pays, with_int8_linears
 from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.dynamic_tree import DynamicTree
 
 
@@ -87,7 +87,7 @@ class MtpProposer(FeatureProposer):
         """The runner if there is a single layer: several layers have separate rows, which are not captured."""
         return self.runner if len(self.runner.layers) == 1 else None
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         logits = self.runner.grow(stepped.tokens, n, parents, stepped.depth, stepped.seen, stepped.levels, chain)
         return logits.to(stepped.tokens.device)
 

@@ -24,7 +24,7 @@ def bin_of(chances: Tensor) -> Tensor:
     return 1 + (chances.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
 
 
-def sureness(scores: Tensor, q: Tensor | None) -> Tensor:
+def confidence_bins(scores: Tensor, q: Tensor | None) -> Tensor:
     """The bins (B,) int64 of a draft's confidence in its next token: its top probability.
 
     Args:

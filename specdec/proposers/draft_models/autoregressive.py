@@ -23,7 +23,7 @@ from specdec.proposers.context import Context
 from specdec.proposers.draft_models import acceptance_estimates
 from specdec.proposers.draft_models.acceptance_estimates import TreeGains
 from specdec.proposers.draft_models.cuda_graph_drafts import CapturedDraft
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.proposers.draft_models.fixed_tree import draw_without_replacement, fitted, top
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.acceptance import sample
@@ -83,7 +83,7 @@ class AutoregressiveProposer(Proposer):
         """Process the new tokens since the last draft, including the root; logits (B, 1, K) after them."""
 
     @abstractmethod
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         """Run the model over the last n nodes of `stepped`; the others are in its cache. Returns logits (B, n, K)."""
 
     @abstractmethod
@@ -194,7 +194,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
         draw = self.draws_from_q(context)
-        stepped = Stepped.none(context.root, context.short_budget(limit))
+        stepped = DraftNodes.none(context.root, context.short_budget(limit))
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
         confidence_bins: list[Tensor] = []
@@ -232,15 +232,15 @@ class AutoregressiveProposer(Proposer):
         )
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        """Confidence bins (B,) int64, see `acceptance_estimates.sureness`."""
-        return acceptance_estimates.sureness(scores, q)
+        """Confidence bins (B,) int64, see `acceptance_estimates.confidence_bins`."""
+        return acceptance_estimates.confidence_bins(scores, q)
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """Grow a tree of the same shape in every row. The shape must not depend on the tokens drawn."""
         B, device = context.batch_size, context.tokens.device
         draw = self.draws_from_q(context)
         tokens, parents, depth = context.root[:, None], [-1], [0]
-        stepped = Stepped.none(context.root, context.short_budget(limit))
+        stepped = DraftNodes.none(context.root, context.short_budget(limit))
         q_rows: list[Tensor] = []
         level = [0]  # indices of the nodes whose logits are known
 
@@ -278,7 +278,7 @@ class AutoregressiveProposer(Proposer):
     def _grow_dynamic(self, context: Context, logits: Tensor, limit: int, tree: DynamicTree) -> DraftTree:
         """Expand the most probable nodes of each depth, then keep the most probable ones of all depths (EAGLE-2)."""
         pacer = context.pacer
-        stepped = Stepped.none(context.root, context.short_budget(limit))
+        stepped = DraftNodes.none(context.root, context.short_budget(limit))
         candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(acceptance_estimates.below(context, candidates, depth), depth, draft_steps=1):
@@ -298,7 +298,7 @@ class AutoregressiveProposer(Proposer):
         notes = {"chances": best.probabilities(), "steps": best.steps(size)}
         return replace(best.tree(context.root, size, levels=limit), notes=notes)
 
-    def _children(self, context: Context, logits: Tensor, stepped: Stepped, n: int, k: int) -> tuple[Tensor, Tensor]:
+    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
         return top_children(self._processed(context, logits, stepped, n), k)
 
@@ -311,7 +311,7 @@ class AutoregressiveProposer(Proposer):
         self,
         read: Callable[[Tensor], tuple[Tensor, Read]],
         context: Context,
-        stepped: Stepped,
+        stepped: DraftNodes,
         n: int,
         parents: Tensor | None,
         *,
@@ -338,7 +338,7 @@ class AutoregressiveProposer(Proposer):
         else:
             context.pacer.launched_draft_pass(tokens)
 
-    def _processed(self, context: Context, logits: Tensor, stepped: Stepped, n: int) -> Tensor:
+    def _processed(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int) -> Tensor:
         """Apply the call's processors to logits (B, n, K) of the n newest nodes, or of the root if there are none."""
 
         def texts() -> list[list[Tensor]]:

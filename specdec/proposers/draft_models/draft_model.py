@@ -25,7 +25,7 @@ from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
 from specdec.proposers.context import LARGEST_PADDING, Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
@@ -236,7 +236,7 @@ class DraftModelProposer(AutoregressiveProposer):
         self._book_pass(context, logits, clock() - start, tokens.numel() if width > FEW_TOKENS else 1)
         return logits.to(tokens.device)
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
         if most is not None and self.runner.device_lengths is None and max(self.runner.lengths) >= most:
             # A row without a budget may be at the last position already: its nodes are placed there.

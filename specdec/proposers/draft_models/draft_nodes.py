@@ -1,4 +1,4 @@
-"""`Stepped`: the draft nodes that the draft model has processed, level by level, with their attention mask."""
+"""`DraftNodes`: the draft nodes that the draft model has processed, level by level, with their attention mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Stepped:
+class DraftNodes:
     """Nodes that the draft model has processed in this round, M per row, level by level, without the root.
 
     Attributes:
@@ -30,20 +30,20 @@ class Stepped:
     levels: int = 0
 
     @classmethod
-    def none(cls, root: Tensor, budget: Tensor | None) -> Stepped:
+    def none(cls, root: Tensor, budget: Tensor | None) -> DraftNodes:
         """No nodes after the roots (B,). budget: (B,) int64, tokens to draft; None: no row's budget is reached."""
         nothing = root[:, None][:, :0]
         deepest = None if budget is None else (budget - 1).clamp(min=0)[:, None]
         return cls(nothing, nothing, nothing[..., None].bool(), deepest)
 
-    def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> Stepped:
+    def and_then(self, tokens: Tensor, parents: Tensor | None, dead: Tensor | None = None) -> DraftNodes:
         """Append a level of n nodes.
 
         Args:
             tokens: (B, n) int64, the token of each node.
             parents: (B, n) int64, each node's parent, an index into the M nodes, in the last level. None: the parent is
                 the last level's only node, or the root.
-            dead: (B, n) bool, see `Stepped`.
+            dead: (B, n) bool, see `DraftNodes`.
         """
         B, n = tokens.shape
         M, last = self.tokens.shape[1], self.seen.shape[1]
@@ -58,4 +58,4 @@ class Stepped:
                 above = self.seen.gather(1, (parents - (M - last))[..., None].expand(B, n, M))
             seen = torch.cat([above, seen], 2)
         tokens, depth = torch.cat([self.tokens, tokens], 1), torch.cat([self.depth, depth], 1)
-        return Stepped(tokens, depth, seen, self.deepest, dead, self.levels + 1)
+        return DraftNodes(tokens, depth, seen, self.deepest, dead, self.levels + 1)

@@ -19,7 +19,7 @@ from specdec.models.runner import ModelRunner
 from specdec.models.views import view
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
@@ -109,7 +109,7 @@ class EarlyExitProposer(AutoregressiveProposer):
         self._book_pass(context, logits, clock() - start)
         return logits.to(root.device)
 
-    def _step(self, stepped: Stepped, n: int, parents: Tensor | None, chain: bool) -> Tensor:
+    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
         depth, seen = pad(stepped.depth + 1, (1, 0)), pad(stepped.seen, (1, 0), value=True)  # the root is a node here
         logits = self.runner.grow(stepped.tokens[:, -n:], self._placed(depth), seen, chain=chain).logits
         return logits.to(stepped.tokens.device)

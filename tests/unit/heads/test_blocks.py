@@ -263,7 +263,7 @@ def test_the_confidence_head_says_how_sure_a_chain_is():
 
 
 @torch.no_grad()
-def asked_for(head, target, text, prompt, draft_length):
+def assistants(head, target, text, prompt, draft_length):
     """Rounds that chains of the naive drafter's best tokens take to write the text."""
     states, reference, ids = (
         eagle3.states_of(target, text[None], head.config.tap_ids)[0],
@@ -290,7 +290,7 @@ def test_a_trained_drafter_accepts_what_the_naive_one_drafts(name):
     spec = SpeculativeGenerator(target, BlockProposer(head, branching=(1,) * 4), draft_length=4, on_unsupported="error")
     for prompt in prompts[:6]:
         text = spec.generate(prompt[None], do_sample=False, max_new_tokens=30)[0]
-        assert spec.last_report.num_drafts == asked_for(head, target, text, 8, 4)
+        assert spec.last_report.num_drafts == assistants(head, target, text, 8, 4)
     spec = SpeculativeGenerator(target, BlockProposer(head, branching=(1,) * 4), draft_length=4)
     spec.generate(prompts, do_sample=False, max_new_tokens=33, attention_mask=torch.ones_like(prompts))
     assert spec.report.mean_acceptance_length > 2.5

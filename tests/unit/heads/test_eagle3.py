@@ -13,7 +13,7 @@ from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.runner import HeadRunner
 from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.models.hidden_states import FINAL, Taps
-from specdec.proposers.draft_models.draft_nodes import Stepped
+from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.proposers.pacing.estimates import Acceptance
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.evaluate import accepted_lengths, evaluate
@@ -89,7 +89,7 @@ def test_it_computes_what_the_naive_head_does(head, prompts, lengths, monkeypatc
     check(extend(ends, [length - h for length, h in zip(lengths, half, strict=True)]), ends, [()] * B)
 
     drafted = torch.randint(1, tiny.VOCAB, (B, 5), generator=generator)
-    stepped = Stepped.none(tokens[:, 0], None).and_then(drafted[:, :2], None)
+    stepped = DraftNodes.none(tokens[:, 0], None).and_then(drafted[:, :2], None)
     logits = runner.grow(drafted[:, :2], None, stepped.depth, stepped.seen, False)
     for n in range(2):
         check(logits[:, n], ends, drafted[:, n : n + 1].tolist())
@@ -102,7 +102,7 @@ def test_it_computes_what_the_naive_head_does(head, prompts, lengths, monkeypatc
     runner.drop_draft()
     ends = [end + 2 for end in ends]
     check(extend(ends, [2] * B), ends, [()] * B)
-    stepped = Stepped.none(tokens[:, 0], None)
+    stepped = DraftNodes.none(tokens[:, 0], None)
     for depth in range(3):
         parents = None if depth == 0 else torch.full((B, 1), depth - 1)
         stepped = stepped.and_then(drafted[:, depth : depth + 1], parents)

@@ -276,7 +276,7 @@ def test_padded_passes_stay_within_the_positions(proposer, name, monkeypatch):
     for kwargs in ({"max_new_tokens": LAST}, {"end": LAST - 1}):
         plain, ours, spec = texts(short(name), proposer, (PROMPT, 7), **kwargs)
         assert ours == plain
-    assert len(spec._draftings.own.static_forward)
+    assert len(spec._sessions.own.static_forward)
 
 
 def test_a_pass_for_nothing_needs_no_further_position():

@@ -64,7 +64,7 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name, caplog):
         for _ in range(3):
             assert text(spec.generate, prompts) == plain
     assert not warned
-    captured = spec._draftings.own.static_forward
+    captured = spec._sessions.own.static_forward
     assert not captured.refused
     assert len(captured) == len(captured._static_forward) == 3
     assert [record.message for record in caplog.records if "a minute" in record.message] == [
@@ -83,7 +83,7 @@ def test_generated_code_writes_plain_decodings_text(monkeypatch):
             plain = text(target.generate, prompts, do_sample=sampling)
             assert text(spec.generate, prompts, do_sample=sampling) == plain
     assert not warned
-    assert len(spec._draftings.own.static_forward) >= 1
+    assert len(spec._sessions.own.static_forward) >= 1
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_proposers_beside_captured_passes(name, lengths, sampling):
     plain = text(target.generate, prompts, do_sample=sampling)
     for _ in range(2):
         assert text(spec.generate, prompts, do_sample=sampling) == plain
-    assert len(spec._draftings.own.static_forward) >= 1
+    assert len(spec._sessions.own.static_forward) >= 1
     if name == "draft":
         assert len(proposer._static_forward) >= 1
 
@@ -163,7 +163,7 @@ def test_texts_that_outgrow_their_size():
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
     kwargs = {"max_new_tokens": 90}
     assert text(spec.generate, prompts, **kwargs) == text(target.generate, prompts, **kwargs)
-    slots = {key[0][2] for key in spec._draftings.own.static_forward._static_forward}
+    slots = {key[0][2] for key in spec._sessions.own.static_forward._static_forward}
     assert slots == {512, 1024}
 
 
@@ -187,7 +187,7 @@ def test_what_cannot_be_captured_runs_on_with_one_warning(failure, monkeypatch):
             assert text(spec.generate, prompts) == plain
     assert len(warned) == 1
     assert {"raises": "no graph of this", "is wrong": "standard deviations"}[failure] in warned[0]
-    assert len(spec._draftings.own.static_forward) == 0
+    assert len(spec._sessions.own.static_forward) == 0
 
 
 def why_not(target, prompts, calls=1):
@@ -207,7 +207,7 @@ def test_recurrent_models_are_not_captured():
 def test_auto_is_for_gpus_and_nonsense_is_refused():
     spec = SpeculativeGenerator(tiny.model("llama"), NgramProposer(), compile="auto")
     text(spec.generate, tiny.prompts(9))
-    assert (spec._draftings.own.static_forward is None) == (tiny.DEVICE == "cpu")
+    assert (spec._sessions.own.static_forward is None) == (tiny.DEVICE == "cpu")
     with pytest.raises(ValueError, match="compile must be one of True, False, 'auto'"):
         SpeculativeGenerator(tiny.model("llama"), NgramProposer(), compile="yes")
 
@@ -239,7 +239,7 @@ def test_further_sizes_than_the_most_run_without_a_graph(monkeypatch):
     with tiny.specdec_warnings() as warned:
         assert text(spec.generate, prompts) == plain
     assert not warned
-    assert len(spec._draftings.own.static_forward) == 1 < len(spec._draftings.own.static_forward._static_forward)
+    assert len(spec._sessions.own.static_forward) == 1 < len(spec._sessions.own.static_forward._static_forward)
 
 
 # What passes cost
@@ -264,7 +264,7 @@ def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):
     for compile in (True, False):
         spec = SpeculativeGenerator(target, tiny.Garbage(size=5), compile=compile)
         text(spec.generate, prompts)
-        verify = spec._draftings.own.estimates[1, False].verify
+        verify = spec._sessions.own.estimates[1, False].verify
         assert verify.seen().keys() <= set(SIZES if compile else BUCKETS)
         assert (verify._buckets == SIZES) == compile
     captured, eager = (CostStore(target, 1, captured=captured).path for captured in (True, False))
@@ -294,7 +294,7 @@ def test_parity(name, proposer):
     prompts = tiny.prompts(20, 3, 14)
     for _ in range(2):
         assert text(spec.generate, prompts) == text(target.generate, prompts)
-    assert len(spec._draftings.own.static_forward) >= 1
+    assert len(spec._sessions.own.static_forward) >= 1
 
 
 @pytest.mark.usefixtures("static_shapes")

@@ -213,4 +213,4 @@ def test_calls_keep_what_they_learnt_and_the_next_process_starts_from_it(llama, 
     assert set(kept.read()[0].seen()) >= {4}
     assert kept.read()[1].share != DraftCost().share
     other = SpeculativeGenerator(llama, draft)
-    assert other._draftings.own.pacer(1, False, None).verify.seen() == kept.read()[0].seen()
+    assert other._sessions.own.pacer(1, False, None).verify.seen() == kept.read()[0].seen()
