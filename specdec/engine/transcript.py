@@ -15,37 +15,10 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
+from specdec.engine.records import Records
 from specdec.models.output import Output
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
-
-
-@dataclass
-class Records:
-    """Outputs that the caller requested, per row and chosen token; None for those not requested.
-
-    Attributes:
-        scores: (V,) float32, processed.
-        logits: (V,) float32, raw.
-        hidden_states: one (H,) per layer.
-        prompt_hidden_states: (B, T, H) per layer, from the prefill.
-        wanted: True if more than the text is returned, the cache at least. Finished rows then continue with pad tokens
-            as in plain decoding; otherwise they are no longer run.
-    """
-
-    scores: list[list[Tensor]] | None = None
-    logits: list[list[Tensor]] | None = None
-    hidden_states: list[list[tuple[Tensor, ...]]] | None = None
-    prompt_hidden_states: tuple[Tensor, ...] | None = None
-    wanted: bool = False
-
-    def truncate(self, b: int, tokens: int) -> None:
-        """Drop the records of row b after its first `tokens` tokens."""
-        for kept in (self.scores, self.logits):
-            if kept is not None:
-                del kept[b][tokens:]
-        if self.hidden_states is not None:
-            del self.hidden_states[b][max(0, tokens - 1) :]
 
 
 @dataclass
@@ -88,7 +61,6 @@ class Transcript:
         self._drafted: list[list[bool]] = [[] for _ in range(B)]
         self._unfinished = [True] * B
         self._hold: int | None = None  # column at which rows wait for the others
-        self._settled_scores: list[Tensor] = []
         on_tokens = [criterion for criterion in self.criteria if _ends_on_tokens_alone(criterion)]
         self._others = [criterion for criterion in self.criteria if not _ends_on_tokens_alone(criterion)]
         self._stop_tokens = {token for made in on_tokens for token in made.eos_token_id.flatten().tolist()}
@@ -163,7 +135,9 @@ class Transcript:
             self._hold = result.hold
         accepted = [count - first for count in host.accepted]
         if output is not None and self.records.wanted:
-            self._record([path[first:] for path in host.path], accepted, output, result.scores[first:])
+            for b in (b for b, grows in enumerate(self.growing) if grows):
+                path = host.path[b][first:][: accepted[b] + 1]
+                self.records.add(b, path, output, result.scores[first:])
         self._append([row[first:] for row in host.tokens], accepted, None if first else result.tokens)
 
     def _append(self, tokens: Sequence[Sequence[int]], drafted: Sequence[int], device_tokens: Tensor | None) -> None:
@@ -212,27 +186,6 @@ class Transcript:
         new = torch.where(place < count, device_tokens.to(device), self.filler)  # the rest is filler already
         self.tokens.scatter_(1, first + place, new)
 
-    def _record(
-        self, path: Sequence[Sequence[int]], accepted: Sequence[int], output: Output, scores: Sequence[Tensor]
-    ) -> None:
-        """Record the requested outputs for the tokens that the next `_append` adds.
-
-        Args:
-            path: (B, D) node indices: token i of row b was chosen after node path[b][i], i from 0 to accepted[b].
-            accepted: number of accepted draft tokens of each row.
-            output: output of the target pass.
-            scores: processed scores (B, V), one per token.
-        """
-        records = self.records
-        for b, (wanted, padding) in enumerate(zip(self.active, self.padding, strict=True)):
-            for i, node in enumerate(path[b][: accepted[b] + 1] if wanted or padding else ()):
-                if records.scores is not None:
-                    records.scores[b].append(scores[i][b].clone())
-                if records.logits is not None:
-                    records.logits[b].append(output.logits[b, node].float())
-                if records.hidden_states is not None and output.hidden_states is not None:
-                    records.hidden_states[b].append(tuple(states[b, node].clone() for states in output.hidden_states))
-
     def settle(self) -> None:
         """Settle every column that all unfinished rows have reached; set `done` once plain decoding would stop.
 
@@ -270,7 +223,7 @@ class Transcript:
 
         Criteria that use only the last token, the length or the clock are evaluated on the host, without a sync.
         """
-        scores = self._score_column(column)
+        scores = self.records.settle_scores(column - self.start)
         stops = [token in self._stop_tokens for token in self._column(column)]
         for criterion in self._others:
             if type(criterion) in (MaxLengthCriteria, MaxTimeCriteria):
@@ -326,12 +279,6 @@ class Transcript:
             extra = max(columns - have, 256)
             self.tokens = torch.nn.functional.pad(self.tokens, (0, extra), value=self.filler)
 
-    def _score_column(self, column: int) -> tuple[Tensor, ...] | None:
-        if self.records.scores is None:
-            return None
-        self._settled_scores.append(torch.stack([row[column - self.start] for row in self.records.scores]))
-        return tuple(self._settled_scores)
-
     # Outputs of generate()
 
     @property
@@ -343,21 +290,6 @@ class Transcript:
     def num_output_tokens(self) -> int:
         """New tokens of all rows up to their ends, padding not counted."""
         return sum(min(end, self.settled) - self.start for end in self.text_ends)
-
-    def recorded(self) -> dict[str, Any]:
-        """Return `scores`, `logits` and `hidden_states` in `generate()`'s format; None where not requested."""
-        steps = self.settled - self.start
-        records, logits, hidden = self.records, None, None
-        if records.logits is not None:
-            logits = tuple(torch.stack([row[t] for row in records.logits]) for t in range(steps))
-        if records.hidden_states is not None and records.prompt_hidden_states is not None:
-            later = []
-            for t in range(steps - 1):
-                layers = zip(*(row[t] for row in records.hidden_states), strict=True)  # per layer, B of (H,)
-                later.append(tuple(torch.stack(states)[:, None] for states in layers))
-            hidden = (records.prompt_hidden_states, *later)
-        scores = tuple(self._settled_scores) if self.records.scores is not None else None
-        return {"scores": scores, "logits": logits, "hidden_states": hidden}
 
 
 def _ends_on_tokens_alone(criterion: Any) -> bool:

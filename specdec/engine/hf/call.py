@@ -11,7 +11,8 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerateEncoderDe
 from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.hf.prompt_layout import PromptLayout
-from specdec.engine.transcript import Records, Transcript
+from specdec.engine.records import Records
+from specdec.engine.transcript import Transcript
 from specdec.models.cache.ragged_rows import pads_of_part
 from specdec.models.compat import CACHE, pad_token
 from specdec.models.encoder import EncoderOutputs
@@ -101,7 +102,7 @@ def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: 
 
 def returned(text: Transcript, prompt_layout: PromptLayout, encoder_outputs: EncoderOutputs | None) -> GenerateOutput:
     """Build the output object that transformers' own decoding loops return."""
-    recorded = text.recorded()
+    recorded = text.records.outputs(text.settled - text.start)
     if encoder_outputs is None:
         return GenerateDecoderOnlyOutput(sequences=text.sequences, **{CACHE: prompt_layout.cache}, **recorded)
     hidden = recorded.pop("hidden_states")
