@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.engine.verifier import SequentialVerifier
+from specdec.engine.sequential_verifier import SequentialVerifier
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise

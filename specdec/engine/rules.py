@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from specdec.engine.lenient import Lenient, LenientVerifier
-from specdec.engine.verifier import BatchedVerifier, RejectionVerifier, Rule, SequentialVerifier, Verification
+from specdec.engine.sequential_verifier import SequentialVerifier
+from specdec.engine.verifier import BatchedVerifier, RejectionVerifier, Rule, Verification
 from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors

@@ -17,6 +17,8 @@ from specdec.proposers.draft_heads.hydra import HydraProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.draft_model import DraftModelProposer
+from specdec.proposers.draft_models.early_exit import EarlyExitProposer
+from specdec.proposers.draft_models.translated import TranslatedDraftProposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.lookup.suffix import SuffixProposer
@@ -35,6 +37,8 @@ PROPOSERS: dict[type, tuple[str, str]] = {
     MtpProposer: ("the MTP layers", ""),
     BlockProposer: ("the drafter", "HEAD"),
     HydraProposer: ("the heads", "HEAD"),
+    TranslatedDraftProposer: ("the draft model", "DRAFT"),
+    EarlyExitProposer: ("the first layers", "LAYERS"),
 }
 
 

@@ -71,10 +71,13 @@ class HeadCheckpoint(Generic[H]):
         with torch.device("meta"):
             head = self.kind(self.config)
         state = head.state_dict()
-        if missing := sorted(state.keys() - self.weights.keys()):
-            raise ValueError(f"{self.path} lacks {', '.join(missing)}")
-        if unexpected := sorted(self.weights.keys() - state.keys()):
-            raise ValueError(f"{self.path} holds {', '.join(unexpected)}, which this kind of head does not have")
+        missing, unexpected = sorted(state.keys() - self.weights.keys()), sorted(self.weights.keys() - state.keys())
+        if missing or unexpected:
+            faults = [f"lacks {', '.join(missing)}"] if missing else []
+            if unexpected:
+                faults.append(f"holds {', '.join(unexpected)}, which this kind of head does not have")
+            layout = ": its layout may be one that specdec does not know" if missing and unexpected else ""
+            raise ValueError(f"{self.path} {' and '.join(faults)}{layout}")
         for name, tensor in self.weights.items():
             if tensor.shape != state[name].shape:
                 raise ValueError(

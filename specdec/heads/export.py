@@ -15,7 +15,7 @@ from specdec.heads.config import LayerConfig
 from specdec.heads.files import read_config
 
 # Fields of `LayerConfig` with the same name in config.json.
-SAME_NAMES = (
+LAYER_FIELDS = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps"),
     *("hidden_act", "attention_bias", "mlp_bias", "max_position_embeddings", "vocab_size"),
 )
@@ -71,7 +71,7 @@ def layer_config(c: LayerConfig, windows: Sequence[int | None]) -> dict[str, Any
     described: dict[str, Any] = {
         "model_type": "qwen3" if c.qk_norm else "llama",
         "num_hidden_layers": c.num_layers,
-        **{name: getattr(c, name) for name in SAME_NAMES},
+        **{name: getattr(c, name) for name in LAYER_FIELDS},
         "rope_parameters": dict(c.rope),
         "rope_theta": c.rope["rope_theta"],  # this and rope_scaling are for engines older than rope_parameters
         "tie_word_embeddings": False,

@@ -57,7 +57,7 @@ class BlockReader(ConfigReader):
             and seen("confidence_with_markov", confidence.shape[1] > layers["hidden_size"]),
         )
 
-    def _format(self, names: Sequence[str]) -> str:
+    def _layout_name(self, names: Sequence[str]) -> str:
         if self.speculators:
             return "vLLM speculators"
         if any(name.startswith("encoder.") for name in names):

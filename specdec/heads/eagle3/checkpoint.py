@@ -50,7 +50,7 @@ def read(path: str | Path) -> HeadCheckpoint[Eagle3Head]:
     weights, used, ignored = rename_tensors(tensors, folder)
     used |= {name: tuple(scale.shape) for name, scale in scales.items()}
     if "fc.weight" not in weights:
-        raise ValueError(f"{folder} holds no fc.weight: it is not an EAGLE head")
+        raise ValueError(f"{folder} holds no fc.weight: it is not an EAGLE head, or its layout is unknown")
     reader = ConfigReader(folder, config, weights, list(used))
     c = reader.config()
     if c.draft_vocab_size == c.vocab_size or c.version == 1:

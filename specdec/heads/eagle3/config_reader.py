@@ -36,7 +36,7 @@ class ConfigReader(FieldReader):
         self.layer: dict[str, Any] = config.get("transformer_layer_config") or config
         self.speculators = "speculators_model_type" in config
         self.version = 3 if "layers.0.hidden_norm.weight" in weights else 1
-        self.format = self._format(names)
+        self.format = self._layout_name(names)
 
     def config(self) -> Eagle3Config:
         weights, seen = self.weights, self._from_weights
@@ -111,7 +111,7 @@ class ConfigReader(FieldReader):
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
         return int(self._from_config("block_size", methods[0].get("speculative_tokens") or None, PARALLEL_TOKENS))
 
-    def _format(self, names: Sequence[str]) -> str:
+    def _layout_name(self, names: Sequence[str]) -> str:
         if self.speculators:
             return "vLLM speculators"
         if self.version == 1:

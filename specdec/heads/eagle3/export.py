@@ -17,7 +17,7 @@ from specdec.heads.int8_weights import to_int8
 from specdec.utils.choices import HeadLayout, check_choice
 
 # Fields of `Eagle3Config` with the same name in config.json.
-SAME_NAMES = (
+HEAD_FIELDS = (
     *("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
 )
 
@@ -147,7 +147,7 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
-        **{name: getattr(c, name) for name in SAME_NAMES},
+        **{name: getattr(c, name) for name in HEAD_FIELDS},
         **convention,
         # vLLM reads the ids here and counts states that enter layers. SGLang reads those below and counts outputs.
         **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
@@ -162,7 +162,7 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
         "architectures": ["Eagle3DraftModel"],
         **speculators_head("eagle3", 3, target),
         "transformer_layer_config": _layer_config(c),
-        **{name: getattr(c, name) for name in SAME_NAMES},
+        **{name: getattr(c, name) for name in HEAD_FIELDS},
         **convention,
         **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }

@@ -6,10 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import specdec
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.evaluation.bench import Bench, MethodResult, bench
 from specdec.evaluation.diagnosis import Measured
+from specdec.evaluation.methods import PROPOSERS
 from specdec.evaluation.timing import Runs
 from specdec.proposers.factory import as_proposers
 from tests.support import tiny
@@ -128,3 +130,10 @@ def test_json_alone_on_standard_output(command):
     assert (found["prompts"], found["repeats"], found["max_new_tokens"]) == (3, 2, 8)
     assert [method["tokens"] for method in found["ways"]] == [6 * 8] * 3
     assert found["ways"][2]["report"]["num_calls"] == 6
+
+
+def test_every_proposer_has_words_and_code():
+    """Else tables name its class, and the code to copy has dots."""
+    public = [getattr(specdec, name) for name in specdec.__all__]
+    proposers = {kind for kind in public if isinstance(kind, type) and issubclass(kind, specdec.Proposer)}
+    assert proposers - {specdec.Proposer, specdec.HybridProposer} == PROPOSERS.keys()

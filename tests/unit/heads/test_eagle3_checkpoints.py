@@ -44,7 +44,7 @@ def same(one: Eagle3Head, other: Eagle3Head) -> bool:
     return torch.equal(drafts(one), drafts(other)) and torch.equal(one.draft_to_target, other.draft_to_target)
 
 
-# Our own two layouts
+# The layouts that we write
 
 
 @pytest.mark.parametrize("name", eagle3.VARIANTS)
