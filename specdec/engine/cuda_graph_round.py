@@ -65,7 +65,7 @@ class CapturedRound:
         target.replayed([0] * len(full.tokens), full.size)
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
         path = made["path"], made["accepted"], made["next_token"], made["new"]
-        return RoundResult(draft, *path, new_tokens=new_tokens)
+        return RoundResult(draft, *path, left_padded=new_tokens)
 
     def _size(self, draft: DraftTree) -> int:
         """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.

@@ -169,8 +169,8 @@ class Loop:
         self.stopwatch.mark("verify")
         result.send()
         self.stopwatch.mark_next()
-        assert result.new_tokens is not None
-        self.proposer.draft_ahead(context, result.new_tokens)
+        assert result.left_padded is not None
+        self.proposer.draft_ahead(context, result.left_padded)
         self.text.write(result)  # host sync
         return result
 
@@ -181,8 +181,8 @@ class Loop:
     def _commit(self, result: RoundResult, kept: Sequence[int], features: Tensor | None) -> None:
         """Commit the accepted path to the target's cache, and keep its features (B, N, C) for the proposer."""
         self._fresh, path = kept, result.path
-        if result.new_tokens is not None:
-            states = result.new_tokens.states
+        if result.left_padded is not None:
+            states = result.left_padded.states
             # Cloned, because a proposer may keep features over rounds and the next replay overwrites this buffer.
             self._features = None if states is None else states[:, -max(kept) :].clone()
             self.target.commit(kept)

@@ -7,7 +7,6 @@ needs only each row's `NewTokens` can draft before the host has read them (`Prop
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -112,7 +111,8 @@ class RoundResult:
         scores: (B, V) float32 each, the processed scores that each new token was chosen from. Empty if not recorded.
         written: number of tokens that the text has already, because stateful processors must see it grow.
         hold: column at which rows wait for the others, because its token cannot be chosen before; None for none.
-        new_tokens: the same tokens, left-padded, of a captured round, which has moved the path in the cache as well.
+        left_padded: the same tokens, left-padded, of a captured round, which has moved the path in the cache as well.
+        cut: the result on the host, cut to what the text got; None before the text has it.
 
     Examples:
         >>> tree = DraftTree(torch.tensor([[1, 2, 3]]), torch.tensor([[-1, 0, 0]]))
@@ -131,7 +131,8 @@ class RoundResult:
     scores: Sequence[Tensor] = ()
     written: int = 0
     hold: int | None = None
-    new_tokens: NewTokens | None = None
+    left_padded: NewTokens | None = None
+    cut: HostResult | None = None
 
     @classmethod
     def of(cls, draft: DraftTree, path: Tensor, accepted: Tensor, next_token: Tensor) -> RoundResult:
@@ -145,7 +146,7 @@ class RoundResult:
 
     def host(self) -> HostResult:
         """The result on the host. The first call waits for the copy: the only host sync of a round."""
-        return self._host
+        return self.cut or self._host
 
     @cached_property
     def _arriving(self) -> Callable[[], dict[str, list[Any]]]:
@@ -176,15 +177,18 @@ class RoundResult:
         """
         host = self.host()
         tokens = [row[:count] for row, count in zip(host.tokens, counts, strict=True)]
-        result = copy(self)
-        vars(result)["_host"] = replace(host, accepted=list(accepted), tokens=tokens)
-        return result
+        return replace(self, cut=replace(host, accepted=list(accepted), tokens=tokens))
 
     @property
     def outcome(self) -> HostResult:
         """Deprecated name of `host()`."""
         warn_of_old_name("Verdict.outcome", "RoundResult.host()")
         return self.host()
+
+    def new_tokens(self, tree: DraftTree) -> Tensor:
+        """Deprecated name of `tokens`."""
+        warn_of_old_name("Verdict.new_tokens", "RoundResult.tokens")
+        return self.tokens
 
 
 def features_at(features: Tensor, nodes: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """Hooks of a proposer over a `generate()` call: begin, propose and observe in each round, end."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -39,7 +41,9 @@ class Remembering(Proposer):
         return context.chain(drafts)
 
     def observe(self, draft, result, accepted):
-        for b, tokens in enumerate(result.host().tokens):
+        passed_on = replace(result)  # as a proposer that wraps another may
+        assert passed_on.host() == result.host()
+        for b, tokens in enumerate(passed_on.host().tokens):
             self.heard[b] += tokens
 
     def end(self, context):
@@ -242,6 +246,7 @@ def test_malformed_drafts_are_named(made, length):
 def test_observers_of_the_old_signature():
     class Old(Remembering):
         def observe(self, draft, verdict, accepted):
+            assert verdict.new_tokens(draft).shape[0] == len(self.heard)
             for b, tokens in enumerate(verdict.outcome.tokens):
                 self.heard[b] += tokens
 
