@@ -116,4 +116,4 @@ def _accept_padding(result: RoundResult, text: Transcript, failed: Tensor | None
         working = draft.size if failed is None else [*failed[b].tolist(), True].index(True)
         accepted[b] = max(0, min(working - 1, text.budget[b]))
         next_token[b] = text.filler
-    return RoundResult.of(draft, path[:, : draft.size], accepted, next_token)
+    return replace(RoundResult.of(draft, path[:, : draft.size], accepted, next_token), hold=result.hold)

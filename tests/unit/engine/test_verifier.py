@@ -1,12 +1,23 @@
 """Processors that nobody knows are called as plain decoding calls them, and still speculated on."""
 
 import collections
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from specdec import DraftModelProposer, DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec import (
+    DraftModelProposer,
+    DraftTree,
+    DynamicTree,
+    Eagle3Proposer,
+    NgramProposer,
+    RoundResult,
+    SpeculativeGenerator,
+)
+from specdec.engine.verifier import _accept_padding
 from tests.support import eagle3, tiny
 from tests.support.fuzz import Counting
 
@@ -189,3 +200,14 @@ def test_rules_over_all_nodes_leave_it_to_plain_decoding(rule):
         spec.generate(**inputs, do_sample=True, max_new_tokens=NEW, logits_processor=[Counting()])
     assert spec.report.num_plain_calls == 1
     assert "Counting" in messages[0]
+
+
+def test_rows_still_wait_where_others_go_on_with_padding():
+    """Else a row whose processor raises would get a token chosen from unprocessed scores."""
+    draft = DraftTree.from_chain(torch.tensor([3, 4]), torch.tensor([[0, 0], [7, 8]]))
+    result = RoundResult.of(draft, torch.arange(3).expand(2, 3), torch.tensor([0, 0]), torch.tensor([5, 6]))
+    text = SimpleNamespace(padding=[True, False], budget=[9, 9], filler=0)
+    padded = _accept_padding(replace(result, hold=12), text, None)
+    assert padded.hold == 12
+    assert padded.accepted.tolist() == [2, 0]
+    assert padded.next_token.tolist() == [0, 6]
