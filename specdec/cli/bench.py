@@ -28,7 +28,7 @@ def bench(
     ),
     prompts: Path | None = options.prompts_option("three"),
     limit: options.Limit = 8,
-    repeats: int = typer.Option(1, min=1, help="Runs of each prompt with each proposer."),
+    repeats: options.Repeats = 3,
     max_new_tokens: int = typer.Option(128, min=8, help="Maximum new tokens per prompt."),
     temperature: options.Temperature = 0.0,
     draft_length: options.DraftLength = None,
@@ -40,8 +40,9 @@ def bench(
 ) -> None:
     """Measure the speed-up of each proposer over plain decoding on your prompts.
 
-    Methods take turns on every prompt. Above temperature 0 every call uses the same seed. Ctrl-C stops the
-    measurement and prints the results so far.
+    Methods take turns on every prompt, so that every speed-up has an interval, and the verdict is one proposer or "too
+    noisy to tell". Above temperature 0 every call uses the same seed. Ctrl-C stops the measurement and prints the
+    results so far.
     """
     names = list(dict.fromkeys(proposers or ["auto"]))
     for name in names:
@@ -70,11 +71,11 @@ def bench(
     if as_json:
         typer.echo(json.dumps(found.to_dict() | {"target": target, "max_new_tokens": max_new_tokens}))
     else:
-        print_results(found, found.prompts, count or len(used), prompts, max_new_tokens, repeats)
+        print_results(found, found.prompts, count or len(used), prompts, max_new_tokens)
     if chart is not None:
         from specdec.evaluation.plots import speed_ups
 
-        speed_ups(found.speed_ups).figure.savefig(chart)
+        speed_ups(found.speed_up_of).figure.savefig(chart)
         print_message(f"wrote the chart to {chart}")
     if found.stopped:
         raise interrupted()

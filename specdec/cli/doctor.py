@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -17,14 +18,16 @@ def doctor(
     proposer: str = typer.Argument("auto", help=options.PROPOSER_HELP, autocompletion=options.proposer_names),
     prompts: Path | None = options.prompts_option("two"),
     limit: options.Limit = 8,
+    repeats: options.Repeats = 3,
     max_new_tokens: int = typer.Option(64, min=8, help="Maximum new tokens per prompt."),
     temperature: options.Temperature = 0.0,
     dtype: options.Format = "auto",
 ) -> None:
     """Find the fastest way to decode these prompts, and what limits it.
 
-    Measures plain decoding and every draft method in turns. Ctrl-C stops the measurement; the diagnosis then uses the
-    results so far.
+    Measures plain decoding, every draft method, and the head that is known for the target in turns. Methods are judged
+    by what was accepted, then by speed. The verdict is one of them or "too noisy to tell". Ctrl-C stops the
+    measurement; the diagnosis then uses the results so far.
     """
     check(target, proposer)
     questions, count = first_questions(prompts, limit) if prompts else ([], 0)
@@ -36,9 +39,9 @@ def doctor(
         raise ValueError(fault)
     model, tokenizer = load(target, dtype=dtype)
     theirs, ours = encoded(questions, tokenizer), built_in(tokenizer, 2)
-    arguments = {"usual": ours if theirs else (), "max_new_tokens": max_new_tokens, **sampling(temperature)}
+    arguments: dict[str, Any] = {"usual": ours if theirs else (), "repeats": repeats, "max_new_tokens": max_new_tokens}
     with progress_bar("measuring") as progress:
-        found = diagnose(model, proposer, theirs or ours, progress=progress, **arguments)
+        found = diagnose(model, proposer, theirs or ours, progress=progress, **arguments, **sampling(temperature))
     print_results(found, found.answered, count or len(ours), prompts, max_new_tokens)
     if found.stopped:
         raise interrupted()

@@ -45,11 +45,11 @@ def built_in(tokenizer: Any, limit: int) -> list[Tensor]:
 
 
 def print_results(
-    found: Bench | Diagnosis, answered: int, available: int, file: Path | None, max_new_tokens: int, repeats: int = 1
+    found: Bench | Diagnosis, answered: int, available: int, file: Path | None, max_new_tokens: int
 ) -> None:
     """Print which prompts of which file were answered, and the results."""
     count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
-    times = f", {repeats} times" if repeats > 1 else ""
-    prompts = f"{count} prompts of {file or 'specdec'}{times}"
+    turns = f" in {found.repeats} turns" if found.repeats > 1 else ""
+    prompts = f"{count} prompts of {file or 'specdec'}{turns}"
     typer.echo(f"measured on {prompts}, up to {max_new_tokens} new tokens each, in whole calls\n")
     typer.echo(found.summary())

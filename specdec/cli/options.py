@@ -42,6 +42,10 @@ DraftLength = Annotated[
 Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperature 0; "typical" is lossy.')]
 Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
 Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
+Repeats = Annotated[
+    int,
+    typer.Option("--repeat", "--repeats", min=1, help="Turns, in each of which every method answers every prompt."),
+]
 Limit = Annotated[int, typer.Option(min=1, help="Maximum number of prompts.")]
 
 

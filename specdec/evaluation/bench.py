@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec.evaluation.diagnosis import Measured, table
+from specdec.evaluation.measured import Measured, table
 from specdec.evaluation.methods import plain, speculative
-from specdec.evaluation.timing import Runs, Speed, steps, take_turns, warm_up
+from specdec.evaluation.speed_up import LEVEL, MEANING, SpeedUp
+from specdec.evaluation.timing import Runs, steps, take_turns, warm_up
+from specdec.evaluation.verdict import Verdict, judge
 from specdec.models.introspection import device_of
 from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, RuleName
 from specdec.utils.moved import renamed_method
 
-COLUMNS = ["", "tokens/s", "speed-up", "by prompt", "ms to first token", "ms per token", "tokens per pass", "same text"]
+COLUMNS = ["", "tokens/s", "speed-up", f"{LEVEL} interval", "by prompt"]
+COLUMNS += ["ms to first token", "ms per token", "tokens per pass", "same text"]
 
 
 @dataclass(frozen=True)
@@ -27,13 +31,18 @@ class MethodResult:
 
     Attributes:
         measured: measurements over all calls.
-        speed_ups: speed-up over plain decoding by prompt.
+        speed_up: speed-up over plain decoding.
         same: number of texts that equal plain decoding's.
     """
 
     measured: Measured
-    speed_ups: tuple[float, ...]
+    speed_up: SpeedUp
     same: int
+
+    @property
+    def speed_ups(self) -> tuple[float, ...]:
+        """Speed-up over plain decoding by prompt."""
+        return self.speed_up.by_prompt
 
 
 @dataclass(frozen=True)
@@ -47,9 +56,9 @@ class Bench:
         stopped: True if interrupted before all was measured.
 
     Examples:
-        >>> from specdec.evaluation.diagnosis import Measured
-        >>> plain = MethodResult(Measured("plain", "model.generate()", 100, 8.0, 0.5), (1.0,), same=1)
-        >>> ngram = MethodResult(Measured("ngram", "...", 100, 4.0, 0.5), (2.0,), same=1)
+        >>> from specdec.evaluation.measured import Measured
+        >>> plain = MethodResult(Measured("plain", "model.generate()", 100, 8.0, 0.5), SpeedUp((1.0,)), same=1)
+        >>> ngram = MethodResult(Measured("ngram", "...", 100, 4.0, 0.5), SpeedUp((2.0,)), same=1)
         >>> Bench((plain, ngram), prompts=1, repeats=1).speed_ups
         {'ngram': (2.0,)}
     """
@@ -60,10 +69,22 @@ class Bench:
     stopped: bool = False
 
     def summary(self) -> str:
-        """Format a table with one line per method; "same text" counts texts that equal plain decoding's."""
-        return "\n".join(table([COLUMNS, *map(self._row, self.labels, self.methods)]))
+        """Format a table with one line per method, and the verdict.
+
+        "same text" counts texts that equal plain decoding's.
+        """
+        rows = table([COLUMNS, *map(self._row, self.labels, self.methods)])
+        return "\n".join([*rows, f"speed-up, as in the chart: {MEANING}", "", *self.verdict.lines()])
 
     in_words = renamed_method("Bench.in_words", "summary")
+
+    @property
+    def verdict(self) -> Verdict:
+        """Which method to use, by the rule of `judge`, under its label."""
+        plain, *drafting = [
+            replace(method.measured, name=label) for label, method in zip(self.labels, self.methods, strict=True)
+        ]
+        return judge(plain, drafting)
 
     @property
     def labels(self) -> list[str]:
@@ -74,11 +95,12 @@ class Bench:
         return short if len({*short}) == len(short) else whole
 
     def _row(self, label: str, method: MethodResult) -> list[str]:
-        measured, plain = method.measured, self.methods[0].measured
+        measured, speed_up = method.measured, method.speed_up
         return [
             label,
             f"{1 / measured.pace:.1f}",
-            f"{plain.pace / measured.pace:.2f}x",
+            f"{speed_up.value:.2f}x",
+            "-" if method is self.methods[0] else speed_up.interval,
             f"{min(method.speed_ups):.2f} to {max(method.speed_ups):.2f}",
             f"{1e3 * measured.first:.0f}",
             f"{1e3 * measured.pace:.1f}",
@@ -88,16 +110,21 @@ class Bench:
 
     @property
     def speed_ups(self) -> dict[str, tuple[float, ...]]:
-        """Speed-ups over plain decoding by proposer and prompt, as `plots.speed_ups` draws them."""
-        return {label: method.speed_ups for label, method in list(zip(self.labels, self.methods, strict=True))[1:]}
+        """Speed-ups over plain decoding by proposer and prompt; `speed_up_of` has their intervals, too."""
+        return {label: speed_up.by_prompt for label, speed_up in self.speed_up_of.items()}
+
+    @property
+    def speed_up_of(self) -> dict[str, SpeedUp]:
+        """Speed-up over plain decoding by proposer, as `plots.speed_ups` draws it."""
+        return {label: method.speed_up for label, method in list(zip(self.labels, self.methods, strict=True))[1:]}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the results as JSON-serialisable values; "seconds" is the duration of all calls of a method."""
-        plain = self.methods[0].measured
         return {
             "prompts": self.prompts,
             "repeats": self.repeats,
             "stopped": self.stopped,
+            "verdict": "\n".join(self.verdict.lines()),
             "ways": [
                 {
                     "name": method.measured.name,
@@ -105,7 +132,8 @@ class Bench:
                     "tokens": method.measured.tokens,
                     "seconds": method.measured.seconds,
                     "seconds_to_first_token": method.measured.first,
-                    "speed_up": plain.pace / method.measured.pace,
+                    "speed_up": method.speed_up.value,
+                    "speed_up_interval": _interval(method.speed_up),
                     "speed_up_by_prompt": list(method.speed_ups),
                     "same_texts": method.same,
                     "report": method.measured.report.to_dict() if method.measured.report.num_calls else None,
@@ -135,7 +163,8 @@ def bench(
         target: the target model.
         proposers: proposers by name.
         prompts: (T,) int64 each.
-        repeats: number of times that each method answers each prompt.
+        repeats: number of turns, in each of which every method answers every prompt. With several, the interval of a
+            speed-up tells the noise of the machine from differences between prompts.
         max_new_tokens: maximum number of new tokens per prompt.
         draft_length: as for `SpeculativeGenerator`.
         rule: as for `SpeculativeGenerator`.
@@ -162,17 +191,18 @@ def bench(
     runs = [Runs(method, device_of(target), arguments) for method in methods]
     step = steps(progress, (1 + repeats * len(prompts)) * len(runs))
     warm_up(runs, prompts[0], step)
-    answered = take_turns(runs, prompts, step, repeats)
-    if not answered:
+    turns = take_turns(runs, prompts, step, repeats)
+    if not turns.prompts:
         raise KeyboardInterrupt
-    found = tuple(_result(run, runs[0], repeats) for run in runs)
-    return Bench(found, answered, repeats, stopped=answered < len(prompts))
+    found = tuple(_result(run, runs[0], turns.prompts) for run in runs)
+    return Bench(found, turns.prompts, turns.repeats, turns.stopped)
 
 
-def _result(run: Runs, plain: Runs, repeats: int) -> MethodResult:
-    def pace(run: Runs, at: int) -> float:
-        return Speed.of(run.calls[at : at + repeats]).time_per_token
-
-    speed_ups = tuple(pace(plain, at) / pace(run, at) for at in range(0, len(run.calls), repeats))
+def _result(run: Runs, plain: Runs, prompts: int) -> MethodResult:
+    measured = run.measured(prompts)
     same = sum(a.texts == b.texts for a, b in zip(run.calls, plain.calls, strict=True))
-    return MethodResult(run.measured(), speed_ups, same)
+    return MethodResult(measured, measured.speed_up(plain.measured(prompts)), same)
+
+
+def _interval(speed_up: SpeedUp) -> list[float] | None:
+    return None if speed_up.high == inf else [speed_up.low, speed_up.high]

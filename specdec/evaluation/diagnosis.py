@@ -1,70 +1,39 @@
-"""`Diagnosis`: measurements of several decoding methods on some prompts, and a summary with one recommendation.
+"""`Diagnosis`: measurements of several decoding methods on some prompts, and a summary with one verdict.
 
-Every figure in the summary was measured, or is the difference of two measured sums. Methods are ranked by seconds only.
-One of them is recommended and one limit is named, so that no sentence can contradict another.
+Every figure in the summary was measured, or is the difference of two measured sums. `judge` gives the verdict, and one
+limit is named, so that no sentence can contradict another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from specdec.engine.report import Report
+from specdec.evaluation.code import imports
+from specdec.evaluation.measured import Measured, table
+from specdec.evaluation.speed_up import LEVEL, MEANING
+from specdec.evaluation.verdict import Verdict, judge
 from specdec.utils.moved import renamed_method
 
-NEAR = 1.03  # up to so many times the fastest method's seconds count as equally fast
 MISSING = 0.05  # a larger share of target tokens outside of the draft's vocabulary is reported as a fault
 UNUSUAL = 0.1  # an acceptance rate lower by more than this than on usual prompts is attributed to the prompts
 WORTH = 0.01  # a limit that would save a smaller share of a method's seconds is not reported
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Measurements of one method over all prompts.
-
-    Attributes:
-        name: name of the method.
-        code: code that builds it.
-        tokens: number of new tokens.
-        seconds: duration of all calls, prefill included.
-        first: mean seconds from the start of a call to its first token.
-        report: report of the calls; empty for plain decoding.
-    """
-
-    name: str
-    code: str
-    tokens: int
-    seconds: float
-    first: float
-    report: Report = field(default_factory=Report)
-
-    @property
-    def pace(self) -> float:
-        """Seconds per token."""
-        return self.seconds / self.tokens
-
-    def row(self, plain: Measured) -> list[str]:
-        """Cells of this method's row in the table of `Diagnosis.summary` (see `COLUMNS`)."""
-        found = [self.name, f"{1e3 * self.first:.0f}", f"{1e3 * self.pace:.1f}", f"{plain.pace / self.pace:.2f}x"]
-        rounds = self.report.num_row_rounds
-        if not rounds:
-            return [*found, "-", "-", "-", "-"]
-        drafting, verifying = (1e3 * self.report.seconds[phase] / rounds for phase in ("draft", "verify"))
-        drafted, brought = self.report.num_draft_tokens / rounds, self.report.tokens_per_round
-        return [*found, f"{drafted:.1f}", f"{brought:.2f}", f"{drafting:.1f}", f"{verifying:.1f}"]
-
-
-COLUMNS = ["", "ms to first token", "ms per token", "speed-up"]
+COLUMNS = ["", "ms to first token", "ms per token", "speed-up", f"{LEVEL} interval"]
 COLUMNS += ["drafted", "tokens per round", "ms drafting", "ms target pass"]
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines with aligned columns, the first one left-aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
+def _row(method: Measured, plain: Measured) -> list[str]:
+    """Cells of a method's row in the table (see `COLUMNS`)."""
+    speed_up = method.speed_up(plain)
+    found = [method.name, f"{1e3 * method.first:.0f}", f"{1e3 * method.pace:.1f}", f"{speed_up.value:.2f}x"]
+    found.append("-" if method is plain else speed_up.interval)
+    report, rounds = method.report, method.report.num_row_rounds
+    if not rounds:
+        return [*found, "-", "-", "-", "-"]
+    drafting, verifying = (1e3 * report.seconds[phase] / rounds for phase in ("draft", "verify"))
+    drafted = report.num_draft_tokens / rounds
+    return [*found, f"{drafted:.1f}", f"{report.tokens_per_round:.2f}", f"{drafting:.1f}", f"{verifying:.1f}"]
 
 
 @dataclass(frozen=True)
@@ -93,9 +62,12 @@ class Diagnosis:
         acceptance: conditional acceptance rate of chains by position.
         uncovered: share of the target's tokens that are not in the draft's vocabulary.
         elsewhere: acceptance rate at the first position on `usual` prompts; None if not measured.
+        known_head: sentence on a head that is known for the target and was not measured; empty if there is none.
+        loading: lines of code that load the target; empty if it was not loaded from anywhere.
         has_head: True if an EAGLE-3 head or MTP layers draft.
         uses_lookup: True if n-grams or suffixes draft, alone or in a hybrid.
         answered: number of prompts that every method answered.
+        repeats: number of turns, in each of which every method answered them.
         stopped: True if interrupted before all was measured.
 
     Examples:
@@ -111,25 +83,31 @@ class Diagnosis:
     acceptance: tuple[float, ...] = ()
     uncovered: float = 0.0
     elsewhere: float | None = None
+    known_head: str = ""
+    loading: tuple[str, ...] = ()
     has_head: bool = False
     uses_lookup: bool = False
     answered: int = 0
+    repeats: int = 1
     stopped: bool = False
 
     @property
-    def best(self) -> Measured:
-        """The recommended method: the first that is within 3% of the fastest.
+    def verdict(self) -> Verdict:
+        """Which method to use, by the rule of `judge`. Its `lines()` say it."""
+        return judge(self.plain, self.drafting)
 
-        Plain decoding comes first, then the proposer with its own settings, then the others.
-        """
-        methods = [self.plain, *self.drafting]
-        fastest = min(method.pace for method in methods)
-        return next(method for method in methods if method.pace <= NEAR * fastest)
+    @property
+    def best(self) -> Measured:
+        """The recommended method; the one to use meanwhile if the measurements are too noisy to tell."""
+        return self.verdict.recommended
 
     @property
     def best_draft(self) -> Measured:
-        """The fastest method with drafts."""
-        return min(self.drafting, key=lambda method: method.pace)
+        """The recommended method if it drafts, else the fastest one of which drafts were accepted, if there is one."""
+        if self.best is not self.plain:
+            return self.best
+        useful = [method for method in self.drafting if method.useful]
+        return max(useful or self.drafting, key=lambda method: method.speed_up(self.plain).value)
 
     def limits(self) -> list[Limit]:
         """Limits of the fastest method with drafts, the one with the largest saving first."""
@@ -147,18 +125,19 @@ class Diagnosis:
         return sorted(found, key=lambda limit: limit.seconds)
 
     def summary(self) -> str:
-        """Format a table of all methods, the recommended one, and the limits of the fastest method with drafts."""
-        rows = [COLUMNS, *(method.row(self.plain) for method in (self.plain, *self.drafting))]
-        return "\n".join([*table(rows), "", self._advice(), *self._facts(), *self._format_limits()])
+        """Format a table of all methods, the verdict with code, and the limits of the best method with drafts."""
+        rows = [COLUMNS, *(_row(method, self.plain) for method in (self.plain, *self.drafting))]
+        note = f"speed-up: {MEANING}"
+        parts = [*table(rows), note, "", *self.verdict.lines(), *self._code(), *self._facts(), *self._format_limits()]
+        return "\n".join(parts)
 
     in_words = renamed_method("Diagnosis.in_words", "summary")
 
-    def _advice(self) -> str:
-        best, others = self.best, [method for method in (self.plain, *self.drafting) if method is not self.best]
-        if best is self.plain:
-            return f"recommended: plain decoding, {best.code}: no draft was more than {100 * (NEAR - 1):.0f}% faster"
-        rank = "the fastest" if all(best.pace <= other.pace for other in others) else "about as fast as the fastest"
-        return f"recommended: {best.name}, {best.code}: {rank}"
+    def _code(self) -> list[str]:
+        if self.best is self.plain:
+            return []
+        code = f"spec = {self.best.code}"
+        return ["", imports(code), *self.loading, code, ""]
 
     def _facts(self) -> list[str]:
         found = []
@@ -169,12 +148,16 @@ class Diagnosis:
             found.append(f"acceptance rate at the first position on specdec's own prompts: {self.elsewhere:.2f}")
         if self.uncovered > MISSING:
             found.append(f"{100 * self.uncovered:.0f}% of the target's tokens are not in the draft's vocabulary")
-        return found
+        if idle := [method.name for method in self.drafting if not method.report.num_drafts]:
+            found.append(f"drafted nothing on these prompts: {', '.join(idle)}")
+        if lost := [method.name for method in self.drafting if method.report.num_drafts and not method.useful]:
+            found.append(f"next to nothing of the drafts was accepted: {', '.join(lost)}")
+        return [*found, *filter(None, [self.known_head])]
 
     def _format_limits(self) -> list[str]:
         method = self.best_draft
-        if not method.report.num_drafts:
-            return [f"{method.name} drafted nothing on these prompts."]
+        if not method.useful:
+            return []
         limits = [limit for limit in self.limits() if limit.seconds < (1 - WORTH) * method.seconds]
         if not limits:
             return ["", f"Neither its drafts nor its target passes slow {method.name} down."]
@@ -188,7 +171,8 @@ class Diagnosis:
         return ["", f"{speed_up}. It would be at most", *listed, last]
 
     def _speed_up(self, seconds: float, method: Measured) -> float:
-        return self.plain.pace * method.tokens / seconds
+        """Speed-up of a method if its calls had taken so many seconds."""
+        return method.speed_up(self.plain).value * method.seconds / seconds
 
     @property
     def _unusual(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from specdec.engine.generator import SpeculativeGenerator
+from specdec.evaluation.code import code_of
 from specdec.models.capability import capability
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_heads.block import BlockProposer
@@ -28,17 +29,16 @@ from specdec.utils.choices import COUPLED, RuleName
 PLAIN = "plain"
 CHAINS = (2, 4, 8)  # tokens; the last one gives the acceptance rates by position
 TREE_DEPTH, TREE_SIZES = 6, (8, 24, 60)
-# Words for each proposer, and its code: a short form in quotes, or the model that its class takes.
-PROPOSERS: dict[type, tuple[str, str]] = {
-    NgramProposer: ("n-grams", '"ngram"'),
-    SuffixProposer: ("suffixes", '"suffix"'),
-    DraftModelProposer: ("the draft model", "DRAFT"),
-    Eagle3Proposer: ("the head", "HEAD"),
-    MtpProposer: ("the MTP layers", ""),
-    BlockProposer: ("the drafter", "HEAD"),
-    HydraProposer: ("the heads", "HEAD"),
-    TranslatedDraftProposer: ("the draft model", "DRAFT"),
-    EarlyExitProposer: ("the first layers", "LAYERS"),
+PROPOSERS: dict[type, str] = {  # words for each
+    NgramProposer: "n-grams",
+    SuffixProposer: "suffixes",
+    DraftModelProposer: "the draft model",
+    Eagle3Proposer: "the head",
+    MtpProposer: "the MTP layers",
+    BlockProposer: "the drafter",
+    HydraProposer: "the heads",
+    TranslatedDraftProposer: "the draft model",
+    EarlyExitProposer: "the first layers",
 }
 
 
@@ -93,29 +93,24 @@ def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str)
     found = [plain(target, "plain decoding"), speculative("as it comes", target, proposer, code=code)]
     assert found[1].spec is not None
     drafts = found[1].spec.proposer
+
+    def coded(shape: str = "") -> str:
+        return code_of(drafts, proposer, target, shape)
+
     if isinstance(drafts, HybridProposer):
         for part in (drafts.ngram, drafts.other):
-            words, _ = PROPOSERS.get(type(part), (type(part).__name__, ""))
-            found.append(speculative(f"{words} alone", target, part, code=_code(part)))
+            name = f"{PROPOSERS.get(type(part), type(part).__name__)} alone"
+            found.append(speculative(name, target, part, code=code_of(part, proposer, target)))
         drafts = drafts.other
     for length in CHAINS:
-        chain, code = drafts, _code(drafts)
+        chain, code = drafts, coded()
         if isinstance(drafts, AutoregressiveProposer) and (drafts.tree or drafts.branching):
-            chain = drafts.shaped(branching=(1,) * length)
-            code = _code(drafts, f"branching=(1,) * {length}")
+            chain, code = drafts.shaped(branching=(1,) * length), coded(f"branching=(1,) * {length}")
         found.append(speculative(f"chain of {length}", target, chain, length, code=code))
     if isinstance(drafts, AutoregressiveProposer) and capability(target).trees:
         for size in TREE_SIZES:
             # As wide as the proposer's own trees, whose width suits its model.
             shape = DynamicTree(TREE_DEPTH, (drafts.tree or DynamicTree()).top_k, size)
-            tree, code = drafts.shaped(tree=shape), _code(drafts, f"tree={shape}")
+            tree, code = drafts.shaped(tree=shape), coded(f"tree={shape}")
             found.append(speculative(f"tree of {size} nodes", target, tree, TREE_DEPTH, code=code))
     return found
-
-
-def _code(proposer: Proposer, shape: str = "") -> str:
-    """Code that builds the proposer with a shape argument."""
-    _, code = PROPOSERS.get(type(proposer), ("", "..."))
-    if code.startswith('"'):
-        return code
-    return f"{type(proposer).__name__}({', '.join(filter(None, (code, shape)))})"

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import count
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from specdec.engine.report import PHASES, Report
 from specdec.engine.trace import RoundTrace, shown
+from specdec.evaluation.speed_up import LEVEL, MEANING, SpeedUp
 from specdec.sampling.results import depths_of
 
 if TYPE_CHECKING:
@@ -127,28 +129,37 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def speed_ups(by_prompt: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
-    """Draw speed-ups over plain decoding: the mean of each proposer as a bar, with one dot per prompt.
+def speed_ups(by_proposer: Mapping[str, SpeedUp | Sequence[float]], ax: Axes | None = None) -> Axes:
+    """Draw speed-ups over plain decoding: the value of each proposer as a bar and in words, with one dot per prompt.
+
+    The value is that of the table: the geometric mean. A black line over the bar is its interval.
 
     Args:
-        by_prompt: speed-ups by proposer, such as `Bench.speed_ups`.
+        by_proposer: speed-ups by proposer, such as `Bench.speed_up_of`, or their speed-ups by prompt.
         ax: axes to draw on; None for a new figure.
 
     Example:
         ```python
-        plots.speed_ups(bench(model, proposers, prompts).speed_ups)
+        plots.speed_ups(bench(model, proposers, prompts).speed_up_of)
         ```
     """
-    ax = ax or _new_axes(6, 1.2 + 0.5 * len(by_prompt))
-    for height, speeds in enumerate(by_prompt.values()):
-        mean = sum(speeds) / len(speeds)
-        bars = ax.barh(height, mean, color=BAR, height=0.7)
-        ax.bar_label(bars, [f"{mean:.2f}x"], label_type="center", fontsize="small")
-        ax.plot(speeds, [height] * len(speeds), "o", color=DOT, markersize=4, alpha=0.7)
-    ax.axvline(1, color="black", linewidth=0.8)
-    ax.set_yticks(range(len(by_prompt)), list(by_prompt))
+    ax = ax or _new_axes(8, 1.4 + 0.5 * len(by_proposer))
+    found = [one if isinstance(one, SpeedUp) else SpeedUp(tuple(one)) for one in by_proposer.values()]
+    beside = ax.get_yaxis_transform()  # x in shares of the width, so that words stand clear of lines, bars and dots
+    for height, speed_up in enumerate(found):
+        ax.barh(height, speed_up.value, color=BAR, height=0.7, zorder=1)
+        if speed_up.high < inf:
+            ax.plot([speed_up.low, speed_up.high], [height] * 2, "|-", color="black", linewidth=1, zorder=3)
+        ax.plot(
+            speed_up.by_prompt, [height] * len(speed_up.by_prompt), "o", color=DOT, markersize=4, alpha=0.7, zorder=4
+        )
+        ax.text(1.01, height, str(speed_up), transform=beside, va="center", fontsize="small")
+    ax.axvline(1, color="black", linewidth=0.8, zorder=2)
+    ax.set_yticks(range(len(by_proposer)), list(by_proposer))
     ax.invert_yaxis()  # the first on top
-    ax.set(xlabel="speed-up over plain decoding: mean, and one dot per prompt", xlim=(0, None))
+    most = max(max(speed_up.value, *speed_up.by_prompt) for speed_up in found)
+    ax.set(xlim=(0, 1.1 * max(1.0, most)))  # however wide an interval is
+    ax.set_xlabel(f"speed-up over plain decoding: {MEANING},\n{LEVEL} interval, and one dot per prompt")
     return ax
 
 

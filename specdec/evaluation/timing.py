@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from specdec.engine.report import Report
-from specdec.evaluation.diagnosis import Measured
+from specdec.evaluation.measured import Measured
 from specdec.evaluation.methods import Method
 
 WARM_UP = 16  # new tokens of a warm-up call
@@ -159,10 +159,14 @@ class Runs:
         """Sum of the calls' reports; empty for plain decoding."""
         return pooled(call.report for call in self.calls)
 
-    def measured(self) -> Measured:
+    def measured(self, prompts: int) -> Measured:
+        """Pool the calls, which answered so many prompts in each turn."""
         tokens, seconds = sum(call.num_tokens for call in self.calls), sum(call.seconds for call in self.calls)
         first = Speed.of(self.calls).time_to_first_token
-        return Measured(self.method.name, self.method.code, tokens, seconds, first, self.report)
+        paces = tuple(
+            tuple(Speed.of([call]).time_per_token for call in self.calls[at::prompts]) for at in range(prompts)
+        )
+        return Measured(self.method.name, self.method.code, tokens, seconds, first, self.report, paces)
 
 
 def steps(progress: Callable[[int, int], Any], total: int) -> Callable[[], Any]:
@@ -184,21 +188,41 @@ def warm_up(runs: Sequence[Runs], prompt: Tensor, step: Callable[[], Any]) -> No
         step()
 
 
-def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any], repeats: int = 1) -> int:
-    """Answer each prompt (T,) `repeats` times with each method in turn, and call `step` after each call.
+@dataclass(frozen=True)
+class Turns:
+    """Turns that all methods have finished.
+
+    Attributes:
+        prompts: number of prompts that all methods answered in each turn.
+        repeats: number of turns.
+        stopped: True if interrupted before the last one.
+    """
+
+    prompts: int
+    repeats: int
+    stopped: bool
+
+
+def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[], Any], repeats: int = 1) -> Turns:
+    """Answer all prompts (T,) in each of `repeats` turns, each prompt with one method after another.
+
+    Turns on the same prompt lie apart, so that their spread shows what the machine does meanwhile. Every other time the
+    methods go in reverse, so that a steady drift of the machine favours none. `step` is called after each call.
 
     Returns:
-        Number of prompts that all methods answered. If interrupted (Ctrl-C), further calls are dropped.
+        The turns that were finished. If interrupted (Ctrl-C), further calls are dropped.
     """
     try:
-        for prompt in prompts:
-            for _ in range(repeats):
-                for run in runs:
+        for turn in range(repeats):
+            for place, prompt in enumerate(prompts):
+                for run in runs if (turn + place) % 2 == 0 else reversed(runs):
                     run.answer(prompt)
                     step()
     except KeyboardInterrupt:
-        answered = min(len(run.calls) for run in runs) // repeats
+        done = min(len(run.calls) for run in runs)
+        answered = min(done, len(prompts))
+        turns = done // len(prompts) or 1
         for run in runs:
-            del run.calls[answered * repeats :]
-        return answered
-    return len(prompts)
+            del run.calls[answered * turns :]
+        return Turns(answered, turns, stopped=True)
+    return Turns(len(prompts), repeats, stopped=False)

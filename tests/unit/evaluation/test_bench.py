@@ -10,7 +10,7 @@ import specdec
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.evaluation.bench import Bench, MethodResult, bench
-from specdec.evaluation.diagnosis import Measured
+from specdec.evaluation.measured import Measured
 from specdec.evaluation.methods import PROPOSERS
 from specdec.evaluation.timing import Runs
 from specdec.proposers.factory import as_proposers
@@ -20,22 +20,35 @@ NEW = 12
 PROMPTS = [tiny.prompts(9, seed=seed)["input_ids"][0] for seed in (1, 2)]
 
 
-def measured(name, seconds, tokens=100):
-    return Measured(name, f"<{name}>", tokens, seconds, 0.5)
-
-
 def test_the_table_by_hand():
     report = Report()
     report.record_round([3], [3], [1], seconds=0.1)
-    fast = Measured("ngram", "<ngram>", 100, 4.0, 0.25, report)
-    found = Bench((MethodResult(measured("plain", 8.0), (1.0, 1.0), 4), MethodResult(fast, (1.5, 2.5), 3)), 2, 2)
-    head, plain, ngram = [line.split("  ") for line in found.summary().splitlines()]
+    plain = Measured("plain", "<plain>", 100, 8.0, 0.5, paces=((0.08, 0.08), (0.08, 0.08)))
+    fast = Measured("ngram", "<ngram>", 100, 4.0, 0.25, report, ((0.04, 0.04), (0.01, 0.01)))
+    methods = [MethodResult(one, one.speed_up(plain), same) for one, same in ((plain, 4), (fast, 3))]
+    found = Bench(tuple(methods), 2, 2)
+    head, first, ngram, note, _, verdict = [line.split("  ") for line in found.summary().splitlines()]
     assert [cell.strip() for cell in head if cell][-1] == "same text"
     cells = [cell.strip() for cell in ngram if cell]
-    assert cells == ["ngram", "25.0", "2.00x", "1.50 to 2.50", "250", "40.0", "2.00", "3 of 4"]
-    assert [cell.strip() for cell in plain if cell][2:4] == ["1.00x", "1.00 to 1.00"]
-    assert found.to_dict()["ways"][1]["speed_up"] == 2
-    assert found.speed_ups == {"ngram": (1.5, 2.5)}
+    figures = ["25.0", "4.00x", "4.00 to 4.00", "2.00 to 8.00", "250", "40.0", "2.00", "3 of 4"]
+    assert cells == ["ngram", *figures]
+    assert [cell.strip() for cell in first if cell][2:5] == ["1.00x", "-", "1.00 to 1.00"]
+    assert note == ["speed-up, as in the chart: geometric mean over prompts and turns"]
+    assert verdict == ["recommended: ngram, 4.00x plain decoding's speed (4.00 to 4.00): the fastest"]
+    listed = found.to_dict()["ways"][1]
+    assert [listed["speed_up"], *listed["speed_up_interval"]] == pytest.approx([4, 4, 4])
+    assert found.speed_ups["ngram"] == pytest.approx((2.0, 8.0))
+
+
+def test_the_chart_shows_the_speed_ups_of_the_table(llama):
+    """The table once divided sums, and the chart averaged prompts."""
+    plots = pytest.importorskip("specdec.evaluation.plots")
+    pytest.importorskip("matplotlib").use("Agg")
+    found = bench(llama, {"ngram": NgramProposer(), "itself": DraftModelProposer(llama)}, PROMPTS, repeats=2)
+    table = [f"{method.speed_up.value:.2f}x" for method in found.methods[1:]]
+    assert [line.split()[2] for line in found.summary().splitlines()[2:4]] == table
+    for drawn in (found.speed_up_of, found.speed_ups):
+        assert [text.get_text().split()[0] for text in plots.speed_ups(drawn).texts] == table
 
 
 def test_each_answers_each_prompt_in_turn(llama, monkeypatch):
@@ -52,13 +65,15 @@ def test_each_answers_each_prompt_in_turn(llama, monkeypatch):
     proposers = {"ngram": NgramProposer(), "itself": DraftModelProposer(llama)}
     options = {"max_new_tokens": NEW, "repeats": 2, "progress": lambda *step: steps.append(step)}
     found = bench(llama, proposers, PROMPTS, **options)
-    turns = ((0, True), (0, False), (0, False), (1, False), (1, False))
-    assert order == [(name, i, warm) for i, warm in turns for name in ("plain", "ngram", "itself")]
+    there, back = ("plain", "ngram", "itself"), ("itself", "ngram", "plain")
+    turns = ((0, True, there), (0, False, there), (1, False, back), (0, False, back), (1, False, there))
+    assert order == [(name, i, warm) for i, warm, names in turns for name in names]
     assert steps == [(done, 15) for done in range(16)]
     assert (found.prompts, found.repeats, found.stopped) == (2, 2, False)
     for method in found.methods:
         assert (method.measured.tokens, method.same, len(method.speed_ups)) == (4 * NEW, 4, 2)
     assert found.methods[0].speed_ups == (1.0, 1.0)
+    assert [len(turns) for turns in found.methods[1].measured.paces] == [2, 2]
     spec = SpeculativeGenerator(llama, NgramProposer())
     for prompt in PROMPTS:
         spec.generate(prompt[None], do_sample=False, max_new_tokens=NEW)
@@ -114,12 +129,14 @@ def command(files, tmp_path):
 
 def test_the_table_and_a_chart(command, tmp_path):
     pytest.importorskip("matplotlib")
-    result = command("--limit", "2", "--chart", str(tmp_path / "speed.png"))
+    result = command("--limit", "2", "--repeat", "2", "--chart", str(tmp_path / "speed.png"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"measured on 2 of 3 prompts of {tmp_path / 'mine.txt'}, up to 8 new tokens each")
-    assert [line.split()[0] for line in lines[3:]] == ["plain", "ngram", "draft:model"]
-    assert all(line.endswith("2 of 2") for line in lines[3:])
+    assert lines[0].startswith(
+        f"measured on 2 of 3 prompts of {tmp_path / 'mine.txt'} in 2 turns, up to 8 new tokens each"
+    )
+    assert [line.split()[0] for line in lines[3:6]] == ["plain", "ngram", "draft:model"]
+    assert all(line.endswith("4 of 4") for line in lines[3:6])
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
 
 

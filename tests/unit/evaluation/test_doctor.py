@@ -2,6 +2,8 @@
 
 import copy
 import re
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,11 +24,16 @@ from specdec import (
 )
 from specdec.cli.app import app
 from specdec.data.messages import first_questions, questions
-from specdec.evaluation.diagnosis import NEAR, Diagnosis, Measured
+from specdec.evaluation.code import imports, loading
+from specdec.evaluation.diagnosis import Diagnosis
 from specdec.evaluation.doctor import diagnose
+from specdec.evaluation.measured import Measured
 from specdec.evaluation.methods import CHAINS, TREE_SIZES, methods
 from specdec.evaluation.timing import Runs
+from specdec.evaluation.verdict import NEAR, NEAR_DRAFT
+from specdec.heads.eagle3.export import save
 from specdec.models.capability import Capability
+from specdec.models.loading import load
 from tests.support import eagle3, tiny
 
 
@@ -57,7 +64,12 @@ def test_the_first_questions_are_kept_and_all_are_counted(tmp_path):
 
 
 def plain(seconds=10.0):
-    return Measured("plain decoding", "model.generate()", 100, seconds, first=0.5)
+    return Measured("plain decoding", "model.generate()", 100, seconds, 0.5, paces=exactly(seconds))
+
+
+def exactly(seconds):
+    """Paces without any noise: two turns on one prompt, of 100 tokens."""
+    return ((seconds / 100, seconds / 100),)
 
 
 def drafting(name="as it comes", seconds=10.0, rounds=50, depth=3, accepted=1, draft=1.0, verify=6.0, passes=1):
@@ -66,7 +78,7 @@ def drafting(name="as it comes", seconds=10.0, rounds=50, depth=3, accepted=1, d
     for _ in range(rounds):
         report.record_round([depth], [depth], [accepted], seconds=0.1, drafted_by=name)
     report.seconds |= {"draft": draft, "verify": verify}
-    return Measured(name, f"<{name}>", 100, seconds, 0.25, report)
+    return Measured(name, f"<{name}>", 100, seconds, 0.25, report, exactly(seconds))
 
 
 def diagnosis(*drafted, seconds=10.0, step=0.1, **more):
@@ -76,26 +88,32 @@ def diagnosis(*drafted, seconds=10.0, step=0.1, **more):
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        pytest.param(diagnosis(drafting(seconds=5.0)), "recommended: as it comes, <as it comes>: the fastest", id="it"),
+        pytest.param(diagnosis(drafting(seconds=5.0)), "recommended: as it comes, 2.00x plain decoding's", id="it"),
         pytest.param(
             diagnosis(drafting(seconds=5.0), drafting("tree", 4.0)),
-            "recommended: tree, <tree>: the fastest",
+            "recommended: tree, 2.50x plain decoding's",
             id="a shape",
         ),
         pytest.param(
             diagnosis(drafting(seconds=4.1), drafting("tree", 4.0)),
-            "recommended: as it comes, <as it comes>: about as fast as the fastest",
+            "recommended: as it comes, 2.44x plain decoding's speed (2.44 to 2.44): no other is more than 10% faster",
             id="as it comes where a shape is hardly faster",
         ),
         pytest.param(
             diagnosis(drafting(seconds=9.8)),
-            "recommended: plain decoding, model.generate(): no draft was more than 3% faster",
+            "recommended: plain decoding, model.generate(): no draft is more than 3% faster",
             id="plain where drafts are hardly faster",
         ),
         pytest.param(
             diagnosis(drafting(seconds=160.0), drafting("tree", 20.0)),
             "recommended: plain decoding, model.generate(): no draft",
             id="plain where drafts are slow",
+        ),
+        pytest.param(
+            diagnosis(drafting(seconds=5.0, accepted=0), drafting("tree", 4.0, depth=0, accepted=0)),
+            "recommended: plain decoding, model.generate(): next to nothing of any draft was accepted\n"
+            "drafted nothing on these prompts: tree\nnext to nothing of the drafts was accepted: as it comes",
+            id="plain where nothing was accepted, however fast",
         ),
     ],
 )
@@ -109,7 +127,7 @@ def test_a_way_beside_the_others():
     [line] = [
         line for line in diagnosis(drafting(seconds=5.0)).summary().splitlines() if line.startswith("as it comes  ")
     ]
-    assert line.split()[3:] == ["250", "50.0", "2.00x", "3.0", "2.00", "20.0", "120.0"]
+    assert line.split()[3:] == ["250", "50.0", "2.00x", "2.00", "to", "2.00", "3.0", "2.00", "20.0", "120.0"]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +201,7 @@ def test_where_nothing_can_make_drafts_pay_it_says_so():
 
 def test_where_nothing_was_drafted_nothing_is_said_of_drafts():
     words = diagnosis(drafting(depth=0, accepted=0)).summary()
-    assert words.endswith("as it comes drafted nothing on these prompts.")
+    assert words.endswith("drafted nothing on these prompts: as it comes")
     assert "limits" not in words
 
 
@@ -208,8 +226,9 @@ def test_nothing_it_says_contradicts_its_figures(shapes, alone, step):
     found = diagnosis(*ways_taken, seconds=alone, step=step)
     words = found.summary()
     fastest = min(method.pace for method in (found.plain, *ways_taken))
-    assert found.best.pace <= NEAR * fastest
+    assert found.best.pace <= max(NEAR, NEAR_DRAFT) * fastest * (1 + 1e-9)
     assert f"recommended: {found.best.name}, " in words
+    assert found.best is found.plain or found.best.useful
     best = found.best_draft
     assert all(0 < limit.seconds <= best.seconds * (1 + 1e-9) for limit in found.limits())
     speeds = [float(speed) for speed in re.findall(r"^  if .*: ([0-9.]+)x$", words, re.MULTILINE)]
@@ -262,22 +281,42 @@ def test_a_target_that_takes_no_trees_is_offered_none(monkeypatch):
 def test_the_code_of_a_way_gives_that_way(make):
     target = tiny.model("llama")
     proposer = make(target)
-    names = {
-        "SpeculativeGenerator": SpeculativeGenerator,
-        "DraftModelProposer": DraftModelProposer,
-        "Eagle3Proposer": Eagle3Proposer,
-        "DynamicTree": DynamicTree,
-        "model": target,
-        "proposer": proposer,
-        "DRAFT": target,
-        "HEAD": eagle3.head(),
-    }
     for method in methods(target, proposer)[1:]:
-        made = eval(method.code, names)
+        names = {"model": target, "proposer": proposer}
+        exec(f"{imports(method.code)}\nspec = {method.code}", names)
+        made = names["spec"]
         assert type(made.proposer) is type(method.spec.proposer)
         assert made.draft_length == method.spec.draft_length
         for shape in ("tree", "branching"):
             assert getattr(made.proposer, shape, None) == getattr(method.spec.proposer, shape, None)
+
+
+@pytest.fixture
+def on_disk(tmp_path, files):
+    """Sources of proposers as a user names them: a draft model, and a head in a folder."""
+    save(eagle3.head(tap_ids=(1, 2, 3)), tmp_path / "head", "sglang")
+    return {"DRAFT": str(files / "model"), "HEAD": str(tmp_path / "head")}
+
+
+@pytest.mark.parametrize("name", ["draft:DRAFT", "ngram+draft:DRAFT", "eagle3:HEAD", "ngram+eagle3:HEAD", "exit:2"])
+def test_the_printed_lines_run_as_they_are(name, files, on_disk):
+    """With the paths that were given: nothing is left to fill in, and the target is loaded as well."""
+    for source, path in on_disk.items():
+        name = name.replace(source, path)
+    target = load(str(files / "model"))
+    for method in methods(target, name)[1:]:
+        found = Diagnosis(plain(100.0), (drafting(),), 0.1, loading=loading(target))
+        best = replace(found.drafting[0], code=method.code)
+        lines = replace(found, drafting=(best,)).summary().splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("from specdec import"))
+        names: dict[str, Any] = {}
+        exec("\n".join(lines[start : lines.index("", start)]), names)
+        made, spec = names["spec"], method.spec
+        assert type(made.proposer) is type(spec.proposer)
+        assert made.draft_length == spec.draft_length
+        assert made.model.config._name_or_path == str(files / "model")
+        for shape in ("tree", "branching"):
+            assert getattr(made.proposer, shape, None) == getattr(spec.proposer, shape, None)
 
 
 def test_the_proposer_is_left_as_it_was():
@@ -342,7 +381,8 @@ def test_ways_take_turns_after_a_call_each(monkeypatch):
     monkeypatch.setattr(Runs, "answer", noted)
     diagnose(target, "ngram", asked, max_new_tokens=8)
     names = ["plain decoding", "as it comes", *CHAIN_NAMES]
-    assert order == [(name, i, warm) for i, warm in ((0, True), (0, False), (1, False)) for name in names]
+    turns = ((0, True, names), (0, False, names), (1, False, names[::-1]))
+    assert order == [(name, i, warm) for i, warm, listed in turns for name in listed]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8}], ids=["greedy", "sampled"])

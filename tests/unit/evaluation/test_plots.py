@@ -7,6 +7,7 @@ import pytest
 
 from specdec import Report
 from specdec.evaluation import plots
+from specdec.evaluation.speed_up import MEANING, SpeedUp
 from tests.unit.engine.test_trace import TREE
 
 pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -85,6 +86,22 @@ def test_one_report_needs_no_name_and_axes_may_be_given():
 def test_a_report_without_drafts_says_so():
     axes = plots.acceptance_per_position({"plain": Report()})
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["plain (no drafts)"]
+
+
+def test_speed_ups_are_the_tables_and_clear_of_the_lines():
+    found = {"near": SpeedUp((0.98, 1.02), 0.9, 1.1), "fast": SpeedUp((1.0, 4.0), 1.9, 99.0), "once": SpeedUp((1.5,))}
+    axes = plots.speed_ups(found)
+    axes.figure.canvas.draw()
+    assert [text.get_text() for text in axes.texts] == ["1.00x (0.90 to 1.10)", "2.00x (1.90 to 99.00)", "1.50x"]
+    assert [bar.get_width() for [bar] in axes.containers] == pytest.approx([1.0, 2.0, 1.5], abs=0.001)
+    inside = axes.get_window_extent()
+    assert all(text.get_window_extent().x0 >= inside.x1 for text in axes.texts)
+    assert axes.get_xlim()[1] < 5  # an interval without end leaves the bars readable
+    assert MEANING in axes.get_xlabel()
+
+
+def test_speed_ups_by_prompt_give_the_same_value():
+    assert plots.speed_ups({"fast": [1.0, 4.0]}).texts[0].get_text() == "2.00x"
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):

@@ -1,0 +1,65 @@
+"""The head that the registry lists for a target: the doctor measures it, whatever it was asked about."""
+
+import shutil
+
+import pytest
+
+from specdec.evaluation.doctor import diagnose
+from specdec.evaluation.known_head import KnownHead
+from specdec.heads import registry
+from specdec.heads.eagle3.export import save
+from specdec.heads.registry import Known
+from specdec.utils.download import Content, checksum, size_of
+from tests.support import eagle3, tiny
+
+
+@pytest.fixture
+def target():
+    made = tiny.model("llama", num_hidden_layers=4)
+    before = made.config._name_or_path
+    made.config._name_or_path = "some-org/Tiny-Llama/"
+    yield made
+    made.config._name_or_path = before
+
+
+@pytest.fixture
+def folder(target, tmp_path, monkeypatch):
+    """A head of the project's for the tiny target, in the cache."""
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("SPECDEC_HEADS", "off")
+    place = tmp_path / "heads" / "tiny-head"
+    save(eagle3.head(tap_ids=(1, 2, 3)), place, "sglang")
+    files = {path.name: Content(checksum(path), size_of(path)) for path in sorted(place.iterdir())}
+    monkeypatch.setattr(registry, "HEADS", (Known("tiny-llama", "tiny-head", files=files),))
+    return place
+
+
+def test_it_is_measured(target, folder):
+    found = diagnose(target, "ngram", [tiny.prompts(9)["input_ids"][0]], max_new_tokens=8)
+    [plain, given, known] = [found.plain, *found.drafting[:2]]
+    assert known.name == "n-grams and the known head tiny-head"
+    assert known.code == 'SpeculativeGenerator(model, "ngram+eagle3")'
+    assert known.report.num_calls == given.report.num_calls == 1
+    assert known.name in found.summary()
+
+
+@pytest.mark.parametrize("name", ["auto", "eagle3", "ngram+eagle3", "eagle3:FOLDER"])
+def test_it_is_not_measured_twice(target, folder, name):
+    assert KnownHead.of(target, name.replace("FOLDER", str(folder))) == KnownHead()
+
+
+def test_a_head_that_is_not_here_is_said(target, folder):
+    shutil.rmtree(folder)
+    found = KnownHead.of(target, "ngram")
+    assert found.method is None
+    assert "the EAGLE-3 head tiny-head is known for this target, but was not measured: " in found.note
+    summary = diagnose(target, "ngram", [tiny.prompts(9)["input_ids"][0]], max_new_tokens=8).summary()
+    assert found.note in summary
+
+
+def test_a_head_on_the_hub_is_not_downloaded_unasked(target, monkeypatch):
+    monkeypatch.setattr(registry, "HEADS", (Known("tiny-llama", "someone/no-such-head"),))
+    found = KnownHead.of(target, "ngram")
+    assert found.method is None
+    assert "measure it by the proposer 'eagle3'" in found.note
+    assert KnownHead.of(tiny.model("llama"), "ngram") == KnownHead()
