@@ -13,6 +13,7 @@ import typer
 
 from specdec.utils.choices import WITH_NGRAMS, NumberFormat, RuleName, check_name
 from specdec.utils.paths import require_folder_or_id
+from specdec.utils.tokenizer_files import load_tokenizer, require_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -105,13 +106,18 @@ def interrupted(text: str = "stopped") -> typer.Exit:
     return typer.Exit(INTERRUPTED)
 
 
-def check(target: str, proposer: str = "auto") -> None:
-    """Raise ValueError for names that can be rejected without importing torch."""
+def check(target: str, proposer: str = "auto", tokenizer: bool = True) -> None:
+    """Raise ValueError for names that can be rejected without importing torch.
+
+    tokenizer: True if the command needs the target's tokenizer.
+    """
     check_name(proposer)
     kind, _, source = proposer.removeprefix(WITH_NGRAMS).partition(":")
     source = "" if kind == "exit" else source  # followed by a number of layers
     for name in filter(None, (target, source)):
         require_folder_or_id(name)
+    if tokenizer:
+        require_tokenizer(target)
 
 
 def load(
@@ -125,11 +131,8 @@ def load(
         dtype: name of the number format, or "auto" for the fastest on this device. None: as saved.
         device: name of the device. None: the best one available.
     """
-    from transformers import AutoTokenizer
-
     from specdec.models.hardware import best_device, crowded, format_for
     from specdec.models.loading import load as loaded
-    from specdec.utils.parsing import read_by_library
 
     place = _device(device) if device else best_device()
     if others := crowded(place):
@@ -139,10 +142,7 @@ def load(
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
         model = model.to(chosen)
         print_message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
-    if not tokenizer:
-        return model, None
-    with read_by_library(f"the tokenizer of {target}"):
-        return model, AutoTokenizer.from_pretrained(target)
+    return model, load_tokenizer(target) if tokenizer else None
 
 
 def _device(name: str) -> torch.device:

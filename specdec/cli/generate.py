@@ -34,8 +34,7 @@ def generate(
     """
     check(target, proposer)
     text = _read(prompt)
-    from transformers import TextStreamer
-
+    from specdec.cli.plain_streamer import PlainStreamer
     from specdec.data.prompts import Prompt
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
@@ -47,7 +46,7 @@ def generate(
 
         call = time_call(plain(spec.model), inputs, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
         plain_seconds = Speed.of([call]).time_per_token
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = PlainStreamer(tokenizer)
     stopped = False
     try:
         spec.generate(**inputs, max_new_tokens=max_new_tokens, streamer=streamer, **sampling(temperature, seed))
@@ -56,9 +55,13 @@ def generate(
         streamer.end()
     report = spec.last_report
     print_message(report.to_json() if as_json else f"\n{report}")
+    if not streamer.has_text and not stopped:
+        tokens = f"{report.num_output_tokens} new tokens"
+        print_message(f"the answer has no text: its {tokens} are special ones or decode to nothing", "warning")
     if plain_seconds and report.num_output_tokens:
-        speed_up = plain_seconds * report.tokens_per_second
-        print_message(f"{speed_up:.2f}x plain decoding, {1 / plain_seconds:.1f} tokens/s")
+        from specdec.evaluation.verdict import compared_once
+
+        print_message(compared_once(plain_seconds, report))
     if stopped:
         raise interrupted()
 

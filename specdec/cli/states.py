@@ -21,7 +21,7 @@ def serve_states(
     device: options.Device = None,
 ) -> None:
     """Serve a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C stops it."""
-    check(target)
+    check(target, tokenizer=False)
     create_server((host, port)).close()  # fail on a port in use before loading the target
     from specdec.models.loading import load as load_model
     from specdec.training.precision import in_fastest_dtype

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from specdec.engine.draft_tally import DraftTally
 from specdec.models.cuda_graphs import Known
 from specdec.models.introspection import unwrap_model
 from specdec.models.static_forward import StaticForward
@@ -31,6 +32,7 @@ class DraftSession:
         taps: hidden states of the target that the proposer reads.
         estimates: acceptance and cost estimates by (batch size, sampling).
         static_forward: captured target passes; None until `capture`.
+        tally: counts of its drafts.
         recorded: functions known to be recordable, see `Recorder`.
     """
 
@@ -38,6 +40,7 @@ class DraftSession:
         proposer.check(target)
         self.proposer, self.taps = proposer, proposer.taps(target)
         self.estimates: dict[tuple[int, bool], Estimates] = {}
+        self.tally = DraftTally()
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded: Known = {}

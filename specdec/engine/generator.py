@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateOutput
 
-from specdec.engine.draft_session import DraftSessions
+from specdec.engine.draft_session import DraftSession, DraftSessions
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
@@ -369,6 +369,7 @@ class SpeculativeGenerator:
                 self.compile,
                 self._warn,
             ).run()
+            self._warn_if_idle(report, drafting, call.samples)
         report.total_seconds = stopwatch.elapsed()
         return output
 
@@ -379,8 +380,16 @@ class SpeculativeGenerator:
         report.record_plain(reason)
         self._warn(f"running as plain generate(): {reason}")
 
-    def _warn(self, message: str) -> None:
-        """Warn, once per generator and message."""
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_if_idle(self, report: Report, drafting: DraftSession, sampling: bool) -> None:
+        """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
+        with self._lock:
+            drafting.tally.add(report, drafting.proposer)
+            message = drafting.tally.warning(self.draft_length, drafting.estimates[report.num_rows, sampling])
+        if message:
+            self._warn(message, once="idle")
+
+    def _warn(self, message: str, once: str = "") -> None:
+        """Warn, once per generator and message. once: a word that stands for messages with differing figures."""
+        if (once or message) not in self._warned:
+            self._warned.add(once or message)
             warnings.warn(f"specdec: {message}", stacklevel=callers_level())

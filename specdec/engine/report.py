@@ -143,8 +143,12 @@ class Report:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """Accepted tokens / drafted tokens; NaN before any draft. Of a tree at most one node per depth is accepted."""
-        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+        """Accepted tokens / drafted tokens; NaN before any draft, and if calls returned no new tokens.
+
+        Of a tree at most one node per depth is accepted.
+        """
+        empty = self.num_rows > 0 and not self.num_output_tokens
+        return float("nan") if empty else _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     @property
     def mean_acceptance_length(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+
 import transformers
 from transformers import PreTrainedModel
 

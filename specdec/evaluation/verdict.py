@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.evaluation.measured import Measured
+from specdec.engine.report import Report
+from specdec.evaluation.measured import USEFUL, Measured
+from specdec.evaluation.speed_up import SpeedUp
 
 NEAR = 1.03  # a method up to so many times as fast as plain decoding counts as equally fast
 NEAR_DRAFT = 1.1  # likewise for two methods with drafts: whichever is listed first is preferred
@@ -107,6 +109,21 @@ def _settled(best: Measured, other: Measured, order: Sequence[Measured]) -> bool
     if order.index(other) < order.index(best):
         return _beats(best, other)
     return other.speed_up(best).high <= NEAR_DRAFT
+
+
+def compared_once(plain_seconds: float, report: Report) -> str:
+    """Compare a single call with one of plain decoding, which shows no noise: by rule 4 of `judge` no verdict follows.
+
+    Args:
+        plain_seconds: seconds per token of plain decoding.
+        report: report of the other call.
+    """
+    speed_up = SpeedUp.of([[1 / report.tokens_per_second]], over=[[plain_seconds]])
+    if not report.tokens_per_round >= USEFUL:
+        why = "next to nothing of the drafts was accepted, so any difference is noise"
+    else:
+        why = f"from one call each it is {TOO_NOISY} how much faster: `specdec bench` measures in turns"
+    return f"{speed_up} plain decoding, {1 / plain_seconds:.1f} tokens/s: {why}"
 
 
 def _percent(bound: float) -> str:

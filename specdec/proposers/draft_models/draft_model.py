@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.capability import Capability, capability, draft_positions
@@ -31,6 +31,7 @@ from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
+from specdec.utils.tokenizer_files import load_tokenizer
 
 
 class DraftModelProposer(AutoregressiveProposer):
@@ -280,7 +281,7 @@ def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:
     if not model.name_or_path:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+        tokenizer = load_tokenizer(model.name_or_path, local_files_only=True)
     except Exception:  # no tokenizer, or one that needs a package which is not installed: nothing to compare
         return None
     return {index: token for token, index in tokenizer.get_vocab().items()}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec.models.int8_linear import with_int8_linears, with_trimmed_head
 from specdec.proposers.context import Context
@@ -24,6 +24,7 @@ from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
+from specdec.utils.tokenizer_files import load_tokenizer
 
 
 class TranslatedDraftProposer(DraftModelProposer):
@@ -151,7 +152,7 @@ class TranslatedDraftProposer(DraftModelProposer):
 def _tokenizer_of(model: PreTrainedModel) -> Any:
     """Load the tokenizer next to the model's weights."""
     try:
-        return AutoTokenizer.from_pretrained(model.name_or_path, local_files_only=True)
+        return load_tokenizer(model.name_or_path, local_files_only=True)
     except Exception as error:
         raise ValueError(
             f"found no tokenizer next to the weights of {model.name_or_path or type(model).__name__}: give both, "

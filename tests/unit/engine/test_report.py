@@ -154,3 +154,13 @@ def test_a_generator_is_shown_shortly(llama, single):
         assert lines[0] == "SpeculativeGenerator(LlamaForCausalLM, NgramProposer, draft_length=None, rule='coupled')"
         spec.generate(**single, max_new_tokens=4)
     assert lines[1].startswith("<Report: 1 calls, 4 tokens, ")
+
+
+def test_an_answer_without_new_tokens_has_no_acceptance_rate():
+    """A call of which nothing was kept once had a rate of 1.000."""
+    empty = Report(num_calls=1, num_rows=1)
+    empty.record_round([2], [2], [2], 0.1)
+    assert empty.to_dict()["draft_acceptance_rate"] is None
+    assert dict(empty.table())["draft acceptance rate"] == "-"
+    empty.num_output_tokens = 3
+    assert empty.draft_acceptance_rate == 1

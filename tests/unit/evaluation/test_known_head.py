@@ -36,7 +36,7 @@ def folder(target, tmp_path, monkeypatch):
 
 def test_it_is_measured(target, folder):
     found = diagnose(target, "ngram", [tiny.prompts(9)["input_ids"][0]], max_new_tokens=8)
-    [plain, given, known] = [found.plain, *found.drafting[:2]]
+    given, known = found.drafting[:2]
     assert known.name == "n-grams and the known head tiny-head"
     assert known.code == 'SpeculativeGenerator(model, "ngram+eagle3")'
     assert known.report.num_calls == given.report.num_calls == 1
