@@ -46,9 +46,10 @@ def chat(
             except ValueError as error:  # only this turn fails, the conversation continues
                 print_message(error, "error")
                 continue
+            passes = f"; {report.tokens_per_round:.2f} per pass of the model" if report.num_row_rounds else ""
             console.print(
                 f"[dim]{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, "
-                f"{report.tokens_per_second:.1f} tokens/s; {report.tokens_per_round:.2f} per pass of the model[/dim]"
+                f"{report.tokens_per_second:.1f} tokens/s{passes}[/dim]"
             )
     except KeyboardInterrupt:  # while waiting for input
         stopped = True

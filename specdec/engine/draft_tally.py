@@ -13,6 +13,10 @@ ENOUGH_DRAFTS = 10  # of batches, in which pacing rightly drafts little: rejecte
 DEAR = 0.5  # passes of the target that a draft pass takes, from which on it is called expensive
 
 
+class IdleDraftWarning(UserWarning):
+    """Category of the warning that next to nothing was drafted or accepted."""
+
+
 class DraftTally:
     """Counts rounds and drafts of a model that drafts, and says when next to nothing came of them.
 

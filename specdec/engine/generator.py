@@ -14,6 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.draft_session import DraftSession, DraftSessions
+from specdec.engine.draft_tally import IdleDraftWarning
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
@@ -386,10 +387,11 @@ class SpeculativeGenerator:
             drafting.tally.add(report, drafting.proposer)
             message = drafting.tally.warning(self.draft_length, drafting.estimates[report.num_rows, sampling])
         if message:
-            self._warn(message, once="idle")
+            self._warn(message, IdleDraftWarning)
 
-    def _warn(self, message: str, once: str = "") -> None:
-        """Warn, once per generator and message. once: a word that stands for messages with differing figures."""
-        if (once or message) not in self._warned:
-            self._warned.add(once or message)
-            warnings.warn(f"specdec: {message}", stacklevel=callers_level())
+    def _warn(self, message: str, category: type[UserWarning] = UserWarning) -> None:
+        """Warn, once per generator and message; of a category of its own once, whatever figures are in the message."""
+        key = message if category is UserWarning else category.__name__
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(f"specdec: {message}", category, stacklevel=callers_level())

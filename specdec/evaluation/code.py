@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TypeAlias
 
 import transformers
 from transformers import PreTrainedModel
@@ -17,7 +18,7 @@ from specdec.proposers.lookup.base import Lookup
 from specdec.proposers.lookup.suffix import SuffixProposer
 from specdec.utils.choices import WITH_NGRAMS
 
-Given = Proposer | PreTrainedModel | str
+Given: TypeAlias = Proposer | PreTrainedModel | str
 
 
 def code_of(part: Proposer, given: Given, target: PreTrainedModel, shape: str = "") -> str:
@@ -37,8 +38,8 @@ def code_of(part: Proposer, given: Given, target: PreTrainedModel, shape: str = 
         return '"suffix"' if isinstance(part, SuffixProposer) else '"ngram"'
     kind, _, argument = given.removeprefix(WITH_NGRAMS).partition(":")
     if not argument and isinstance(part, (Eagle3Proposer, BlockProposer)):
-        kind = "eagle3" if isinstance(part, Eagle3Proposer) else "dflash"
-        argument = registry.find(target, kind) if shape else ""
+        head: registry.Kind = "eagle3" if isinstance(part, Eagle3Proposer) else "dflash"
+        kind, argument = head, registry.find(target, head) if shape else ""
     if not shape:
         kind = "mtp" if kind == "auto" else kind
         return f'"{kind}:{argument}"' if argument else f'"{kind}"'

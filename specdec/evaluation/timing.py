@@ -5,6 +5,7 @@ Methods take turns, so that drift of the machine affects all of them alike.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from specdec.engine.draft_tally import IdleDraftWarning
 from specdec.engine.report import Report
 from specdec.evaluation.measured import Measured
 from specdec.evaluation.methods import Method
@@ -150,7 +152,8 @@ class Runs:
         ids = prompt[None].to(self._device)
         # Without a mask, a pad token in the prompt would count as padding.
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", IdleDraftWarning)  # the results say it
             torch.manual_seed(0)  # the same text for every method
             self.calls.append(time_call(self.method, inputs, **self._arguments | changed))
 

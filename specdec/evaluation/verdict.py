@@ -22,7 +22,7 @@ class Verdict:
         recommended: the method to use. If not `certain`, the one to use meanwhile.
         certain: True if the measurements tell that it is the one to use.
         rivals: methods of which the measurements do not tell whether they are faster than the recommended one.
-        faster: methods that are certainly faster than plain decoding.
+        faster: methods that are faster than plain decoding, by rule 2 of `judge`.
         plain: plain decoding.
         useful: True if drafts of any method were accepted.
     """
@@ -63,11 +63,12 @@ class Verdict:
             return f"{TOO_NOISY} whether {_listed(names, 'or')} is faster than plain decoding"
         known = _listed([method.name for method in self.faster], "and")
         doubt = f"{TOO_NOISY} which is the fastest: {_listed([self.recommended.name, *names], 'or')}"
-        return f"{doubt}. Certainly faster than plain decoding: {known}"
+        return f"{doubt}. Faster than plain decoding: {known}"
 
     def _cure(self) -> str:
         more = 2 * self.plain.turns if self.plain.turns > 1 else 5
-        return f"what would tell: nothing else running on the machine, more turns (--repeat {more}), or more prompts"
+        turns = f"more turns (--repeat {more}; repeats={more} in Python)"
+        return f"what would tell: nothing else running on the machine, {turns}, or more prompts"
 
 
 def judge(plain: Measured, drafting: Sequence[Measured]) -> Verdict:

@@ -229,6 +229,15 @@ def test_the_same_seed_gives_the_same_text(files):
     assert text(1) == text(1) != text(2)
 
 
+def test_an_answer_of_one_token_has_no_passes_to_divide_by(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    asked = ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "1", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="ab\n")
+    assert "1 tokens in " in result.stdout
+    assert "nan" not in result.stdout
+
+
 def test_a_conversation(tmp_path, chat_tokenizer):
     tiny.model("llama").save_pretrained(tmp_path)
     chat_tokenizer.save_pretrained(tmp_path)

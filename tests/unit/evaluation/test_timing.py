@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from specdec import NgramProposer
+from specdec import DraftModelProposer, NgramProposer
 from specdec.evaluation.methods import plain, speculative
-from specdec.evaluation.timing import Call, Clock, Speed, pooled, time_call
+from specdec.evaluation.timing import Call, Clock, Runs, Speed, pooled, time_call
 from tests.support import tiny
 
 NEW = 8
@@ -48,3 +48,14 @@ def test_a_call_that_does_not_stream_has_no_first_token():
     silent, first = Call([[1, 2]], 2.0, []), Call([[1]], 1.0, [1.0])
     assert silent.time_to_first_token != silent.time_to_first_token
     assert Speed.of([first]) == Speed(1.0, 1.0, 1.0)
+
+
+def test_a_draft_of_no_use_is_not_warned_of_while_it_is_measured(llama):
+    """The results say it, once for all methods."""
+    method = speculative("useless", llama, DraftModelProposer(tiny.model("llama", seed=1)), 2)
+    run = Runs(method, llama.device, {"do_sample": False, "max_new_tokens": 40})
+    with tiny.specdec_warnings() as messages:
+        run.answer(tiny.prompts(9)["input_ids"][0])
+    assert run.report.num_accepted_tokens == 0
+    assert run.report.num_row_rounds > 20
+    assert messages == []

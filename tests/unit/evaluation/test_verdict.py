@@ -69,7 +69,7 @@ def test_an_interval_around_one_is_too_noisy():
 
 def test_intervals_that_overlap_are_too_noisy():
     first, _, meanwhile = said(method("a", 3.0), method("b", 3.6, spread=0.2))
-    assert first == f"{TOO_NOISY} which is the fastest: a or b. Certainly faster than plain decoding: a and b"
+    assert first == f"{TOO_NOISY} which is the fastest: a or b. Faster than plain decoding: a and b"
     assert meanwhile.startswith("meanwhile: a, 3.00x plain decoding's speed")
 
 
