@@ -33,8 +33,8 @@ class DraftTally:
         if report.num_rounds < ROUNDS or model.drafting_model() is None:
             return
         name = model.drafted_by
-        looked_up = sum(drafts for by, drafts in report.num_drafts_by.items() if by != name)
-        self.rounds += report.num_row_rounds - looked_up
+        by_lookup = sum(drafts for by, drafts in report.num_drafts_by.items() if by != name)
+        self.rounds += report.num_row_rounds - by_lookup
         self.drafts += report.num_drafts_by.get(name, 0)
         self.accepted += report.num_accepted_tokens_by.get(name, 0)
         self._batches |= report.num_rows > 1

@@ -80,7 +80,7 @@ class Bench:
 
     @property
     def verdict(self) -> Verdict:
-        """Which method to use, by the rule of `judge`, under its label."""
+        """The method to use, by the rule of `judge`, under its label."""
         plain, *drafting = [
             replace(method.measured, name=label) for label, method in zip(self.labels, self.methods, strict=True)
         ]
