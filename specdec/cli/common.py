@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130  # exit code of shells: 128 plus the number of SIGINT
 
+OURS = "specdec: "  # how warnings of a generator begin
 COLOURS = {"": None, "warning": "yellow"}  # of other kinds of messages: red
 default_format = warnings.formatwarning
 
@@ -56,9 +57,14 @@ def show_messages() -> None:
 def summary(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
-    """Format warnings of specdec without the source line that raised them."""
-    ours = Path(filename).is_relative_to(Path(__file__).parents[1])
-    return f"warning: {message}\n" if ours else default_format(message, category, filename, lineno, line)
+    """Format warnings of specdec without the source line that raised them.
+
+    Those of a generator begin with "specdec: ". They point at the caller's line, which for a command is typer's.
+    """
+    text, ours = str(message), Path(filename).is_relative_to(Path(__file__).parents[1])
+    if ours or text.startswith(OURS):
+        return f"warning: {text.removeprefix(OURS)}\n"
+    return default_format(message, category, filename, lineno, line)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from specdec.engine.report import Report
 from specdec.proposers.base import Proposer
 from specdec.proposers.hybrid import HybridProposer
@@ -39,38 +41,66 @@ class DraftTally:
         self.accepted += report.num_accepted_tokens_by.get(name, 0)
         self._batches |= report.num_rows > 1
 
-    def warning(self, draft_length: int | None, estimates: Estimates) -> str:
-        """Say that next to nothing was drafted or accepted, why, and what would help; "" if there is nothing to say.
+    @property
+    def _few(self) -> bool:
+        return self.drafts <= FEW_DRAFTS * self.rounds
 
-        Args:
-            draft_length: as for `SpeculativeGenerator`. 0 drafts nothing on purpose.
-            estimates: the costs that the calls measured.
+    @property
+    def _useless(self) -> bool:
+        return self.accepted <= FEW_ACCEPTED * self.rounds
+
+    def idle(self, draft_length: int | None) -> bool:
+        """Return whether next to nothing was drafted or accepted, against the user's wish.
+
+        draft_length: as for `SpeculativeGenerator`. 0 drafts nothing on purpose.
         """
         if draft_length == 0 or self.rounds < ROUNDS:
-            return ""
-        few = self.drafts <= FEW_DRAFTS * self.rounds
-        useless = self.accepted <= FEW_ACCEPTED * self.rounds
-        if (not useless and not few) or (self._batches and not (useless and self.drafts >= ENOUGH_DRAFTS)):
-            return ""
-        return f"{self._finding(few, useless)}. {self._reason(few, estimates)}. {HELP}"
+            return False
+        if self._batches:
+            return self._useless and self.drafts >= ENOUGH_DRAFTS
+        return self._few or self._useless
 
-    def _finding(self, few: bool, useless: bool) -> str:
+    def warning(self, estimates: Estimates, size: float) -> str:
+        """Say that next to nothing was drafted or accepted, why, and what would help.
+
+        Args:
+            estimates: the costs that the calls measured.
+            size: weights of the draft, as a multiple of the target's.
+        """
+        return f"{self._finding()}. {self._reason(estimates, size)}. {HELP}"
+
+    def _finding(self) -> str:
         if not self.drafts:
             return f"nothing was drafted in {self.rounds} rounds, so nothing is gained over plain decoding"
         drafts = f"{self.drafts} draft{'s' * (self.drafts > 1)} in {self.rounds} rounds"
         accepted = f"{self.accepted} accepted tokens" if self.accepted else "no accepted token"
         return f"{drafts} with {accepted}: next to nothing is gained over plain decoding"
 
-    def _reason(self, few: bool, estimates: Estimates) -> str:
+    def _reason(self, estimates: Estimates, size: float) -> str:
         plain = estimates.verify.plain
         share = estimates.draft_step / plain if plain else 0.0
-        if few and share >= DEAR:
+        if self._few and estimates.draft.known and share >= DEAR:
             return f"A pass of the draft takes {share:.2f} times as long as one of the target, so drafting cannot pay"
+        if self._few and size >= DEAR:
+            return f"The draft has {size:.2f} times as many weights as the target, so its passes cost too much to pay"
+        if not self.drafts and not estimates.draft.known:
+            return "To read the prompt with the draft is expected to cost more than drafts save in so short an answer"
         if not self.drafts:
-            return "By the costs that were measured on this machine drafting is not expected to pay"
+            cost = f"a pass of the draft takes {share:.2f} times as long as one of the target"
+            return f"Drafting is not expected to pay by the costs measured on this machine: {cost}"
         if not self.accepted:
             return "The draft never agrees with the target: it may belong to another model, tokenizer or chat template"
         return "The draft hardly ever pays, by what was accepted and what it costs"
+
+
+def relative_size(proposer: Proposer, target: nn.Module) -> float:
+    """Return the number of a draft's weights, as a multiple of the target's; 0 if no model drafts."""
+    model = proposer.drafting_model()
+    return 0.0 if model is None else _weights(model) / max(1, _weights(target))
+
+
+def _weights(model: nn.Module) -> int:
+    return sum(tensor.numel() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
 
 
 HELP = (

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.draft_session import DraftSession, DraftSessions
-from specdec.engine.draft_tally import IdleDraftWarning
+from specdec.engine.draft_tally import IdleDraftWarning, relative_size
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
@@ -385,9 +385,10 @@ class SpeculativeGenerator:
         """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
         with self._lock:
             drafting.tally.add(report, drafting.proposer)
-            message = drafting.tally.warning(self.draft_length, drafting.estimates[report.num_rows, sampling])
-        if message:
-            self._warn(message, IdleDraftWarning)
+            idle = drafting.tally.idle(self.draft_length)
+        if idle and IdleDraftWarning.__name__ not in self._warned:
+            size = relative_size(drafting.proposer, self.model)
+            self._warn(drafting.tally.warning(drafting.estimates[report.num_rows, sampling], size), IdleDraftWarning)
 
     def _warn(self, message: str, category: type[UserWarning] = UserWarning) -> None:
         """Warn, once per generator and message; of a category of its own once, whatever figures are in the message."""

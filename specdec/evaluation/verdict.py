@@ -121,7 +121,7 @@ def compared_once(plain_seconds: float, report: Report) -> str:
     """
     speed_up = SpeedUp.of([[1 / report.tokens_per_second]], over=[[plain_seconds]])
     if not report.tokens_per_round >= USEFUL:
-        why = "next to nothing of the drafts was accepted, so any difference is noise"
+        why = "next to nothing of the drafts was accepted, so drafting made nothing faster"
     else:
         why = f"from one call each it is {TOO_NOISY} how much faster: `specdec bench` measures in turns"
     return f"{speed_up} plain decoding, {1 / plain_seconds:.1f} tokens/s: {why}"

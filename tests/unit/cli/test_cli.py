@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec import SpeculativeGenerator
+from specdec.cli import common
 from specdec.cli.app import app
 from specdec.cli.errors import PACKAGE
 from specdec.heads.eagle3.export import save
@@ -360,3 +362,10 @@ def test_what_takes_long_is_said_a_line_each(files):
     assert lines.count(f"loading {files / 'model'}") == 2  # the target, and the draft model
     assert any(line.startswith("probing whether LlamaForCausalLM can run draft trees") for line in lines)
     assert "loading" not in result.stdout
+
+
+def test_a_generators_warning_is_one_line_without_the_place_in_a_library():
+    """typer calls the command, so its file was named, with the warning's category."""
+    assert common.summary("specdec: nothing was drafted", UserWarning, warnings.__file__, 1) == (
+        "warning: nothing was drafted\n"
+    )

@@ -3,7 +3,7 @@
 import pytest
 
 from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
-from specdec.engine.draft_tally import ROUNDS, DraftTally
+from specdec.engine.draft_tally import ROUNDS, DraftTally, relative_size
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from tests.support import tiny
@@ -28,18 +28,19 @@ def report(rounds, drafts=0, accepted=0, by=NAME, rows=1):
 
 
 def costs(draft=0.1):
-    """A target pass takes a second, a draft pass `draft`."""
+    """A target pass takes a second, a draft pass `draft`; None: none was ever run."""
     made = Estimates()
     made.verify.observe(1, 1.0)
-    made.draft.observe(draft)
+    if draft is not None:
+        made.draft.observe(draft)
     return made
 
 
-def said(proposer, *reports, draft_length=None, draft=0.1):
+def said(proposer, *reports, draft_length=None, draft=0.1, size=0.2):
     tally = DraftTally()
     for one in reports:
         tally.add(one, proposer)
-    return tally.warning(draft_length, costs(draft))
+    return tally.warning(costs(draft), size) if tally.idle(draft_length) else ""
 
 
 def test_nothing_was_drafted_since_the_draft_is_as_slow_as_the_target(proposer):
@@ -49,6 +50,21 @@ def test_nothing_was_drafted_since_the_draft_is_as_slow_as_the_target(proposer):
     assert "A pass of the draft takes 0.97 times as long as one of the target" in found
     assert "a smaller draft" in found
     assert "specdec doctor" in found
+
+
+def test_nothing_was_drafted_since_the_draft_is_as_large_as_the_target(proposer):
+    """Pacing did not try it once, so there is nothing but its size to go by."""
+    assert "The draft has 1.00 times as many weights as the target" in said(proposer, report(23), draft=None, size=1.0)
+    assert "To read the prompt with the draft is expected to cost more" in said(proposer, report(23), draft=None)
+    assert "a pass of the draft takes 0.30 times as long as one of the target" in said(proposer, report(23), draft=0.3)
+
+
+def test_the_size_of_a_draft(llama, draft, proposer):
+    assert relative_size(proposer, llama) == pytest.approx(1.0, abs=0.05)
+    smaller = DraftModelProposer(draft)
+    smaller.check(llama)
+    assert relative_size(HybridProposer(smaller), llama) < 0.9
+    assert relative_size(NgramProposer(), llama) == 0
 
 
 def test_a_trial_now_and_then_is_next_to_nothing(proposer):
