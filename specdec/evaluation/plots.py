@@ -129,13 +129,13 @@ def time_per_part(reports: Reports, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def speed_ups(by_proposer: Mapping[str, SpeedUp | Sequence[float]], ax: Axes | None = None) -> Axes:
+def speed_ups(by_prompt: Mapping[str, SpeedUp | Sequence[float]], ax: Axes | None = None) -> Axes:
     """Draw speed-ups over plain decoding: the value of each proposer as a bar and in words, with one dot per prompt.
 
     The value is that of the table: the geometric mean. A black line over the bar is its interval.
 
     Args:
-        by_proposer: speed-ups by proposer, such as `Bench.speed_up_of`, or their speed-ups by prompt.
+        by_prompt: speed-ups by proposer, such as `Bench.speed_up_of`, or only their speed-ups by prompt.
         ax: axes to draw on; None for a new figure.
 
     Example:
@@ -143,8 +143,8 @@ def speed_ups(by_proposer: Mapping[str, SpeedUp | Sequence[float]], ax: Axes | N
         plots.speed_ups(bench(model, proposers, prompts).speed_up_of)
         ```
     """
-    ax = ax or _new_axes(8, 1.4 + 0.5 * len(by_proposer))
-    found = [one if isinstance(one, SpeedUp) else SpeedUp(tuple(one)) for one in by_proposer.values()]
+    ax = ax or _new_axes(8, 1.4 + 0.5 * len(by_prompt))
+    found = [one if isinstance(one, SpeedUp) else SpeedUp(tuple(one)) for one in by_prompt.values()]
     beside = ax.get_yaxis_transform()  # x in shares of the width, so that words stand clear of lines, bars and dots
     for height, speed_up in enumerate(found):
         ax.barh(height, speed_up.value, color=BAR, height=0.7, zorder=1)
@@ -155,7 +155,7 @@ def speed_ups(by_proposer: Mapping[str, SpeedUp | Sequence[float]], ax: Axes | N
         )
         ax.text(1.01, height, str(speed_up), transform=beside, va="center", fontsize="small")
     ax.axvline(1, color="black", linewidth=0.8, zorder=2)
-    ax.set_yticks(range(len(by_proposer)), list(by_proposer))
+    ax.set_yticks(range(len(by_prompt)), list(by_prompt))
     ax.invert_yaxis()  # the first on top
     most = max(max(speed_up.value, *speed_up.by_prompt) for speed_up in found)
     ax.set(xlim=(0, 1.1 * max(1.0, most)))  # however wide an interval is
