@@ -6,16 +6,15 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
-
 from specdec.cli.common import load
 from specdec.cli.serving.sockets import close, listen
-from specdec.engine.generator import SpeculativeGenerator
-from specdec.models.introspection import end_tokens_in
 from specdec.utils.choices import NumberFormat
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from specdec.cli.serving.server import Server
+    from specdec.engine.generator import SpeculativeGenerator
 
 PACKAGES = ("fastapi", "uvicorn", "openai", "jinja2")
 MAX_QUEUE = 64  # requests that wait, by default
@@ -88,14 +87,15 @@ def prepared(
         ValueError: the port is in use, or the model cannot be served.
     """
     _require_packages()
-    from specdec.cli.serving.app import Service, vocab_size
-    from specdec.cli.serving.prompts import PromptReader
-    from specdec.cli.serving.server import Server
-    from specdec.cli.serving.settings import context_limit
-    from specdec.cli.serving.worker import Worker
-
-    sockets = listen(host, port)
+    sockets = listen(host, port)  # before torch is imported
     try:
+        from specdec.cli.serving.app import Service, vocab_size
+        from specdec.cli.serving.prompts import PromptReader
+        from specdec.cli.serving.server import Server
+        from specdec.cli.serving.settings import context_limit
+        from specdec.cli.serving.worker import Worker
+        from specdec.models.introspection import end_tokens_in
+
         model, tokenizer = load(target, dtype=dtype, device=None if device == "auto" else device)
         if model.config.is_encoder_decoder:
             raise ValueError(f"{target} is an encoder-decoder model: the server answers with causal LMs only")

@@ -44,7 +44,7 @@ def new_tokens(request: Request, prompt_length: int, limit: int, config: Generat
     if request.limit is None:
         return min(limit - prompt_length, config.max_new_tokens or limit)
     if prompt_length + request.limit > limit:
-        asked = f"{prompt_length} tokens in the prompt and {request.limit} for the answer"
+        asked = f"{prompt_length} tokens in the prompt and {request.limit_name}={request.limit}"
         raise too_long(f"{maximum} You requested {prompt_length + request.limit}: {asked}.", request.limit_name)
     return request.limit
 
