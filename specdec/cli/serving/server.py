@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import signal
@@ -48,7 +49,9 @@ class Server:
     def __init__(self, service: Service, worker: Worker, reader: PromptReader, sockets: list[socket.socket]):
         self.port: int = sockets[0].getsockname()[1]
         self._worker, self._reader, self._sockets = worker, reader, sockets
-        self._uvicorn = _Uvicorn(uvicorn.Config(service.app(), log_level="info", timeout_graceful_shutdown=GRACE))
+        logs = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+        logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # standard output is for the report
+        self._uvicorn = _Uvicorn(uvicorn.Config(service.app(), log_config=logs, timeout_graceful_shutdown=GRACE))
         self._thread: Thread | None = None
         self._farewell_lock, self._said = Lock(), False
 

@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 
 import pytest
 import torch
@@ -133,6 +134,18 @@ def test_a_long_answer_fills_the_context(served):
                 served.complete(**refused)
             assert error.value.code == "context_length_exceeded"
         assert served.health["busy"] is False
+
+
+def test_other_requests_do_not_wait_for_a_long_prompt_to_be_tokenized(served, monkeypatch):
+    reader, goes_on = served.server._reader, Event()
+    tokenize = reader._completion
+    monkeypatch.setattr(reader, "_completion", lambda request: goes_on.wait(60) and tokenize(request))
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(served.complete, temperature=0)
+        assert served.chat(temperature=0).choices[0].message.content == served.plain_text()
+        assert not waiting.done()
+        goes_on.set()
+        assert waiting.result().usage.completion_tokens == 8
 
 
 def test_the_ends_of_texts(served):
