@@ -186,10 +186,11 @@ def parsed(body: bytes, kind: type[R]) -> R:
     try:
         return kind.model_validate(supported(content, FIELDS[kind]))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = _name(first["loc"])
-        problem = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] in ("missing", "extra_forbidden") else f", got {_short(first['input'])}"
+        errors = error.errors(include_url=False, include_context=False)
+        found = max(errors, key=lambda each: len(each["loc"]))  # of a union, the alternative that fits best
+        name = _name(found["loc"])
+        problem = found["msg"].removeprefix("Value error, ")
+        given = "" if found["type"] in ("missing", "extra_forbidden") else f", got {_short(found['input'])}"
         raise invalid(f"Invalid value of {name}: {problem}{given}", name) from None
 
 
