@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from contextlib import suppress
 
@@ -21,7 +22,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         raise ValueError(f"{host} is not an address of this machine: {error}") from error
     for family, _, _, _, address in dict.fromkeys(found):
         try:
-            sockets.append(socket.create_server((address[0], port), family=family, backlog=2048))
+            sockets.append(_listening(family, address[0], port))
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 close(sockets)
@@ -32,6 +33,22 @@ def listen(host: str, port: int) -> list[socket.socket]:
     if not sockets:
         raise ValueError(f"cannot listen on {host}: {problem}") from problem
     return sockets
+
+
+def _listening(family: int, host: str, port: int) -> socket.socket:
+    """Open a socket as asyncio does. With the protocol's number it sets TCP_NODELAY, which saves 40 ms per answer."""
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        if os.name == "posix":
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind((host, port))
+        made.listen(2048)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def close(sockets: list[socket.socket]) -> None:

@@ -1,6 +1,8 @@
 """`specdec serve`, asked by the real `openai` client: answers are those of plain `generate()`."""
 
+import asyncio
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 
@@ -15,6 +17,7 @@ from specdec import SpeculativeGenerator  # noqa: E402
 from specdec.cli import server as server_module  # noqa: E402
 from specdec.cli.server import serve  # noqa: E402
 from specdec.cli.serving.processors import Penalties  # noqa: E402
+from specdec.cli.serving.sockets import close, listen  # noqa: E402
 from tests.support import tiny  # noqa: E402
 from tests.support.served import ASKED, Served, soon, streamed  # noqa: E402
 
@@ -310,6 +313,24 @@ def test_a_port_in_use_is_noticed_before_the_model_is_loaded(served, monkeypatch
         serve(served.name, SpeculativeGenerator, port=served.server.port)
     with pytest.raises(ValueError, match="is not an address of this machine"):
         serve(served.name, SpeculativeGenerator, host="no such host.invalid", port=0)
+
+
+def test_connections_do_not_delay_small_packets():
+    """asyncio sets TCP_NODELAY only where a socket names its protocol; without it each answer takes 40 ms longer."""
+
+    async def options():
+        done = asyncio.get_running_loop().create_future()
+        sockets = listen("localhost", 0)
+        server = await asyncio.start_server(lambda reader, writer: done.set_result(writer), sock=sockets[0])
+        _, writer = await asyncio.open_connection(*sockets[0].getsockname()[:2])
+        accepted = (await done).get_extra_info("socket")
+        found = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        server.close()
+        close(sockets)
+        return found
+
+    assert asyncio.run(options())
 
 
 def test_a_server_that_ends_fails_what_waits(tmp_path, chat_tokenizer):

@@ -170,7 +170,7 @@ def test_a_client_that_hangs_up_in_the_queue(served, stream):
 
 @pytest.fixture
 def busy(tmp_path, chat_tokenizer):
-    made = Served(tmp_path, chat_tokenizer, proposer="ngram")
+    made = Served(tmp_path, chat_tokenizer, tiny.on_host("llama", num_hidden_layers=1), "ngram")
     yield made
     made.server.kill_server()
 
