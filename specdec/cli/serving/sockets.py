@@ -22,7 +22,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         raise ValueError(f"{host} is not an address of this machine: {error}") from error
     for family, _, _, _, address in dict.fromkeys(found):
         try:
-            sockets.append(_listening(family, address[0], port))
+            sockets.append(_listening(family, str(address[0]), port))
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 close(sockets)
