@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import INTERRUPTED, check, print_message
-from specdec.utils.choices import COUPLED, NumberFormat
+from specdec.cli.common import check, interrupted, print_message
+from specdec.utils.choices import COUPLED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,15 +19,24 @@ if TYPE_CHECKING:
 def serve(
     target: options.Target,
     proposer: options.Proposer = "auto",
-    host: str = typer.Option("localhost", help="Address to listen on."),
+    host: str = typer.Option("localhost", help="Address to listen on. Anyone who can reach it can use the model."),
     port: int = typer.Option(8000, min=1, max=65535, help="Port to listen on."),
-    seed: options.Seed = None,
+    seed: int | None = typer.Option(
+        None, min=-(2**63), max=2**64 - 1, help="Seed of requests that name none. Default: random."
+    ),
+    max_queue: int = typer.Option(64, min=1, help="Maximum number of waiting requests; further ones get status 429."),
+    max_length: int | None = typer.Option(
+        None, min=2, help="Maximum tokens of a prompt with its answer. Default: the model's limit."
+    ),
     draft_length: options.DraftLength = None,
     rule: options.Rule = COUPLED,
-    dtype: NumberFormat = typer.Option("auto", help="Number format; auto: as saved."),
-    device: str = typer.Option("auto", help='Device: "cpu", "cuda", ... Default: the best one available.'),
+    dtype: options.Format = "auto",
+    device: options.Device = None,
 ) -> None:
-    """Serve a model over an OpenAI-compatible API: the server of transformers, with specdec. Ctrl-C stops it."""
+    """Serve a model over an OpenAI-compatible API. Ctrl-C stops it and prints a report.
+
+    One request is answered at a time; clients take turns.
+    """
     made: list[SpeculativeGenerator] = []
 
     def generator_of(model: PreTrainedModel) -> SpeculativeGenerator:
@@ -36,14 +45,27 @@ def serve(
         made.append(SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule))
         return made[-1]
 
-    try:
-        check(target, proposer)
-        from specdec.cli.server import serve as serve_model
-
-        print_message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
-        serve_model(target, generator_of, host=host, port=port, default_seed=seed, dtype=dtype, device=device)
-    except KeyboardInterrupt:  # the server has released everything by now
-        raise typer.Exit(INTERRUPTED) from None
-    finally:
+    def farewell() -> None:
         for spec in made:
             typer.echo(f"\n{spec.report}")
+
+    try:
+        check(target, proposer)
+        from specdec.cli.server import prepared
+
+        server = prepared(
+            target,
+            generator_of,
+            host=host,
+            port=port,
+            default_seed=seed,
+            dtype=dtype,
+            device=device,
+            max_queue=max_queue,
+            max_length=max_length,
+        )
+        print_message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
+        number = server.run(farewell)
+    except KeyboardInterrupt:
+        raise interrupted() from None
+    raise typer.Exit(128 + number)  # as shells report a signal

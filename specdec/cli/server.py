@@ -1,38 +1,47 @@
-"""`serve`: the OpenAI-compatible server of transformers, with specdec.
-
-When the server has loaded a model, `model.generate` is replaced by specdec's. Requests, streaming and the chat template
-are handled by `transformers serve` (checked with 5.23).
-"""
+"""`serve`: an OpenAI-compatible server for one model, also from Python. `specdec.cli.serving` holds its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from threading import Lock
-from typing import Any
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.constants import HF_HUB_CACHE
-from transformers import PreTrainedModel
+from specdec.cli.common import load
+from specdec.cli.serving.sockets import close, listen
+from specdec.utils.choices import NumberFormat
 
-from specdec.engine.generator import SpeculativeGenerator
-from specdec.engine.hf.hooks import install
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from specdec.cli.serving.server import Server
+    from specdec.engine.generator import SpeculativeGenerator
+
+PACKAGES = ("fastapi", "uvicorn", "openai", "jinja2")
+MAX_QUEUE = 64  # requests that wait, by default
 
 
-def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], **options: Any) -> Any:
+def serve(
+    target: str,
+    generator_of: Callable[[PreTrainedModel], SpeculativeGenerator],
+    *,
+    non_blocking: bool = False,
+    **options: Any,
+) -> Server:
     """Serve a model until interrupted.
 
     Args:
-        target: path or hub id.
+        target: path or hub id, which is also the model's name in requests.
         generator_of: called once with the loaded model, which it may move and convert.
-        options: options of `transformers serve` (host, port, default_seed, ...). With `non_blocking=True` the server
-            runs in a thread.
+        non_blocking: return when the server is ready. It runs in a thread.
+        options: see `prepared`: host, port, default_seed, dtype, device, max_queue, max_length.
 
     Returns:
-        The server of transformers; its `kill_server()` stops a server in a thread.
+        The server; its `kill_server()` ends a server in a thread.
 
     Raises:
         ImportError: the server's packages are not installed.
+        KeyboardInterrupt: Ctrl-C ended a server that is not in a thread.
+        ValueError: the port is in use, or the model cannot be served.
 
     Example:
         ```python
@@ -40,59 +49,73 @@ def serve(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGene
         server.kill_server()
         ```
     """
-    from transformers.utils.import_utils import is_serve_available
+    server = prepared(target, generator_of, **options)
+    if non_blocking:
+        server.start()
+    elif server.run():
+        raise KeyboardInterrupt
+    return server
 
-    if not is_serve_available():
+
+def prepared(
+    target: str,
+    generator_of: Callable[[PreTrainedModel], SpeculativeGenerator],
+    *,
+    host: str = "localhost",
+    port: int = 8000,
+    default_seed: int | None = None,
+    dtype: NumberFormat | None = None,
+    device: str | None = None,
+    max_queue: int = MAX_QUEUE,
+    max_length: int | None = None,
+) -> Server:
+    """Open the port, load the model and return a server that does not run yet.
+
+    Args:
+        target: path or hub id.
+        generator_of: called once with the loaded model.
+        host: address to listen on.
+        port: port to listen on; 0 for any free one.
+        default_seed: seed of requests that name none; None for random seeds.
+        dtype: number format, or "auto" for the fastest on this device; None: as saved.
+        device: name of the device; None or "auto": the best one available.
+        max_queue: most requests that wait.
+        max_length: most tokens of a prompt and its answer, if this is less than the model's limit.
+
+    Raises:
+        ImportError: the server's packages are not installed.
+        ValueError: the port is in use, or the model cannot be served.
+    """
+    _require_packages()
+    sockets = listen(host, port)  # before torch is imported
+    try:
+        from specdec.cli.serving.app import Service, vocab_size
+        from specdec.cli.serving.prompts import PromptReader
+        from specdec.cli.serving.server import Server
+        from specdec.cli.serving.settings import context_limit
+        from specdec.cli.serving.worker import Worker
+        from specdec.models.introspection import end_tokens_in
+
+        model, tokenizer = load(target, dtype=dtype, device=None if device == "auto" else device)
+        if model.config.is_encoder_decoder:
+            raise ValueError(f"{target} is an encoder-decoder model: the server answers with causal LMs only")
+        ends = end_tokens_in(model.generation_config)
+        if model.generation_config.pad_token_id is None:  # a single row has no padding, but generate() would warn
+            model.generation_config.pad_token_id = ends[0] if ends else 0
+        spec = generator_of(model)
+        reader = PromptReader(tokenizer, vocab_size(spec.model))
+        limit = context_limit(spec, max_length)
+        worker = Worker(spec, tokenizer, max_queue)
+        return Server(Service(target, worker, reader, limit, default_seed), worker, reader, sockets)
+    except BaseException:
+        close(sockets)
+        raise
+
+
+def _require_packages() -> None:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
         raise ImportError(
-            'serving needs more packages: pip install "transformers[serving]", or in a checkout of specdec '
+            f'serving needs {" and ".join(missing)}: pip install "specdec-hf[serve]", or in a checkout of specdec '
             "pip install -c constraints.txt -e '.[serve]'"
         )
-    from transformers.cli.serve import Serve
-
-    Path(HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # listing its models fails if the folder does not exist
-    with _speculating(target, generator_of):
-        return Serve(force_model=target, **options)
-
-
-_patching = Lock()  # guards the replacement of transformers' class
-
-
-@contextmanager
-def _speculating(target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator]) -> Iterator[None]:
-    """Make the models of the next server generate with specdec, and list `target` among them.
-
-    The server runs within this context. transformers' class is replaced only until the server has created its model
-    manager, so servers in other threads are not affected.
-    """
-    from transformers.cli.serving import model_manager
-
-    with ExitStack() as patch:
-        patch.enter_context(_patching)
-        plain = model_manager.ModelManager
-        patch.callback(setattr, model_manager, "ModelManager", plain)
-        model_manager.ModelManager = _manager(plain, target, generator_of, patch.close)
-        yield
-
-
-def _manager(
-    plain: Any, target: str, generator_of: Callable[[PreTrainedModel], SpeculativeGenerator], made: Callable[[], None]
-) -> Any:
-    """Class of a model manager whose models generate with specdec. made: called when a manager is created."""
-
-    class Speculating(plain):
-        def __init__(self, *args: Any, **kwargs: Any):
-            made()
-            super().__init__(*args, **kwargs)
-
-        def _load_model(self, *args: Any, **kwargs: Any) -> PreTrainedModel:
-            model = super()._load_model(*args, **kwargs)
-            install(model, generator_of(model).generate)
-            return model
-
-        @staticmethod
-        def get_gen_models(cache_dir: str | None = None) -> list[dict[str, Any]]:
-            """List the served model first, then the models in the hub's cache."""
-            served = {"owned_by": "", "id": target, "object": "model", "created": 0}
-            return [served, *(model for model in plain.get_gen_models(cache_dir) if model["id"] != target)]
-
-    return Speculating

@@ -1,11 +1,13 @@
 """Ctrl-C, as a real signal to commands in processes of their own: exit code 130, no traceback, the report so far."""
 
+import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from threading import Thread
 
 import pytest
@@ -14,7 +16,7 @@ from tests.support import tiny
 
 # A shell may have started the tests with the signal ignored. Marks are printed behind the calls that are measured.
 COMMAND = """
-import signal, sys
+import os, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
 def mark(*module_and_name):
     from importlib import import_module
@@ -26,6 +28,12 @@ def mark(*module_and_name):
     of.answer = answered
 if sys.argv[1] in ("bench", "doctor"):
     mark("specdec.evaluation.timing", "Runs")
+if os.environ.get("STUCK"):  # the model computes for minutes, as in a long prompt
+    from specdec import SpeculativeGenerator
+    def generate(self, *args, **kwargs):
+        print("computing", file=sys.stderr, flush=True)
+        time.sleep(1000)
+    SpeculativeGenerator.generate = generate
 from specdec.__main__ import main
 sys.argv[0] = "specdec"
 main()
@@ -38,8 +46,13 @@ REPORT = "calls (as plain decoding)"
 class Command:
     """A command that is running; what it prints is collected."""
 
-    def __init__(self, *arguments):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    def __init__(self, *arguments, **environment):
+        pipes = {
+            "env": os.environ | environment,
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+        }
         self.process = subprocess.Popen([sys.executable, "-c", COMMAND, *map(str, arguments)], text=True, **pipes)
         self.said = {"stdout": "", "stderr": ""}
         self._threads = [Thread(target=self._collect, args=(name,), daemon=True) for name in self.said]
@@ -58,8 +71,8 @@ class Command:
             time.sleep(0.05)
         raise AssertionError(self.said)
 
-    def interrupt(self):
-        self.process.send_signal(signal.SIGINT)
+    def interrupt(self, number=signal.SIGINT):
+        self.process.send_signal(number)
 
     def end(self):
         """Exit code, and what was printed."""
@@ -72,11 +85,11 @@ class Command:
 
 @pytest.fixture
 def run():
-    """`run(*arguments)`: a `Command`; those that a failing test leaves are ended."""
+    """`run(*arguments, **environment)`: a `Command`; those that a failing test leaves are ended."""
     started = []
 
-    def start(*arguments):
-        started.append(Command(*arguments))
+    def start(*arguments, **environment):
+        started.append(Command(*arguments, **environment))
         return started[-1]
 
     yield start
@@ -187,23 +200,75 @@ def test_train(run, files, tmp_path):
     assert "run the same command again to resume from the last checkpoint" in said
 
 
-@pytest.mark.slow
-def test_serve(run, chat_model):
+@pytest.fixture
+def serve(run, chat_model):
+    """`serve(**environment)`: the command, ready, and a client; `ask(client)` asks it."""
     pytest.importorskip("fastapi")
     openai = pytest.importorskip("openai")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    command = run("serve", chat_model, "--proposer", "ngram", "--port", port, "--dtype", "float32", "--device", "cpu")
-    command.wait_for(lambda command: "Uvicorn running" in command.said["stderr"])
-    client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
-    client.chat.completions.create(
-        model=str(chat_model), messages=[{"role": "user", "content": "abc"}], max_tokens=4, temperature=0
-    )
-    command.interrupt()
+
+    def start(**environment):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        options = ["--proposer", "ngram", "--port", port, "--dtype", "float32", "--device", "cpu"]
+        command = run("serve", chat_model, *options, **environment)
+        command.wait_for(lambda command: "Uvicorn running" in command.said["stderr"])
+        command.port = port
+        return command, openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def ask(client, **fields):
+        fields = {"max_tokens": 4, "temperature": 0} | fields
+        messages = [{"role": "user", "content": "abc"}]
+        return client.chat.completions.create(model=str(chat_model), messages=messages, **fields)
+
+    return start, ask
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_serve(serve, number, expected):
+    start, ask = serve
+    command, client = start()
+    ask(client)
+    stream = ask(client, stream=True, max_tokens=100_000)
+    next(stream)
+    command.interrupt(number)
     code, text, _ = command.end()
-    assert code == 130
-    assert REPORT in text
+    assert code == expected
+    assert text.count(REPORT) == 1
+    stream.close()
+
+
+def test_serve_on_a_port_in_use(run, chat_model):
+    """It ends before torch is imported."""
+    pytest.importorskip("fastapi")
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text, said = run("serve", chat_model, "--proposer", "ngram", "--port", port).end()
+    assert (code, text) == (2, "")
+    assert said == f"error: port {port} of localhost is in use: choose another one with --port\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_serve_while_the_model_computes(serve, number, expected):
+    """The process does not wait for a long prompt, or for the clients of it."""
+    openai = pytest.importorskip("openai")
+    start, ask = serve
+    command, client = start(STUCK="1")
+
+    def fail():
+        with suppress(openai.APIError):
+            ask(client)
+
+    asked = Thread(target=fail, daemon=True)
+    asked.start()
+    command.wait_for(lambda command: "computing" in command.said["stderr"])
+    command.interrupt(number)
+    code, text, _ = command.end()
+    assert code == expected
+    assert text.count(REPORT) == 1
+    asked.join(PATIENCE)
 
 
 def test_while_the_commands_are_imported(monkeypatch):
