@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from specdec.training.teacher.int8_target import with_int8_decoder
 from specdec.training.teacher.remote import ServedTeacher, describe_server
 from specdec.training.teacher.sharded import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.teacher.state_cache import DONE, bytes_per_token, extract
+from specdec.training.time_limit import TimedSteps, TimeLimit
 from specdec.utils.choices import Sharding
 
 KINDS: dict[Sharding, type[LocalTeacher]] = {"tp": TensorParallelTeacher, "fsdp": FullyShardedTeacher}
@@ -52,7 +52,7 @@ class Preparation:
         checksum: checksum of the given texts.
         training_texts: encoded texts to train on.
         held_out: encoded texts to evaluate on.
-        deadline: end of the time, as `time.monotonic` counts; None: no limit.
+        limit: time limit of the run.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ class Preparation:
     checksum: str
     training_texts: Texts
     held_out: Texts
-    deadline: float | None
+    limit: TimeLimit
 
     def run(self) -> tuple[Head, Teacher] | None:
         """Return the initial head and its teacher, or None if time ran out first.
@@ -92,7 +92,9 @@ class Preparation:
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
         identity = self._checked_identity(fingerprint(target))
-        head = starting_head(self.recipe, self.given, target, self.training_texts, self.folder, self.processes)
+        head = starting_head(
+            self.recipe, self.given, target, (self.training_texts, self.held_out), self.folder, self.processes
+        )
         if self.processes.is_main_process:
             if self.recipe.teacher is None:
                 print(precision.summary(target))
@@ -168,11 +170,12 @@ class Preparation:
         disk_full = self.folder.readable_errors("use a shorter --length")
         with Progress(disable=not first) as bar, disk_full, teacher.lockstep():
             task = bar.add_task("states", total=len(texts.ids) / count)
+            steps = TimedSteps(self.limit, progress=lambda done: bar.advance(task, done))
             extract(
                 teacher,
                 texts,
                 place,
                 share=(self.processes.local_process_index, count),
-                progress=lambda done: bar.advance(task, done),
-                should_continue=lambda: self.deadline is None or time.monotonic() < self.deadline,
+                progress=steps.done,
+                should_continue=steps.may_begin,
             )
