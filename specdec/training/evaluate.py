@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from specdec.training.objectives.mtp import unroll_mtp
 from specdec.training.objectives.unroll import unroll
 from specdec.training.teacher.base import taps_of
 from specdec.training.teacher.target_logits import TargetLogits
+from specdec.training.time_limit import OutOfTime
 
 NEW_TOKENS = 64  # tokens to decode per prompt
 TREE = DynamicTree(depth=6, top_k=8, size=24)
@@ -101,6 +103,7 @@ def evaluate(
     max_new_tokens: int = NEW_TOKENS,
     should_continue: Callable[[], bool] = lambda: True,
     progress: Callable[[int], Any] = lambda prompts: None,
+    first_within: Callable[[], float] = lambda: math.inf,
 ) -> Evaluation:
     """Decode each prompt greedily with chains, and with `TREE` at T = 0 and T = 1.
 
@@ -113,6 +116,10 @@ def evaluate(
         max_new_tokens: tokens to decode per prompt.
         should_continue: called before every prompt but the first. If it returns False, the others are left out.
         progress: called after each prompt with 1.
+        first_within: returns the seconds that are left for the first prompt, whose time cannot be predicted.
+
+    Raises:
+        OutOfTime: not even the first prompt could be decoded within these seconds.
     """
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
@@ -129,7 +136,8 @@ def evaluate(
         if done and not should_continue():
             break
         prompt = prompt[-(context - max_new_tokens) :]
-        text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
+        within = (lambda: math.inf) if done else first_within
+        text = _decoded(decoder, prompt, within, max_new_tokens=max_new_tokens, **GREEDY)
         lengths = accepted_lengths(head, target, text, draft_length, first=len(prompt) - 1)
         root = len(prompt)  # the first new token comes from the prefill
         behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # the last round's bonus token ends the text
@@ -140,7 +148,7 @@ def evaluate(
                 rounds, accepted = rounds + 1, accepted + taken
             root += 1 + taken
         for spec, sampling in zip(trees, (GREEDY, SAMPLED), strict=True):
-            spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
+            _decoded(spec, prompt, within, max_new_tokens=max_new_tokens, **sampling)
         done += 1
         progress(1)
     report = decoder.report
@@ -158,6 +166,16 @@ def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FeaturePropo
     if isinstance(head, MtpTrainee):
         return MtpProposer(head.for_target(target), **shape)
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
+
+
+def _decoded(decoder: SpeculativeGenerator, prompt: Tensor, within: Callable[[], float], **options: Any) -> Tensor:
+    """Decode one prompt (T,) in the seconds that `within` returns. Raise OutOfTime if they are too few."""
+    seconds = within()
+    limit = {} if seconds == math.inf else {"max_time": max(0.0, seconds)}
+    text = decoder.generate(**_inputs(prompt, decoder.model), **limit, **options)[0]
+    if within() <= 0:
+        raise OutOfTime
+    return text
 
 
 def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ The checkpoint of an update is written before its evaluations, so that a kill in
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from specdec.training.curve import draw
 from specdec.training.evaluate import Evaluation, HeldOut, Measured, evaluate
 from specdec.training.processes import from_first_process
 from specdec.training.run_folder import RunFolder, read_json
-from specdec.training.time_limit import TimedSteps, TimeLimit
+from specdec.training.time_limit import OutOfTime, TimedSteps, TimeLimit
 from specdec.training.trainer import HeadTrainer
 
 
@@ -46,6 +47,7 @@ class Kind:
     seconds: str
 
 
+UPDATE_SECONDS = "update_seconds"  # field of an entry with the time of an update
 LOSS = Kind("loss", "rows", "eval_loss", "eval_rows", "eval_seconds")
 DECODED = Kind("decoding", "texts", "decoder_tree_length", "decoder_texts", "decoder_seconds")
 
@@ -84,18 +86,29 @@ class EvaluationCallback(TrainerCallback):
         self.every, self.at_start = every, at_start
         self.held_out, self.held_out_every = held_out, held_out_every
         self.limit = limit or TimeLimit()
+        self._begun = self._update_seconds = 0.0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if state.global_step == 0:
-            if self.at_start:
-                self._run(state, self._all(), first=True)
-        elif missing := from_first_process(lambda: self._missing(state)):
-            self._run(state, missing, first=True)
-            self._record(state)
+        missing = self._all() * self.at_start
+        if state.global_step > 0:
+            missing = from_first_process(lambda: self._missing(state))
+        if not missing:
+            return
+        self._run(state, missing, first=True)
+        self._record(state)
+        update = max((entry.get(UPDATE_SECONDS, 0.0) for entry in state.log_history), default=0.0)
+        if not self.limit.is_zero and not self.limit.allows((args.logging_steps + 1) * update, together=args.device):
+            raise OutOfTime
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._begun = self.limit.clock()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._update_seconds = self.limit.clock() - self._begun
         if self._due(state):
             control.should_save = True  # `on_save` evaluates
 
@@ -105,7 +118,9 @@ class EvaluationCallback(TrainerCallback):
         self._run(state, due)
         self._record(state)
         if state.global_step < state.max_steps and not self.limit.is_zero and not control.should_training_stop:
-            control.should_training_stop = not self.limit.allows(together=args.device)
+            # Another log interval must fit, with its checkpoint.
+            needed = (args.logging_steps + 1) * self._update_seconds
+            control.should_training_stop = not self.limit.allows(needed, together=args.device)
             if control.should_training_stop:
                 self._say(state, time_is_up(state))
 
@@ -172,18 +187,22 @@ class EvaluationCallback(TrainerCallback):
         for kind in kinds:
             size = len(self.held_out if kind is LOSS else self.prompts)
             what, update = f"held-out {kind.unit} ({kind.name})", f"update {state.global_step}"
+            guess = self._update_seconds if kind is LOSS else 0.0  # a pass takes less time than an update
             with tqdm(total=size, desc=what, leave=False, disable=hidden, dynamic_ncols=True) as bar:
                 steps = TimedSteps(
                     self.limit,
-                    max((entry.get(kind.seconds, 0.0) for entry in state.log_history), default=0.0),
+                    max((entry[kind.seconds] for entry in state.log_history if kind.seconds in entry), default=guess),
                     unlimited=first and self.limit.is_zero,
                     together=together,
                     progress=bar.update,
                 )
-                if not first and not steps.may_begin():
+                try:
+                    if not first and not steps.may_begin():
+                        raise OutOfTime
+                    done = (self._measure_loss if kind is LOSS else self._evaluate)(state, steps, first)
+                except OutOfTime:
                     self._say(state, f"{update}: no time is left for {size} {what}: the next run evaluates them first")
                     continue
-                done = (self._measure_loss if kind is LOSS else self._evaluate)(state, steps)
             if done < size:
                 self._say(state, f"{update}: the time limit cut the evaluation to {done} of {size} {what}")
 
@@ -197,10 +216,11 @@ class EvaluationCallback(TrainerCallback):
         if state.is_world_process_zero and checkpoint.exists():
             write_whole(checkpoint / STATE, lambda path: state.save_to_json(str(path)))
 
-    def _measure_loss(self, state: TrainerState, steps: TimedSteps) -> int:
+    def _measure_loss(self, state: TrainerState, steps: TimedSteps, first: bool) -> int:
         found = self.trainer.held_out(self.held_out, steps.may_begin, steps.done)
         if state.is_world_process_zero:
-            self._log(found | {LOSS.seconds: round(steps.longest, 3)})
+            seconds = {LOSS.seconds: round(steps.longest, 3), UPDATE_SECONDS: round(self._update_seconds, 3)}
+            self._log(found | seconds)
             if not self.every:
                 self._write(found, state)
         return int(found[LOSS.count])
@@ -210,7 +230,8 @@ class EvaluationCallback(TrainerCallback):
         self.trainer.log(found)
         self.trainer.control.should_log = due  # logging clears it, but all processes must log at the same time
 
-    def _evaluate(self, state: TrainerState, steps: TimedSteps) -> int:
+    def _evaluate(self, state: TrainerState, steps: TimedSteps, first: bool) -> int:
+        """Decode the prompts. first: at least one of them must be decoded, whatever time is left."""
         self._say(state, f"update {state.global_step}: decoding {len(self.prompts)} held-out texts")
         target, device = self.trainer.teacher.model(), self.trainer.args.device
         head = copy_of(self.trainer.head, target.dtype)
@@ -225,6 +246,7 @@ class EvaluationCallback(TrainerCallback):
                 draft_length=self.trainer.steps,
                 should_continue=steps.may_begin,
                 progress=steps.done,
+                first_within=(lambda: math.inf) if first or self.trainer.teacher.collective else steps.left,
             )
         if not state.is_world_process_zero:
             return found.texts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from accelerate import PartialState
 from torch import Tensor
@@ -29,7 +29,7 @@ from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head
 from specdec.training.teacher.base import Teacher
-from specdec.training.time_limit import Clock, TimeLimit
+from specdec.training.time_limit import Clock, OutOfTime, TimeLimit
 from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
 from specdec.utils.parsing import read_by_library
 
@@ -116,7 +116,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
     if recipe.max_minutes is not None:
         trainer.add_callback(Deadline(limit))
     trainer.add_callback(evaluation)
-    with folder.readable_errors("use fewer --rows-at-once"):
+    with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime):
         trainer.train(resume_from_checkpoint=from_first_process(folder.last_checkpoint))
     if not evaluation.is_finished():
         return None

@@ -54,6 +54,10 @@ class TimeLimit:
         return not denied
 
 
+class OutOfTime(Exception):
+    """Raised where work is given up because the time limit has come."""
+
+
 class TimedSteps:
     """Steps of one kind of work, each of which is begun only if it is expected to end before the limit.
 
@@ -80,6 +84,10 @@ class TimedSteps:
         self.longest = expected
         self._limit, self._unlimited, self._together, self._progress = limit, unlimited, together, progress
         self._start = limit.clock()
+
+    def left(self) -> float:
+        """Seconds that a step may take; infinite if it must be finished."""
+        return math.inf if self._unlimited else self._limit.left()
 
     def begin(self) -> None:
         """Start the time of the next step, after work that belongs to none."""
