@@ -171,8 +171,9 @@ def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FeaturePropo
 def _decoded(decoder: SpeculativeGenerator, prompt: Tensor, within: Callable[[], float], **options: Any) -> Tensor:
     """Decode one prompt (T,) in the seconds that `within` returns. Raise OutOfTime if they are too few."""
     seconds = within()
-    limit = {} if seconds == math.inf else {"max_time": max(0.0, seconds)}
-    text = decoder.generate(**_inputs(prompt, decoder.model), **limit, **options)[0]
+    if seconds != math.inf:
+        options |= {"max_time": max(0.0, seconds)}
+    text = decoder.generate(**_inputs(prompt, decoder.model), **options)[0]
     if within() <= 0:
         raise OutOfTime
     return text

@@ -144,8 +144,9 @@ class Preparation:
         if self.recipe.rounded_states:
             reader = LocalTeacher(with_int8_decoder(target, self.training_texts[0].ids), teacher.taps)
         self._check_disk_space(reader)
-        self._extract(teacher, self.held_out, self.folder.held_out_states)
-        self._extract(reader, self.training_texts, self.folder.states)
+        steps = TimedSteps(self.limit, at_least=1)  # a run that comes no further would never end
+        self._extract(teacher, self.held_out, self.folder.held_out_states, steps)
+        self._extract(reader, self.training_texts, self.folder.states, steps)
         self.processes.wait_for_everyone()
         return all((place / DONE).exists() for place in (self.folder.states, self.folder.held_out_states))
 
@@ -163,19 +164,23 @@ class Preparation:
                 "texts (--max-texts), or leave out --cache-states"
             )
 
-    def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
+    def _extract(self, teacher: Teacher, texts: Texts, place: Path, steps: TimedSteps) -> None:
         """Cache the states of `texts`, shared among the processes of a machine. The first one shows its progress."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
         disk_full = self.folder.readable_errors("use a shorter --length")
         with Progress(disable=not first) as bar, disk_full, teacher.lockstep():
             task = bar.add_task("states", total=len(texts.ids) / count)
-            steps = TimedSteps(self.limit, progress=lambda done: bar.advance(task, done))
+
+            def advance(tokens: int) -> None:
+                steps.done(tokens)
+                bar.advance(task, tokens)
+
             extract(
                 teacher,
                 texts,
                 place,
                 share=(self.processes.local_process_index, count),
-                progress=steps.done,
+                progress=advance,
                 should_continue=steps.may_begin,
             )

@@ -65,6 +65,7 @@ class TimedSteps:
         limit: time limit of the run.
         expected: seconds that a step is expected to take, from earlier ones; 0 if not known.
         unlimited: begin all steps, whatever time is left.
+        at_least: number of steps to begin, whatever time is left.
         together: see `TimeLimit.allows`.
         progress: called after each step with the number that `done` was given.
 
@@ -78,12 +79,13 @@ class TimedSteps:
         expected: float = 0.0,
         *,
         unlimited: bool = False,
+        at_least: int = 0,
         together: torch.device | None = None,
         progress: Callable[[int], Any] = lambda count: None,
     ):
         self.longest = expected
         self._limit, self._unlimited, self._together, self._progress = limit, unlimited, together, progress
-        self._start = limit.clock()
+        self._start, self._owed = limit.clock(), at_least
 
     def left(self) -> float:
         """Seconds that a step may take; infinite if it must be finished."""
@@ -96,6 +98,9 @@ class TimedSteps:
     def may_begin(self) -> bool:
         """Return whether the next step may begin, which starts its time."""
         self.begin()
+        self._owed -= 1
+        if self._owed >= 0:
+            return True
         return self._unlimited or self._limit.allows(self.longest, self._together)
 
     def done(self, count: int = 1) -> None:

@@ -236,6 +236,8 @@ def test_steps_begin_only_if_they_fit():
     assert counts == [3, 3]
     assert not TimedSteps(TimeLimit(1, clock, started=0), expected=11).may_begin()
     assert TimedSteps(TimeLimit(0, clock), unlimited=True).may_begin()
+    late = TimedSteps(TimeLimit(0, clock), at_least=1)
+    assert [late.may_begin(), late.may_begin()] == [True, False]
     assert TimeLimit(None, clock).allows(1e9)
 
 
