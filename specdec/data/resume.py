@@ -20,7 +20,7 @@ LEFT, DONE, USELESS = range(3)  # states of a prompt
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked in one entry.
+    """Questions of one entry, without their answers.
 
     Attributes:
         number: index of its entry among the prompts.

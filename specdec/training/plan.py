@@ -112,9 +112,9 @@ class Plan:
             "",
             f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, training takes at least "
             f"{_time(training)}",
-            f"evaluations take up to {_time(evaluating)} more: {self.evaluation.texts} held-out texts are decoded "
-            f"{self.evaluation.decodings} times (at {self.decoding_speed / 1e9:,.0f} billion a second, for a product "
-            f"of {ROWS} rows), and their loss is measured {self.evaluation.losses} times",
+            f"evaluations of {self.evaluation.texts} held-out texts take up to {_time(evaluating)} more: by decoding: "
+            f"{self.evaluation.decodings} (at {self.decoding_speed / 1e9:,.0f} billion a second, for a product of "
+            f"{ROWS} rows), by loss: {self.evaluation.losses}",
         ]
         return "\n".join(lines)
 

@@ -87,6 +87,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
     checksum = from_first_process(lambda: checksum_of_entries(recipe))  # finds broken data before anything is loaded
     check_length(recipe)
     check_identity(recipe, folder, checksum)  # before texts are overwritten; the target's weights are checked later
+    checkpoint = from_first_process(folder.last_checkpoint)  # damaged ones are named before a model is loaded
     if processes.is_local_main_process:
         with read_by_library(f"the tokenizer of {recipe.target}"):
             tokenizer = AutoTokenizer.from_pretrained(recipe.target)
@@ -117,7 +118,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
         trainer.add_callback(Deadline(limit))
     trainer.add_callback(evaluation)
     with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime):
-        trainer.train(resume_from_checkpoint=from_first_process(folder.last_checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint)
     if not evaluation.is_finished():
         return None
     trainer.accelerator.wait_for_everyone()  # one process evaluates

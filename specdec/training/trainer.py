@@ -109,11 +109,11 @@ class HeadTrainer(Trainer):
         with without_denormals():
             return super().train(*args, **kwargs)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        place = super()._get_output_dir(trial)
+    def _get_output_dir(self, *arguments: Any, **options: Any) -> str:
+        place = super()._get_output_dir(*arguments, **options)
         return str(Path(place) / PARTIAL) if self._saving else place
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         """Write a checkpoint next to the others and move it to its place when it is complete, see `finish`."""
         folder = Path(self.args.output_dir)
         partial = folder / PARTIAL / f"checkpoint-{self.state.global_step}"
@@ -122,7 +122,7 @@ class HeadTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         self._saving = True
         try:
-            super()._save_checkpoint(model, trial)
+            super()._save_checkpoint(*arguments, **options)
         finally:
             self._saving = False
         # Processes of other machines may have a disk of their own, with the random states that they wrote.

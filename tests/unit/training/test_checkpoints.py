@@ -68,10 +68,12 @@ def test_a_run_resumes_behind_a_damaged_checkpoint(files, finished, copied, name
     assert same_heads(copied, finished)
 
 
-def test_no_checkpoint_left_is_one_sentence(files, copied):
+def test_no_checkpoint_left_is_one_sentence(files, copied, monkeypatch):
     for checkpoint in checkpoints(RunFolder(copied).checkpoints):
         damage(checkpoint / "model.safetensors", "truncated")
-    result = run(files, copied)
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.training.preparation.load_model", lambda *rest, **more: 1 / 0)
+        result = run(files, copied)
     assert result.exit_code == 2, result.output
     output = " ".join(result.output.split())
     assert "no other checkpoint is left to resume from. Remove" in output

@@ -84,7 +84,8 @@ def test_evaluations_are_counted(files, tmp_path):
     assert planned.evaluation.decodings == sum("decoder_texts" in entry for entry in log) > 1
     assert planned.evaluation.losses == sum("eval_rows" in entry for entry in log)
     said = planned.summary()
-    assert f"2 held-out texts are decoded {planned.evaluation.decodings} times" in said
+    assert "evaluations of 2 held-out texts take up to" in said
+    assert f"by decoding: {planned.evaluation.decodings} (at" in said
     training, evaluating = planned.seconds
     assert training > 0
     assert evaluating > 0
