@@ -96,10 +96,10 @@ def _checked(file: Path) -> Iterator[Any]:
 
 
 def _writer(entry: Any) -> str | None:
-    """Return the target that `regenerate` recorded in an entry; None for entries of other files."""
+    """Return the target that `regenerate` recorded in an entry; None for entries of other files, or without a name."""
     if not isinstance(entry, dict) or not {"id", "target", "sequences", "messages"} <= entry.keys():
         return None
-    return entry["target"] if isinstance(entry["target"], str) else None
+    return (entry["target"] or None) if isinstance(entry["target"], str) else None
 
 
 def _state(path: Path | None) -> tuple[tuple[str, int, int], ...]:

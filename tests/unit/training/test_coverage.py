@@ -20,6 +20,7 @@ def line(number, target):
     ("targets", "expected"),
     [
         (["mine"] * 3, "mine wrote these answers, as `specdec regenerate` recorded"),
+        ([""] * 3, "whether mine wrote these answers is unknown"),  # a target in memory has no name
         ([None] * 3, "whether mine wrote these answers is unknown: `specdec regenerate` lets it write them"),
         (
             ["mine", None, "theirs"],
