@@ -56,10 +56,10 @@ def regenerate(
 
     switches = _switches(template)
     check_writable(out)
-    check(target)
     if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before the model is loaded
         useless = Skipped("prompts")
         useless.check(sum(1 for _ in asked(prompts, switches, useless)))
+        check(target)
         first = islice(asked(prompts, switches, useless), limit)
         states_of_prompts(Answers(out), first, target, temperature, max_new_tokens)
     from accelerate.utils import gather_object
