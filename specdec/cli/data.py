@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+from itertools import islice
 from pathlib import Path
 from reprlib import repr as shortened
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import typer
@@ -13,6 +15,7 @@ import typer
 from specdec.cli import options
 from specdec.cli.common import check, interrupted, load, progress_bar
 from specdec.data.entries import check_text
+from specdec.utils.paths import check_writable
 
 
 def regenerate(
@@ -41,21 +44,26 @@ def regenerate(
         help="""JSON arguments of the chat template: '{"enable_thinking": false}'. An entry's own take precedence.""",
     ),
     max_minutes: float | None = typer.Option(
-        None, min=0.0, help="Time limit in minutes. Run the same command again to resume."
+        None, min=0.0, help="Time limit in minutes, loading included. Run the same command again to resume."
     ),
     seed: int = typer.Option(0, min=-(2**53), max=2**53, help="Random seed for sampling."),
 ) -> None:
     """Let a target answer prompts, to get training texts for a head."""
-    from specdec.data.messages import read_prompts
+    begun = monotonic()
+    from specdec.data.answer_store import Answers
+    from specdec.data.resume import asked, states_of_prompts
     from specdec.data.skipped import Skipped
 
     switches = _switches(template)
-    useless = Skipped("prompts")
-    useless.check(sum(1 for _ in read_prompts(prompts, useless)))  # reported before the model is loaded
-    check(target)
+    check_writable(out)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before the model is loaded
+        useless = Skipped("prompts")
+        useless.check(sum(1 for _ in asked(prompts, switches, useless)))
+        check(target)
+        first = islice(asked(prompts, switches, useless), limit)
+        states_of_prompts(Answers(out), first, target, temperature, max_new_tokens)
     from accelerate.utils import gather_object
 
-    from specdec.data.answer_store import Answers
     from specdec.data.regenerate import regenerate as answer
     from specdec.models.hardware import computed_in, started_together
 
@@ -86,7 +94,7 @@ def regenerate(
                 share=(together.process_index, together.num_processes),
                 agree=lambda yes: all(gather_object([yes])),
                 progress=progress,
-                go_on=lambda: max_minutes is None or perf_counter() - started < 60 * max_minutes,
+                go_on=lambda: max_minutes is None or monotonic() - begun < 60 * max_minutes,
             )
         except KeyboardInterrupt:
             raise interrupted(f"stopped: the answers in {out} are kept, run the same command again to resume") from None

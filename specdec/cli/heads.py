@@ -10,7 +10,7 @@ import typer
 
 from specdec.cli.common import load, print_message
 from specdec.utils.choices import HeadLayout
-from specdec.utils.paths import require_folder_or_id
+from specdec.utils.paths import check_writable, lasting_files, require_folder_or_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,7 +119,8 @@ def export(
     require_folder_or_id(head)
     if Path(out).resolve() == Path(head).resolve():
         raise ValueError(f"{out} is the folder of the head itself, which would be overwritten: choose another folder")
-    if not force and Path(out).is_dir() and any(Path(out).iterdir()):
+    check_writable(out, folder=True)
+    if not force and Path(out).is_dir() and lasting_files(out):
         raise ValueError(f"{out} is not empty: choose another folder, or overwrite the head in it with --force")
     from specdec.heads.eagle3.checkpoint import load
     from specdec.heads.eagle3.export import lost_in, save, widen

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from time import monotonic
 
 import typer
 
 from specdec.cli import options
 from specdec.cli.common import check, interrupted, print_message
+from specdec.data.survey import survey
+from specdec.training.run_folder import RunFolder
 from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
 
 
 def train(
     target: options.Target,
     data: Path = typer.Argument(
-        help="Texts written by the target: JSONL (.gz), .txt, or a datasets folder.", exists=True
+        help="Texts to train on, best the target's answers, which `regenerate` writes: JSONL (.gz), .txt, or a "
+        "datasets folder.",
+        exists=True,
     ),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head. An unfinished run in it is resumed."),
     kind: HeadKind = typer.Option(
@@ -91,7 +97,7 @@ def train(
     max_minutes: float | None = typer.Option(
         None,
         min=0.0,
-        help="Time limit in minutes, up to ten updates or an evaluation late. Run the same command again to resume.",
+        help="Time limit in minutes, evaluations and checkpoints included. Run the same command again to resume.",
     ),
     report_to: Tracker = typer.Option("none", help="Experiment tracker for the logged values."),
     seed: int = typer.Option(0, min=0, max=2**32 - 1, help="Random seed."),
@@ -101,12 +107,16 @@ def train(
     dry_run: bool = typer.Option(
         False,
         "--dry-run",
-        help="Print the memory, disk space and work needed, and stop without reading weights.",
+        help="Check the texts and OUT, print the memory, disk space and work needed, evaluations included, and stop.",
     ),
 ) -> None:
     """Train a head for a target: EAGLE-3, DFlash, DSpark or MTP. Run the same command again to resume."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
+    started = monotonic()
     check(target)
+    RunFolder(out).check()
+    if os.environ.get("RANK", "0") == "0":  # of several processes one reads the texts
+        survey(data, held_out_data)  # finds broken lines before anything is loaded
     from accelerate import PartialState
 
     from specdec.training.evaluate import HeldOut
@@ -120,7 +130,7 @@ def train(
         typer.echo(plan(recipe).summary())
         return
     try:
-        found = train_head(recipe)
+        found = train_head(recipe, started=started)
     except KeyboardInterrupt:
         raise interrupted("stopped: run the same command again to resume from the last checkpoint") from None
     if not PartialState().is_main_process:

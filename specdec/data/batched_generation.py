@@ -71,6 +71,7 @@ class BatchedGenerator:
         rows: number of prompts answered at a time; 1 is used if the model does not support ragged batches.
         max_new_tokens: maximum length of an answer.
         tokenizer: needed if the model's generation config has stop strings.
+        go_on: called before each token. If it returns False, `run` ends without the unfinished answers.
 
     Raises:
         ValueError: the generation config asks for a feature outside `generate()`'s decoding loops.
@@ -82,12 +83,14 @@ class BatchedGenerator:
         rows: int,
         max_new_tokens: int,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        go_on: Callable[[], bool] = lambda: True,
     ):
         outside = decided_before(model, None, {})
         if outside:
             raise ValueError(f"the target's generation config is not supported: {outside}. Remove this setting from it")
         self._capability = capability(model)
         self.model, self.max_new_tokens, self._tokenizer, self._warned = model, max_new_tokens, tokenizer, False
+        self._go_on = go_on
         self.rows = rows if self._capability.trees else 1
         self._batch, self._reader = (ModelRunner(model, self._capability.masks) for _ in range(2))
         self._ends = end_tokens(model)
@@ -110,7 +113,7 @@ class BatchedGenerator:
                     else:
                         yield request
             busy = [row for row, request in enumerate(running) if request is not None]
-            if not busy:
+            if not busy or not self._go_on():
                 return
             if 2 * len(busy) <= len(running):  # no request was left for the free rows
                 self._batch.cache.keep(busy)

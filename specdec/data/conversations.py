@@ -1,6 +1,6 @@
 """Conversations: turns entries into token ids, recorded ones or those of the target's chat template.
 
-Decides which tokens the target wrote itself. Only these are trained on.
+Decides which tokens belong to answers. Only these are trained on.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def read_texts(
             elif len(whole.ids) == 0:
                 left_out.add(place, "the tokenizer returns no tokens for it")
             else:
-                left_out.add(place, f"its first {max_tokens} tokens contain nothing that the target wrote")
+                left_out.add(place, f"its first {max_tokens} tokens contain nothing to train on")
         if kept == limit:
             break
     count = kept + left_out.count

@@ -5,26 +5,25 @@ This module schedules the conversations. `answer_store` writes the file.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec.data.answer_store import Answers
 from specdec.data.batched_generation import BatchedGenerator, Request
 from specdec.data.conversations import context_of, encode_prompt
-from specdec.data.messages import SWITCHES, Message, extra_of, read_prompts, template_arguments
+from specdec.data.messages import Message, template_arguments
+from specdec.data.resume import LEFT, USELESS, Asked, asked, states_of_prompts
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
 from specdec.data.skipped import Skipped
 
 AHEAD = 16  # batches of prompts that are sorted by length together
 MOST_TURNS = 1000  # distance between the seeds of two conversations
-LEFT, DONE, USELESS = range(3)  # states of a prompt
 
 
 @dataclass
@@ -105,7 +104,8 @@ def regenerate(
         agree: waits for the other processes, and returns whether all of them passed True.
         progress: called with the finished conversations, all conversations and the tokens written in this run, each
             counted for this process.
-        go_on: called before each conversation. If it returns False, unfinished conversations are discarded.
+        go_on: called before each conversation and each token. If it returns False, unfinished conversations are
+            discarded. Once begun, at least one answer is written before this ends the run.
 
     Returns:
         Number of tokens written.
@@ -132,11 +132,11 @@ def regenerate(
     mine, processes = share
     answers, name = Answers(out, share), str(target.config._name_or_path)
 
-    def conversations(left_out: Skipped) -> Iterator[ActiveConversation]:
-        return islice(_conversations(given, tokenizer, switches or {}, left_out), limit)
+    def askable(left_out: Skipped) -> Iterator[Asked]:
+        return islice(_askable(asked(given, switches or {}, left_out), tokenizer, left_out), limit)
 
     useless = Skipped("prompts")
-    done = _finished(answers, conversations(useless), name, temperatures, max_new_tokens)
+    done = states_of_prompts(answers, askable(useless), name, temperatures, max_new_tokens)
     (useless.check_and_warn if mine == 0 else useless.check)(len(done) - done.count(USELESS))
     agree(True)  # no process writes before all have read and checked the files
     if mine == 0:
@@ -148,8 +148,10 @@ def regenerate(
     handled, tokens, left_out = len(own) - done[mine::processes].count(LEFT), 0, Skipped("conversations")
     early = Skipped("conversations", "end before a question that cannot follow the target's answer")
     progress(handled, len(own), tokens)
-    asked = conversations(Skipped("prompts"))  # which were reported above
-    waiting = _sorted_by_length((c for c in asked if c.number in own and done[c.number] == LEFT), AHEAD * batch_size)
+    again = askable(Skipped("prompts"))  # which were reported above
+    mine_left = (prompt for prompt in again if prompt.number in own and done[prompt.number] == LEFT)
+    conversations = (ActiveConversation(c.number, c.place, c.messages, c.extra) for c in mine_left)
+    waiting = _sorted_by_length(conversations, AHEAD * batch_size)
     further: deque[Request] = deque()  # next turns of conversations that have begun
 
     def request(c: ActiveConversation) -> Request | None:
@@ -172,7 +174,12 @@ def regenerate(
             handled += 1
         return None
 
-    for answered in BatchedGenerator(target, batch_size, max_new_tokens, tokenizer).run(take):
+    written = 0
+
+    def proceeds() -> bool:
+        return written == 0 or go_on()
+
+    for answered in BatchedGenerator(target, batch_size, max_new_tokens, tokenizer, proceeds).run(take):
         c = answered.owner
         c.take_answer(answered, tokenizer)
         tokens += len(answered.answer)
@@ -182,7 +189,7 @@ def regenerate(
         line = {"id": c.number, "target": name, "temperature": answered.temperature, "finish": c.finish}
         line |= {"max_new_tokens": max_new_tokens, "messages": c.messages, TOKENIZER: vocabulary}
         answers.append(line | {SEQUENCES: c.sequences} | c.extra)
-        handled += 1
+        handled, written = handled + 1, written + 1
         progress(handled, len(own), tokens)
         if not go_on():
             break
@@ -196,65 +203,19 @@ def regenerate(
     return tokens
 
 
-def _finished(
-    answers: Answers,
-    conversations: Iterator[ActiveConversation],
-    target: str,
-    temperatures: Sequence[float],
-    max_new_tokens: int,
-) -> bytearray:
-    """State of each entry up to the last conversation: `LEFT` to do, `DONE` by an earlier run, or `USELESS`."""
-
-    def refuse(what: str, advice: str = "") -> NoReturn:
-        raise ValueError(f"{answers.out} holds answers {what}: choose another output file{advice}")
-
-    answered: dict[int, tuple[int, int, int]] = {}  # number of messages, and checksums to save memory
-    for entry in answers.entries():
-        number = entry["id"]
-        if entry.get("target") != target:
-            refuse("of another target or to other prompts")
-        usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
-        for option, mine in usual.items():
-            if entry.get(option, mine) != mine:
-                advice = ", or resume with the options of the earlier run"
-                refuse(f"with {option} {entry[option]}, but this run uses {mine}", advice)
-        given = [message for message in entry["messages"] if message["role"] != "assistant"]
-        answered[number] = len(given), _checksum(given), _checksum(template_arguments(extra_of(entry)))
-    done = bytearray()
-    for c in conversations:
-        done.extend(USELESS for _ in range(len(done), c.number))
-        done.append(DONE if c.number in answered else LEFT)
-        if done[-1] == LEFT:
-            continue
-        count, given_before, template = answered.pop(c.number)
-        if _checksum(c.pending[:count]) != given_before:
-            refuse("of another target or to other prompts")
-        if _checksum(template_arguments(c.extra)) != template:
-            refuse("with other chat template arguments")
-    return done
-
-
-def _checksum(content: Any) -> int:
-    return hash(json.dumps(content, sort_keys=True))
-
-
-def _conversations(
-    prompts: Any, tokenizer: PreTrainedTokenizerBase, switches: dict[str, Any], left_out: Skipped
-) -> Iterator[ActiveConversation]:
-    for number, given in read_prompts(prompts, left_out):
-        asked = [message for message in given.messages if message["role"] != "assistant"]
-        if tokenizer.chat_template is None and len(asked) > 1:
+def _askable(prompts: Iterator[Asked], tokenizer: PreTrainedTokenizerBase, left_out: Skipped) -> Iterator[Asked]:
+    """Yield the prompts that a target with this tokenizer can answer."""
+    for prompt in prompts:
+        if tokenizer.chat_template is None and len(prompt.messages) > 1:
             why = "it has several messages, but the tokenizer has no chat template: only single messages can be used"
-            left_out.add(given.place, why)
+            left_out.add(prompt.place, why)
             continue
-        if any(message["role"] == "tool" for message in asked):
+        if any(message["role"] == "tool" for message in prompt.messages):
             why = "it has tool results, but the target may not make the same tool calls: remove everything from the "
             why += "first tool call on (training accepts such conversations as they are)"
-            left_out.add(given.place, why)
+            left_out.add(prompt.place, why)
             continue
-        own = switches | given.extra.get(SWITCHES, {})
-        extra = given.extra | ({SWITCHES: own} if own else {})
-        yield ActiveConversation(number, given.place, asked, extra)
+        yield prompt
 
 
 def _sorted_by_length(conversations: Iterator[ActiveConversation], window: int) -> Iterator[ActiveConversation]:

@@ -1,4 +1,4 @@
-"""`Text`: token ids and a mask of those that the target wrote; `Texts`: many of them, in memory or in a file.
+"""`Text`: token ids and a mask of those to train on; `Texts`: many of them, in memory or in a file.
 
 A file stores all texts end to end, so ten million conversations are three tensors that each process memory-maps.
 """
@@ -27,7 +27,7 @@ class Text:
 
     Args:
         ids: (T,) int64.
-        learn: (T,) bool, True for tokens that the target wrote itself.
+        learn: (T,) bool, True for tokens to train on: those of answers, or of a plain text.
     """
 
     ids: Tensor

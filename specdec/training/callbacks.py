@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
+from collections import deque
 from typing import Any
 
-import torch
 from transformers import (
     PrinterCallback,
     ProgressCallback,
@@ -15,6 +14,8 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+
+from specdec.training.time_limit import TimeLimit
 
 
 class ProgressPrinter(ProgressCallback):
@@ -38,31 +39,54 @@ class SummaryPrinter(PrinterCallback):
 
 
 class Deadline(TrainerCallback):
-    """Save a checkpoint and stop training when time is up.
+    """Save a checkpoint and stop training before the time limit. Add it before the callback that evaluates.
+
+    Training stops at a logged update if it can, so that log intervals stay whole: before one that is not expected to
+    fit. If not even one interval fits, it stops within it.
 
     Args:
-        at: end of the time, as `time.monotonic` counts.
+        limit: time limit of the run.
     """
 
-    def __init__(self, at: float):
-        self.at = at
+    def __init__(self, limit: TimeLimit):
+        self.limit = limit
+        self._updates: deque[float] = deque(maxlen=10)  # seconds of the last ones
+        self._started = self._ended = limit.clock()
+        self._count, self._save_time = 0, 0.0  # updates of this command; seconds of the slowest checkpoint
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._started = self.limit.clock()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if state.global_step % args.logging_steps:  # stop at logged updates only, so that log intervals stay whole
+        self._ended = self.limit.clock()
+        if self._count == 1:
+            self._updates.clear()  # the first update is slower (allocator, compilation)
+        self._updates.append(self._ended - self._started)
+        self._count += 1
+        within = bool(state.global_step % args.logging_steps)
+        if within and self.limit.is_zero:
             return control
-        up = torch.tensor(float(time.monotonic() > self.at), device=args.device)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.all_reduce(up)  # all stop at the same update
-        if bool(up) and state.global_step < state.max_steps:
-            control.should_save = control.should_training_stop = True
+        longest = max(self._updates)
+        ahead = 1 if within else min(args.logging_steps, state.max_steps - state.global_step)
+        needed = ahead * longest + (self._save_time or longest)
+        if state.global_step < state.max_steps and not self.limit.allows(needed, together=args.device):
+            control.should_save = control.should_training_stop = control.should_log = True
             if state.is_world_process_zero:
-                print(
-                    f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to "
-                    "resume"
-                )
+                print(time_is_up(state))
         return control
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure how long the checkpoint took."""
+        self._save_time = max(self._save_time, self.limit.clock() - self._ended)
+
+
+def time_is_up(state: TrainerState) -> str:
+    """Say at which update the time limit ended a run."""
+    return f"time is up at update {state.global_step} of {state.max_steps}: run the same command again to resume"
 
 
 def print_summaries(trainer: Trainer) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable
@@ -11,7 +9,7 @@ from collections.abc import Iterable
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from specdec.data.conversations import context_of, read_texts
-from specdec.data.entries import read_entries
+from specdec.data.survey import survey
 from specdec.data.texts import Text, Texts, load_texts, save_texts
 from specdec.models.introspection import end_tokens_in, marks_of
 from specdec.training.recipe import Recipe
@@ -20,12 +18,8 @@ from specdec.utils.parsing import read_by_library
 
 
 def checksum_of_entries(recipe: Recipe) -> str:
-    """Compute the checksum of the given texts, before any chat template."""
-    content = hashlib.sha256()
-    for file in (recipe.data, recipe.held_out_data):
-        for _, entry in read_entries(file) if file is not None else ():
-            content.update(json.dumps(entry, sort_keys=True, default=str).encode())
-    return content.hexdigest()
+    """Compute the checksum of the given texts, before any chat template. Raises the errors of `survey`."""
+    return survey(recipe.data, recipe.held_out_data).checksum
 
 
 def check_length(recipe: Recipe) -> None:
@@ -51,8 +45,9 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     if recipe.held_out_data is None:
         _split(texts, recipe, folder)
         return
-    training_texts = save_texts(texts, folder.training_texts)
+    # The smaller file first: if it cannot be used, this is found at once.
     held_out = save_texts(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
+    training_texts = save_texts(texts, folder.training_texts)
     seen = _among(held_out, training_texts)
     if seen:
         warnings.warn(

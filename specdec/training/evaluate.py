@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +30,9 @@ from specdec.training.objectives.mtp import unroll_mtp
 from specdec.training.objectives.unroll import unroll
 from specdec.training.teacher.base import taps_of
 from specdec.training.teacher.target_logits import TargetLogits
+from specdec.training.time_limit import OutOfTime
 
+NEW_TOKENS = 64  # tokens to decode per prompt
 TREE = DynamicTree(depth=6, top_k=8, size=24)
 # Decode from the target's plain distribution, as in training, whatever its generation config says.
 GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
@@ -46,6 +49,7 @@ class Evaluation:
         acceptance_rate_per_pos: conditional acceptance rate by position, measured with the decoder.
         tree_length: mean acceptance length with trees of 24 nodes at T = 0.
         tree_length_sampled: the same at T = 1.
+        texts: number of prompts decoded; 0 in evaluations of earlier versions, which decoded all.
     """
 
     mean_acceptance_length: float
@@ -53,6 +57,7 @@ class Evaluation:
     acceptance_rate_per_pos: tuple[float, ...]
     tree_length: float
     tree_length_sampled: float
+    texts: int = 0
 
     @property
     def agrees(self) -> bool:
@@ -78,10 +83,12 @@ class HeldOut:
     Attributes:
         loss: mean loss per token, weighted over steps.
         simulated_length: mean acceptance length, taking the steps as independent.
+        rows: number of rows measured; 0 in evaluations of earlier versions, which measured all.
     """
 
     loss: float
     simulated_length: float
+    rows: int = 0
 
 
 Measured = Evaluation | HeldOut
@@ -93,7 +100,10 @@ def evaluate(
     prompts: Sequence[Tensor],
     *,
     draft_length: int = 5,
-    max_new_tokens: int = 64,
+    max_new_tokens: int = NEW_TOKENS,
+    should_continue: Callable[[], bool] = lambda: True,
+    progress: Callable[[int], Any] = lambda prompts: None,
+    first_within: Callable[[], float] = lambda: math.inf,
 ) -> Evaluation:
     """Decode each prompt greedily with chains, and with `TREE` at T = 0 and T = 1.
 
@@ -104,15 +114,30 @@ def evaluate(
             prompt's end is used.
         draft_length: length of the chains.
         max_new_tokens: tokens to decode per prompt.
+        should_continue: called before every prompt but the first. If it returns False, the others are left out.
+        progress: called after each prompt with 1.
+        first_within: returns the seconds that are left for the first prompt, whose time cannot be predicted.
+
+    Raises:
+        OutOfTime: not even the first prompt could be decoded within these seconds.
     """
     context = context_of(target.config)
     max_new_tokens = min(max_new_tokens, context // 2)
-    prompts = [prompt[-(context - max_new_tokens) :] for prompt in prompts]
     chain = _proposer(head, target, branching=(1,) * draft_length)
     decoder = SpeculativeGenerator(target, chain, draft_length=draft_length, on_unsupported="error")
-    rounds = accepted = 0
+    trees = [
+        SpeculativeGenerator(
+            target, _proposer(head, target, tree=TREE), draft_length=TREE.depth, on_unsupported="error"
+        )
+        for _ in (GREEDY, SAMPLED)
+    ]
+    rounds = accepted = done = 0
     for prompt in prompts:
-        text = decoder.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **GREEDY)[0]
+        if done and not should_continue():
+            break
+        prompt = prompt[-(context - max_new_tokens) :]
+        within = (lambda: math.inf) if done else first_within
+        text = _decoded(decoder, prompt, within, max_new_tokens=max_new_tokens, **GREEDY)
         lengths = accepted_lengths(head, target, text, draft_length, first=len(prompt) - 1)
         root = len(prompt)  # the first new token comes from the prefill
         behind = 1 if len(text) == len(prompt) + max_new_tokens else 0  # the last round's bonus token ends the text
@@ -122,20 +147,18 @@ def evaluate(
             if room > 0:
                 rounds, accepted = rounds + 1, accepted + taken
             root += 1 + taken
-    lengths_of_trees = []
-    for sampling in (GREEDY, SAMPLED):
-        tree = _proposer(head, target, tree=TREE)
-        spec = SpeculativeGenerator(target, tree, draft_length=TREE.depth, on_unsupported="error")
-        for prompt in prompts:
-            spec.generate(**_inputs(prompt, target), max_new_tokens=max_new_tokens, **sampling)
-        lengths_of_trees.append(spec.report.mean_acceptance_length)
+        for spec, sampling in zip(trees, (GREEDY, SAMPLED), strict=True):
+            _decoded(spec, prompt, within, max_new_tokens=max_new_tokens, **sampling)
+        done += 1
+        progress(1)
     report = decoder.report
     return Evaluation(
         mean_acceptance_length=report.mean_acceptance_length,
         simulated_length=1 + accepted / max(1, rounds),
         acceptance_rate_per_pos=tuple(report.conditional_acceptance_rate_per_pos),
-        tree_length=lengths_of_trees[0],
-        tree_length_sampled=lengths_of_trees[1],
+        tree_length=trees[0].report.mean_acceptance_length,
+        tree_length_sampled=trees[1].report.mean_acceptance_length,
+        texts=done,
     )
 
 
@@ -143,6 +166,17 @@ def _proposer(head: Head, target: PreTrainedModel, **shape: Any) -> FeaturePropo
     if isinstance(head, MtpTrainee):
         return MtpProposer(head.for_target(target), **shape)
     return BlockProposer(head, **shape) if isinstance(head, DFlashHead) else Eagle3Proposer(head, **shape)
+
+
+def _decoded(decoder: SpeculativeGenerator, prompt: Tensor, within: Callable[[], float], **options: Any) -> Tensor:
+    """Decode one prompt (T,) in the seconds that `within` returns. Raise OutOfTime if they are too few."""
+    seconds = within()
+    if seconds != math.inf:
+        options |= {"max_time": max(0.0, seconds)}
+    text = decoder.generate(**_inputs(prompt, decoder.model), **options)[0]
+    if within() <= 0:
+        raise OutOfTime
+    return text
 
 
 def _inputs(prompt: Tensor, target: PreTrainedModel) -> dict[str, Tensor]:

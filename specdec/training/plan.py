@@ -17,28 +17,28 @@ from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdec.data.packed_dataset import PackedTexts
+from specdec.data.survey import survey
 from specdec.data.texts import Texts
 from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.config import Eagle3Config
-from specdec.heads.eagle3.head import Eagle3Head
 from specdec.models.introspection import decoder_layers
 from specdec.training import precision
 from specdec.training.callbacks import format_size
 from specdec.training.corpus import check_length, corpus, write_corpus
+from specdec.training.evaluation_cost import ROWS, EvaluationCost, evaluation_cost
+from specdec.training.head_cost import META, head_cost, parameters
 from specdec.training.initialization.dflash import block_config_for
 from specdec.training.initialization.eagle3 import config_for
 from specdec.training.objectives.losses import ROWS_AT_ONCE
-from specdec.training.optimizer import matrices
 from specdec.training.recipe import DRAFT_VOCAB, Recipe
-from specdec.training.run import check_recipe
+from specdec.training.run import check_identity, check_recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.teacher.state_cache import bytes_per_token
 from specdec.training.teacher.state_extractor import batch_tokens_of
 from specdec.training.teacher.target_logits import NUMBERS_AT_ONCE
 
-META = torch.device("meta")
 CHECKPOINTS = 3  # checkpoints on the disk at the same time, while one is written
 
 
@@ -49,38 +49,54 @@ class Plan:
     Attributes:
         texts: number of training texts.
         tokens: tokens of the training texts.
-        learned_tokens: tokens among them that the target wrote.
+        learned_tokens: tokens among them that are trained on, those of the answers.
+        origin: what the files record about who wrote the answers.
         updates: updates of the head.
         target: parameters of the target.
         head: parameters of the head.
         device: device of the run.
         processes: number of processes.
-        speed: floating-point operations per second of one product, measured on this machine's device.
+        speed: floating-point operations per second of a product of many rows, measured on this machine's device.
+        decoding_speed: the same of a product of few rows, as in decoding.
         memory: bytes on the device of each process, by purpose.
         disk: bytes on the disk, by purpose.
         work: floating-point operations of all processes, by purpose.
+        evaluation: cost of the evaluations, which one process makes.
     """
 
     texts: int
     tokens: int
     learned_tokens: int
+    origin: str
     updates: int
     target: int
     head: int
     device: str
     processes: int
     speed: float
+    decoding_speed: float
     memory: Mapping[str, float]
     disk: Mapping[str, float]
     work: Mapping[str, float]
+    evaluation: EvaluationCost
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds that training takes at least, and seconds of the evaluations."""
+        return (
+            sum(self.work.values()) / self.speed / self.processes,
+            self.evaluation.decoding / self.decoding_speed + self.evaluation.loss / self.speed,
+        )
 
     def summary(self) -> str:
         """Format the plan as text."""
-        seconds = sum(self.work.values()) / self.speed / self.processes
+        training, evaluating = self.seconds
+        work = dict(self.work) | {"evaluations": self.evaluation.decoding + self.evaluation.loss}
         size = partial(format_size, digits=2)
         lines = [
-            f"{self.texts} texts to train on, {self.tokens} tokens, {self.learned_tokens} of them the target's own: "
+            f"{self.texts} texts to train on, {self.tokens} tokens, {self.learned_tokens} of them in answers: "
             f"{self.updates} updates",
+            self.origin,
             f"target of {_short(self.target)} parameters, head of {_short(self.head)}",
             "",
             f"memory, in each of {self.processes} processes, on {self.device}"
@@ -92,10 +108,13 @@ class Plan:
             *_table(self.disk, size),
             "",
             "work, in floating-point operations",
-            *_table(self.work, lambda number: f"{number:.1e}"),
+            *_table(work, lambda number: f"{number:.1e}"),
             "",
-            f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, at least {_time(seconds)}, "
-            "without decoding held-out texts",
+            f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, training takes at least "
+            f"{_time(training)}",
+            f"evaluations of {self.evaluation.texts} held-out texts take up to {_time(evaluating)} more: by decoding: "
+            f"{self.evaluation.decodings} (at {self.decoding_speed / 1e9:,.0f} billion a second, for a product of "
+            f"{ROWS} rows), by loss: {self.evaluation.losses}",
         ]
         return "\n".join(lines)
 
@@ -113,12 +132,15 @@ def plan(recipe: Recipe) -> Plan:
         raise ValueError(
             "--dry-run does not support --kind mtp: MTP layers have the target's own architecture. Leave out --dry-run"
         )
+    found = survey(recipe.data, recipe.held_out_data)  # finds broken data before anything is loaded
     check_length(recipe)
-    target = _on_meta(recipe.target, processes.device)
+    check_identity(recipe, RunFolder(recipe.out), found.checksum)
     with TemporaryDirectory() as place:
         write_corpus(recipe, RunFolder(Path(place)), AutoTokenizer.from_pretrained(recipe.target), "")
-        training_texts, _ = corpus(RunFolder(Path(place)))
-        return estimate(recipe, target, _config(recipe, target), training_texts, processes)
+        training_texts, held_out = corpus(RunFolder(Path(place)))
+        target = _on_meta(recipe.target, processes.device)
+        planned = estimate(recipe, target, _config(recipe, target), training_texts, processes, held_out)
+    return replace(planned, origin=found.origin(recipe.target))
 
 
 def estimate(
@@ -127,8 +149,12 @@ def estimate(
     config: Eagle3Config | DFlashConfig,
     texts: Texts,
     processes: PartialState,
+    held_out: Texts | None = None,
 ) -> Plan:
-    """Estimate the cost of a run, given the shapes of its parts. The target may be on the meta device."""
+    """Estimate the cost of a run, given the shapes of its parts. The target may be on the meta device.
+
+    held_out: held-out texts. None: none are evaluated.
+    """
     T, epochs, device, several = recipe.length, recipe.epochs, processes.device, processes.num_processes > 1
     text = target.config.get_text_config(decoder=True)
     H, V, K = text.hidden_size, text.vocab_size, config.draft_vocab_size
@@ -167,81 +193,27 @@ def estimate(
         "the head's passes, forward and backward": 3 * head.forward * rows * epochs,
         "logits of drafts and their gradients": 2 * K * (H * learned_tokens + scored) * epochs,
     }
+    updates = math.ceil(math.ceil(rows / recipe.batch_size) * epochs)
+    evaluation = EvaluationCost(0, 0, 0, 0.0, 0.0)
+    if held_out is not None:
+        evaluation = evaluation_cost(recipe, held_out, updates, target=weights, head=head.weights, forward=head.forward)
     return Plan(
         texts=len(texts),
         tokens=tokens,
         learned_tokens=learned_tokens,
-        updates=math.ceil(math.ceil(rows / recipe.batch_size) * epochs),
+        origin="",
+        updates=updates,
         target=weights,
         head=head.weights,
         device=str(device),
         processes=processes.num_processes,
         speed=precision.operations_per_second(torch.bfloat16 if in_half else torch.float32, device),
+        decoding_speed=precision.operations_per_second(target.dtype, device, rows=ROWS),
         memory=memory,
         disk=disk,
         work=work,
+        evaluation=evaluation,
     )
-
-
-@dataclass(frozen=True)
-class HeadCost:
-    """Cost of a head in training.
-
-    Attributes:
-        weights: number of parameters.
-        matrices: number of parameters that Muon updates.
-        width: width of the LM head's input (W), including a Markov head's embeddings.
-        trained: maximum number of tokens in a row after which drafts are trained: all, or the anchors.
-        activations: numbers kept for the backward pass over one row, if all tokens are trained on.
-        forward: floating-point operations over one row, all steps included, logits excluded.
-    """
-
-    weights: int
-    matrices: int
-    width: int
-    trained: int
-    activations: int
-    forward: int
-
-
-def head_cost(c: Eagle3Config | DFlashConfig, recipe: Recipe) -> HeadCost:
-    """Compute the cost of a head from its shape. Terms below 3% are left out."""
-    with META:
-        head = DFlashHead(c) if isinstance(c, DFlashConfig) else Eagle3Head(c)
-    T, H, layers, wide = recipe.length, c.hidden_size, c.num_layers, head.fc.in_features
-    q, kv = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-    L, steps = T - 1, min(recipe.drafted, T - 2)
-    # Over all steps, tokens: inputs of the layers; keys: the keys that they read; context: tokens whose keys and values
-    # alone are computed; ends: numbers kept before and after the layers, and the gradient of the drafts.
-    if isinstance(c, DFlashConfig):
-        trained, width, context = min(recipe.anchors, T - 2), H + c.markov_rank, L
-        tokens = trained * c.block_size
-        keys = L + tokens
-        scores = tokens * keys
-        ends = 3 * L * H + tokens * H + steps * (L + trained * c.confidence) * width
-    else:
-        trained, width, context, tokens = T - 2, H, 0, L * steps
-        keys = L * steps * (steps + 1) // 2
-        scores = L * keys
-        ends = tokens * (2 * c.embedding_size + 3 * H) + (L * wide if c.fc_norm or c.norm_before_fc else 0)
-    # Kept in each layer: two norms' inputs and outputs, the MLP's four products, queries, outputs, the keys and values
-    # of all query heads, and the mask as numbers.
-    normed = (tokens * (q + kv) + context * kv) * 2 * c.qk_norm
-    layer = tokens * (6 * H + 4 * c.intermediate_size + 2 * q) + normed + 2 * q * keys + scores
-    linear = sum(weight.numel() for weight in matrices(head.layers))
-    products = L * head.fc.weight.numel() + tokens * linear + layers * (context * 2 * kv * H + 2 * q * scores)
-    return HeadCost(
-        weights=parameters(head),
-        matrices=sum(weight.numel() for weight in matrices(head)),
-        width=width,
-        trained=trained,
-        activations=T * wide + layers * layer + ends,
-        forward=2 * products,
-    )
-
-
-def parameters(module: torch.nn.Module | None) -> int:
-    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
 
 
 def _on_meta(name: str, device: torch.device) -> PreTrainedModel:

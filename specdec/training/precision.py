@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
 ROWS, WIDTH, TRIES = 512, 1024, 3  # size of the measured product, and measurements
+UNCACHED = 2**25  # numbers of a matrix that no cache holds: products of few rows are as fast as the memory
 # Other programs disturb: measure up to MOST_TRIES times, until one format is CLEAR times faster.
 MOST_TRIES, CLEAR = 20, 2.0
 
@@ -56,18 +57,22 @@ def summary(target: PreTrainedModel) -> str:
     return f"the target reads in {str(target.dtype).removeprefix('torch.')}, the head is trained in {trained}"
 
 
-def operations_per_second(dtype: torch.dtype, device: torch.device) -> float:
-    """Measure the floating-point operations per second of a product of many rows."""
+def operations_per_second(dtype: torch.dtype, device: torch.device, rows: int | None = None) -> float:
+    """Measure the floating-point operations per second of a product. rows: number of its rows; None: many."""
     if device.type == "cpu":
-        return 2 * ROWS * WIDTH**2 / _seconds(dtype)
-    x = torch.ones(8 * WIDTH, 8 * WIDTH, dtype=dtype, device=device)
-    torch.nn.functional.linear(x, x)
+        if rows is None:
+            return 2 * ROWS * WIDTH**2 / _seconds(dtype)
+        height = UNCACHED // WIDTH
+        return 2 * rows * WIDTH * height / min(_product(dtype, rows, height) for _ in range(TRIES))
+    weight = torch.ones(8 * WIDTH, 8 * WIDTH, dtype=dtype, device=device)
+    x = weight[:rows]
+    torch.nn.functional.linear(x, weight)
     torch.accelerator.synchronize(device)
     start = perf_counter()
     for _ in range(TRIES):
-        torch.nn.functional.linear(x, x)
+        torch.nn.functional.linear(x, weight)
     torch.accelerator.synchronize(device)
-    return 2 * len(x) ** 3 * TRIES / (perf_counter() - start)
+    return 2 * len(x) * len(weight) ** 2 * TRIES / (perf_counter() - start)
 
 
 def _seconds(dtype: torch.dtype) -> float:
@@ -87,8 +92,8 @@ def _timings() -> dict[torch.dtype, float]:
     return best
 
 
-def _product(dtype: torch.dtype) -> float:
-    x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(WIDTH, WIDTH, dtype=dtype)
+def _product(dtype: torch.dtype, rows: int = ROWS, height: int = WIDTH) -> float:
+    x, weight = torch.ones(rows, WIDTH, dtype=dtype), torch.ones(height, WIDTH, dtype=dtype)
     start = perf_counter()
     torch.nn.functional.linear(x, weight)
     return perf_counter() - start

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from specdec.training.teacher.int8_target import with_int8_decoder
 from specdec.training.teacher.remote import ServedTeacher, describe_server
 from specdec.training.teacher.sharded import FullyShardedTeacher, TensorParallelTeacher
 from specdec.training.teacher.state_cache import DONE, bytes_per_token, extract
+from specdec.training.time_limit import TimedSteps, TimeLimit
 from specdec.utils.choices import Sharding
 
 KINDS: dict[Sharding, type[LocalTeacher]] = {"tp": TensorParallelTeacher, "fsdp": FullyShardedTeacher}
@@ -52,7 +52,7 @@ class Preparation:
         checksum: checksum of the given texts.
         training_texts: encoded texts to train on.
         held_out: encoded texts to evaluate on.
-        deadline: end of the time, as `time.monotonic` counts; None: no limit.
+        limit: time limit of the run.
     """
 
     recipe: Recipe
@@ -62,7 +62,7 @@ class Preparation:
     checksum: str
     training_texts: Texts
     held_out: Texts
-    deadline: float | None
+    limit: TimeLimit
 
     def run(self) -> tuple[Head, Teacher] | None:
         """Return the initial head and its teacher, or None if time ran out first.
@@ -92,7 +92,9 @@ class Preparation:
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
         identity = self._checked_identity(fingerprint(target))
-        head = starting_head(self.recipe, self.given, target, self.training_texts, self.folder, self.processes)
+        head = starting_head(
+            self.recipe, self.given, target, (self.training_texts, self.held_out), self.folder, self.processes
+        )
         if self.processes.is_main_process:
             if self.recipe.teacher is None:
                 print(precision.summary(target))
@@ -142,8 +144,9 @@ class Preparation:
         if self.recipe.rounded_states:
             reader = LocalTeacher(with_int8_decoder(target, self.training_texts[0].ids), teacher.taps)
         self._check_disk_space(reader)
-        self._extract(teacher, self.held_out, self.folder.held_out_states)
-        self._extract(reader, self.training_texts, self.folder.states)
+        steps = TimedSteps(self.limit, at_least=1)  # a run that comes no further would never end
+        self._extract(teacher, self.held_out, self.folder.held_out_states, steps)
+        self._extract(reader, self.training_texts, self.folder.states, steps)
         self.processes.wait_for_everyone()
         return all((place / DONE).exists() for place in (self.folder.states, self.folder.held_out_states))
 
@@ -161,18 +164,23 @@ class Preparation:
                 "texts (--max-texts), or leave out --cache-states"
             )
 
-    def _extract(self, teacher: Teacher, texts: Texts, place: Path) -> None:
+    def _extract(self, teacher: Teacher, texts: Texts, place: Path, steps: TimedSteps) -> None:
         """Cache the states of `texts`, shared among the processes of a machine. The first one shows its progress."""
         first = self.processes.is_local_main_process
         count = int(os.environ.get("LOCAL_WORLD_SIZE", self.processes.num_processes))
         disk_full = self.folder.readable_errors("use a shorter --length")
         with Progress(disable=not first) as bar, disk_full, teacher.lockstep():
             task = bar.add_task("states", total=len(texts.ids) / count)
+
+            def advance(tokens: int) -> None:
+                steps.done(tokens)
+                bar.advance(task, tokens)
+
             extract(
                 teacher,
                 texts,
                 place,
                 share=(self.processes.local_process_index, count),
-                progress=lambda done: bar.advance(task, done),
-                should_continue=lambda: self.deadline is None or time.monotonic() < self.deadline,
+                progress=advance,
+                should_continue=steps.may_begin,
             )

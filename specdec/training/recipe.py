@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ class Recipe:
 
     Args:
         target: path or hub id of the target model.
-        data: file or folder of texts that the target wrote, see `read_entries`.
+        data: file or folder of texts, see `read_entries`. Best are answers that the target wrote, as `regenerate` lets
+            it.
         out: folder for all results.
         kind: "eagle3", "dflash" or "dspark" (block drafters), or "mtp" (multi-token-prediction layers).
         start_from: folder or hub id of a head to continue training. None: a fresh head.
@@ -62,7 +63,8 @@ class Recipe:
         save_every: updates between checkpoints.
         evaluate_every: updates between evaluations with the decoder. 0: none; the best head is the one with the lowest
             loss on held-out texts.
-        max_minutes: stop after this time, at the next logged update. The same call resumes.
+        max_minutes: time limit for everything, evaluations and checkpoints included. The same call resumes. At least
+            one update, or one shard of cached states, is done in each call.
         report_to: experiment tracker that transformers sends the logs to.
         seed: random seed.
         device: "cpu", or None for an accelerator if there is one.
@@ -166,7 +168,7 @@ class Recipe:
             raise ValueError("flex attention is trained on CUDA devices only, and none is used here: leave out --flex")
         if self.start_from_target is not None and self.kind != "eagle3":
             raise ValueError("only EAGLE-3 heads can be transferred from another target: leave out --from-target")
-        for name in (self.target, self.start_from_target):
+        for name in (self.target, self.start_from, self.start_from_target):
             if name is not None:
                 require_folder_or_id(name)
 
@@ -229,7 +231,8 @@ class Recipe:
 
     def defaults(self) -> dict[str, str]:
         """Identity values assumed for a run that was started before an option existed."""
-        known = {field.name: str(field.default) for field in fields(self) if field.name not in FREE}
+        given = [field for field in fields(self) if field.default is not MISSING]
+        known = {field.name: str(field.default) for field in given if field.name not in FREE}
         return known | {"optimizer": "adamw"}
 
     def per_pass(self, processes: PartialState) -> int:

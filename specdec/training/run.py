@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from accelerate import PartialState
 from torch import Tensor
@@ -29,6 +29,7 @@ from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.starting_head import given_head
 from specdec.training.teacher.base import Teacher
+from specdec.training.time_limit import Clock, OutOfTime, TimeLimit
 from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
 from specdec.utils.parsing import read_by_library
 
@@ -36,13 +37,15 @@ LOG_EVERY = 10  # updates
 WARM_UP = 0.04  # fraction of all updates; a fixed number such as 20 would be half of a short run
 
 
-def train(recipe: Recipe) -> Measured | None:
+def train(recipe: Recipe, *, clock: Clock = time.monotonic, started: float | None = None) -> Measured | None:
     """Extract states, train a head and evaluate it. All files go to `recipe.out`, the best head to its `head` folder.
 
     A second call with the same recipe resumes an interrupted run.
 
     Args:
         recipe: options of the run.
+        clock: function that returns seconds, for `max_minutes`.
+        started: time on this clock from which `max_minutes` counts. None: now.
 
     Returns:
         Evaluation of the best head; None if `max_minutes` ended first, and in processes other than the first.
@@ -56,14 +59,13 @@ def train(recipe: Recipe) -> Measured | None:
         print(evaluation.tree_length)
         ```
     """
-    started = time.monotonic()
+    limit = TimeLimit(recipe.max_minutes, clock, started)
     folder, processes = check_recipe(recipe)
     folder.path.mkdir(parents=True, exist_ok=True)
-    deadline = None if recipe.max_minutes is None else started + 60 * recipe.max_minutes
     with folder.lock() if processes.is_main_process else nullcontext():
         if processes.is_local_main_process:
             folder.mark()
-        return _train(recipe, folder, processes, deadline)
+        return _train(recipe, folder, processes, limit)
 
 
 def check_recipe(recipe: Recipe) -> tuple[RunFolder, PartialState]:
@@ -81,20 +83,19 @@ def check_recipe(recipe: Recipe) -> tuple[RunFolder, PartialState]:
     return folder, processes
 
 
-def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline: float | None) -> Measured | None:
-    given = given_head(recipe)
+def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: TimeLimit) -> Measured | None:
+    checksum = from_first_process(lambda: checksum_of_entries(recipe))  # finds broken data before anything is loaded
     check_length(recipe)
-    checksum = from_first_process(lambda: checksum_of_entries(recipe))
-    if found := folder.identity():  # check before texts are overwritten; the target's weights are checked later
-        weights = found.get("weights", "")
-        folder.check_identity(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
+    check_identity(recipe, folder, checksum)  # before texts are overwritten; the target's weights are checked later
+    checkpoint = from_first_process(folder.last_checkpoint)  # damaged ones are named before a model is loaded
     if processes.is_local_main_process:
         with read_by_library(f"the tokenizer of {recipe.target}"):
             tokenizer = AutoTokenizer.from_pretrained(recipe.target)
         write_corpus(recipe, folder, tokenizer, checksum)
     processes.wait_for_everyone()
     training_texts, held_out = corpus(folder)
-    ready = Preparation(recipe, folder, processes, given, checksum, training_texts, held_out, deadline).run()
+    given = given_head(recipe)
+    ready = Preparation(recipe, folder, processes, given, checksum, training_texts, held_out, limit).run()
     if ready is None:
         return None
     rows, measured = [
@@ -111,16 +112,24 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, deadline:
         held_out=measured,
         held_out_every=recipe.save_every,
         at_start=recipe.start_from is not None,
+        limit=limit,
     )
+    if recipe.max_minutes is not None:
+        trainer.add_callback(Deadline(limit))
     trainer.add_callback(evaluation)
-    if deadline is not None:
-        trainer.add_callback(Deadline(deadline))
-    with folder.readable_errors("use fewer --rows-at-once"):
-        trainer.train(resume_from_checkpoint=folder.last_checkpoint())
-    if trainer.state.global_step < trainer.state.max_steps:
+    with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime):
+        trainer.train(resume_from_checkpoint=checkpoint)
+    if not evaluation.is_finished():
         return None
     trainer.accelerator.wait_for_everyone()  # one process evaluates
     return evaluation.best()
+
+
+def check_identity(recipe: Recipe, folder: RunFolder, checksum: str) -> None:
+    """Raise ValueError if the folder holds the work of another recipe, or of texts with another checksum."""
+    if found := folder.identity():
+        weights = found.get("weights", "")
+        folder.check_identity(recipe.identity(checksum, weights), recipe.defaults() | {"weights": weights})
 
 
 def _trainer(
@@ -146,7 +155,8 @@ def _trainer(
         bf16=precision.bfloat16_is_faster(processes.device),
         use_cpu=on_cpu,
         ddp_backend="gloo" if on_cpu and processes.num_processes > 1 else None,
-        logging_steps=math.gcd(LOG_EVERY, recipe.save_every),  # a resumed run logs the same means
+        # A run resumes from checkpoints, also those before evaluations, and then logs the same means.
+        logging_steps=math.gcd(LOG_EVERY, recipe.save_every, recipe.evaluate_every),
         save_steps=recipe.save_every,
         save_total_limit=2,
         seed=recipe.seed,
@@ -172,6 +182,6 @@ def _trainer(
 
 
 def _prompt(text: Text) -> Tensor:
-    """Return the tokens before the first one that the target wrote, or the first quarter of a plain text."""
+    """Return the tokens before the first answer, or the first quarter of a plain text."""
     start = int(text.learn.long().argmax())
     return text.ids[: start or max(1, len(text.ids) // 4)]

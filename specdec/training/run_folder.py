@@ -1,4 +1,7 @@
-"""Folder of a training run: the names of its files, the recipe it belongs to, its lock and its finished checkpoints."""
+"""Folder of a training run: the names of its files, the recipe it belongs to, and its lock.
+
+Imports no torch: a command checks its folder before it loads a model.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 
-CHECKPOINT_FILES = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
+from specdec.training.checkpoints import newest_whole
+from specdec.utils.paths import check_writable, lasting_files
+
 # Command-line options whose names differ from the recipe's fields.
 OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
+ALWAYS_RECORDED = ("target", "texts")  # fields of every identity, of earlier versions too
 CHANGES = {"texts": "its texts differ", "weights": "its target's weights differ"}
 DISK_FULL = ("No space left", "inline_container")  # the second is from torch.save's error on a full disk
 
@@ -46,17 +51,22 @@ class RunFolder:
         self.held_out_states, self.teacher = self.states / "held_out", self.states / "teacher.safetensors"
         self.training_texts, self.held_out = path / "texts.safetensors", path / "held_out.safetensors"
         self.evaluation, self.curve = path / "evaluation.json", path / "curve.png"
-        self._recipe = path / "recipe.json"
-        files = [self.training_texts, self.held_out, path / "every_text", self.evaluation, self.curve]
-        self._written = [self.head, self.transferred, self.start, self.states, self.checkpoints, *files]
-        self._written += [file.with_suffix(".part") for file in files]
+        self._recipe, self._partial_recipe = path / "recipe.json", path / ".recipe.part"
 
     def check(self) -> None:
-        """Raise ValueError if a run's results cannot be written here."""
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: give a folder for the results")
+        """Raise ValueError if a run's results cannot be written here, or would be mixed with files of others."""
+        check_writable(self.path, folder=True)
+        if not self.path.exists():
+            return
         if (self.path / "config.json").exists():
             raise ValueError(f"{self.path} is a model's folder: choose another one for the results")
+        # Listed before the recipe is read: another process may mark the folder in between.
+        found = [name for name in lasting_files(self.path) if name != self._partial_recipe.name]
+        if found and self._marked() is None:
+            raise ValueError(
+                f"{self.path} holds other files ({shortened(found)}) and is not the folder of a training run: choose "
+                f"another folder, such as {self.path / 'training'}"
+            )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -75,27 +85,26 @@ class RunFolder:
         """Mark the folder as a training run's, before anything else is written to it.
 
         Raises:
-            ValueError: The folder is not a training run's and holds files that a run would overwrite.
+            ValueError: The folder is not a training run's and holds files of others.
         """
-        if isinstance(read_json(self._recipe), dict):
-            return
-        lost = [path.name for path in (self._recipe, *self._written) if path.exists()]
-        if lost:
-            raise ValueError(
-                f"{self.path} is not the folder of a training run, which would overwrite files in it "
-                f"({', '.join(lost)}): choose another folder"
-            )
-        self.write_identity({})
+        self.check()
+        if self._marked() is None:
+            self.write_identity({})
 
     def identity(self) -> dict[str, str] | None:
         """Return the identity of the recipe that used this folder; None if there is none yet."""
-        return read_json(self._recipe) or None
+        return self._marked() or None
+
+    def _marked(self) -> dict[str, str] | None:
+        """Return the content of a run's `recipe.json`; None if there is none, or if it is another program's."""
+        found = read_json(self._recipe)
+        ours = isinstance(found, dict) and (not found or found.keys() >= set(ALWAYS_RECORDED))
+        return found if ours else None
 
     def write_identity(self, mine: Mapping[str, str]) -> None:
         """Write the identity `mine` of the recipe that uses this folder."""
-        partial = self.path / ".recipe.part"
-        partial.write_text(json.dumps(mine, indent=1))
-        partial.replace(self._recipe)
+        self._partial_recipe.write_text(json.dumps(mine, indent=1))
+        self._partial_recipe.replace(self._recipe)
 
     def check_identity(self, mine: Mapping[str, str], defaults: Mapping[str, str]) -> None:
         """Raise ValueError if this folder belongs to another recipe than the one with the identity `mine`.
@@ -108,7 +117,8 @@ class RunFolder:
         theirs = {key: value for key, value in defaults.items() if key in mine} | found
         if theirs != mine:
             name = next(key for key in [*mine, *theirs] if theirs.get(key) != mine.get(key))
-            change = f"{OPTIONS.get(name, name)} was {theirs.get(name)}, is {mine.get(name)}"
+            was, now = (recipe.get(name, "not recorded") for recipe in (theirs, mine))
+            change = f"{OPTIONS.get(name, name)} was {was}, is {now}"
             onward = f" (--from {self.head} continues training its head)" if self.head.exists() else ""
             raise ValueError(
                 f"{self.path} holds the work of another recipe ({CHANGES.get(name, change)}): choose another folder"
@@ -116,17 +126,15 @@ class RunFolder:
             )
 
     def last_checkpoint(self) -> str | None:
-        """Return the newest complete checkpoint, if any. The trainer's state is written last."""
-        whole = [
-            path
-            for path in self.checkpoints.glob("checkpoint-*")
-            if all((path / name).exists() for name in CHECKPOINT_FILES) and read_json(path / "trainer_state.json")
-        ]
-        return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+        """Return the newest checkpoint that can be read, if any, see `newest_whole`."""
+        found = newest_whole(self.checkpoints)
+        return None if found is None else str(found)
 
     @contextmanager
     def readable_errors(self, needs_less: str) -> Iterator[None]:
         """Turn out-of-memory and disk-full errors into a ValueError. needs_less: how to run with less memory."""
+        import torch
+
         kept = f"Finished work is kept in {self.path}. Run the same command again to resume."
         try:
             yield
@@ -139,6 +147,11 @@ class RunFolder:
             if "can't allocate memory" in str(error):  # raised by torch on CPUs
                 raise ValueError(f"out of memory: {needs_less}. {kept}") from error
             raise
+
+
+def shortened(names: list[str], most: int = 3) -> str:
+    """Format a list of names, of which only the first few are given."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def read_json(path: Path) -> Any | None:

@@ -9,6 +9,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from specdec.data.survey import survey
 from specdec.data.texts import Texts
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.checkpoint import load
@@ -80,7 +81,7 @@ def starting_head(
     recipe: Recipe,
     given: StandAlone | None,
     target: PreTrainedModel,
-    texts: Texts,
+    corpus: tuple[Texts, Texts],
     folder: RunFolder,
     processes: PartialState,
 ) -> Head:
@@ -90,11 +91,12 @@ def starting_head(
         recipe: options of the run.
         given: head loaded by `given_head`.
         target: model to draft for.
-        texts: training texts, from which the draft vocabulary is chosen.
+        corpus: training texts, from which the draft vocabulary is chosen, and held-out texts, on which it is measured.
         folder: folder of the run, where a transferred head is saved.
         processes: processes that share the run.
     """
     torch.manual_seed(recipe.seed)
+    texts, held_out = corpus
     size = target.config.get_text_config(decoder=True).vocab_size
     written, read = token_counts(texts, size), token_counts(texts, size, all_tokens=True)
     head: Head
@@ -111,9 +113,30 @@ def starting_head(
         head = given if recipe.draft_vocab is None else _revised(given, recipe.draft_vocab, target, written, read)
     ids = head.draft_to_target
     assert ids is not None
-    covered = float(written[ids].sum() / written.sum().clamp(min=1))
-    processes.print(f"the draft vocabulary of {len(ids)} tokens covers {100 * covered:.1f}% of what the target writes")
+    if processes.is_main_process:
+        print(coverage(ids, written, token_counts(held_out, size), len(held_out)))
+        print(survey(recipe.data, recipe.held_out_data).origin(recipe.target))
     return head
+
+
+def coverage(ids: Tensor, trained: Tensor, held_out: Tensor, texts: int) -> str:
+    """Say which share of the answers' tokens a draft vocabulary covers.
+
+    Args:
+        ids: (K,) int64, the draft vocabulary.
+        trained: (V,) int64, counts of the tokens in the answers trained on.
+        held_out: (V,) int64, counts in the answers of held-out texts, from which the vocabulary was not chosen.
+        texts: number of held-out texts.
+
+    Examples:
+        >>> coverage(torch.tensor([0, 2]), torch.tensor([3, 0, 5, 2]), torch.tensor([1, 1, 2, 0]), 2)
+        'the draft vocabulary of 2 tokens covers 75.0% of the tokens in 2 held-out answers (80.0% in those trained on)'
+    """
+    shares = [100 * float(counts[ids].sum() / counts.sum().clamp(min=1)) for counts in (held_out, trained)]
+    return (
+        f"the draft vocabulary of {len(ids)} tokens covers {shares[0]:.1f}% of the tokens in {texts} held-out answers "
+        f"({shares[1]:.1f}% in those trained on)"
+    )
 
 
 def _revised(head: Eagle3Head, size: int, target: PreTrainedModel, written: Tensor, read: Tensor) -> Eagle3Head:
@@ -126,7 +149,7 @@ def _revised(head: Eagle3Head, size: int, target: PreTrainedModel, written: Tens
 
 
 def _fresh(recipe: Recipe, target: PreTrainedModel, written: Tensor, read: Tensor) -> Head:
-    """Create a head, or load MTP layers. written, read: (V,) int64, counts of the target's own and of all tokens."""
+    """Create a head, or load MTP layers. written, read: (V,) int64, counts of tokens in answers and of all tokens."""
     drafts, changes = frequent_tokens(written, recipe.draft_vocab or DRAFT_VOCAB, read), fresh_changes(recipe)
     if recipe.kind == "mtp":
         drafts = torch.arange(len(written)) if recipe.draft_vocab is None else drafts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,6 +19,7 @@ from specdec.data.packed_dataset import PackedTexts, StateDataset, collate
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.kinds import Head, copy_of, save
 from specdec.heads.mtp.trainable import MtpTrainee
+from specdec.training.checkpoints import PARTIAL, finish
 from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective, Objective
 from specdec.training.objectives.mtp import MtpObjective
@@ -100,10 +103,34 @@ class HeadTrainer(Trainer):
         self._begin_with = min(steps, begin_with or steps)
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._accuracies: list[Tensor] = []  # of the batches since the last log
+        self._saving = False
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         with without_denormals():
             return super().train(*args, **kwargs)
+
+    def _get_output_dir(self, *arguments: Any, **options: Any) -> str:
+        place = super()._get_output_dir(*arguments, **options)
+        return str(Path(place) / PARTIAL) if self._saving else place
+
+    def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
+        """Write a checkpoint next to the others and move it to its place when it is complete, see `finish`."""
+        folder = Path(self.args.output_dir)
+        partial = folder / PARTIAL / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            shutil.rmtree(folder / PARTIAL, ignore_errors=True)  # of a run that was killed
+        self.accelerator.wait_for_everyone()
+        self._saving = True
+        try:
+            super()._save_checkpoint(*arguments, **options)
+        finally:
+            self._saving = False
+        # Processes of other machines may have a disk of their own, with the random states that they wrote.
+        for finishes in (self.args.process_index == 0, self.args.local_process_index == 0):
+            self.accelerator.wait_for_everyone()
+            if finishes and partial.exists():
+                finish(partial, folder)
+        self.accelerator.wait_for_everyone()
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
         if not self._muon:
@@ -152,28 +179,48 @@ class HeadTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
-    def held_out(self, rows: StateDataset | PackedTexts) -> dict[str, float]:
+    def held_out(
+        self,
+        rows: StateDataset | PackedTexts,
+        should_continue: Callable[[], bool] = lambda: True,
+        progress: Callable[[int], Any] = lambda rows: None,
+    ) -> dict[str, float]:
         """Measure the loss (without that on states) and the simulated acceptance length on other texts.
 
         One process alone may call it, unless the teacher works in several (`Teacher.collective`).
+
+        Args:
+            rows: rows to measure.
+            should_continue: called before every pass but the first. If it returns False, the rows so far are used.
+            progress: called after each pass with its number of rows.
+
+        Returns:
+            `eval_loss`, `eval_simulated_length`, and `eval_rows`, the number of rows measured.
         """
         at_once = self.args.per_device_train_batch_size
-        batches = [
-            self._prepare_inputs(self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))]))
-            for start in range(0, len(rows), at_once)
-        ]
         self.objective.state_weight, self.objective.update = 0.0, 0  # the same anchors every time
         self.objective.steps = self.steps
-        counts = [self._counts(batch) for batch in batches]
-        whole = torch.stack(counts).sum(0)
-        loss, hits = 0.0, torch.zeros(self.steps, device=whole.device)
+        batches = [
+            self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))])
+            for start in range(0, len(rows), at_once)
+        ]
+        counts = [self._counts(self._prepare_inputs({name: batch[name] for name in DRAFT_FIELDS})) for batch in batches]
+        whole = torch.stack(counts).sum(0)  # the passes' losses add up to the loss per draft of all rows
+        loss, done, hits, measured = 0.0, 0, torch.zeros_like(whole, dtype=torch.float32), torch.zeros_like(whole)
         for batch, count in zip(batches, counts, strict=True):
-            outputs = self.objective(**self.teacher.states(batch), counts=whole)
+            if done and not should_continue():
+                break
+            outputs = self.objective(**self.teacher.states(self._prepare_inputs(batch)), counts=whole)
             accuracy = outputs["accuracy"]
             loss += float(outputs["loss"])
             hits[: len(accuracy)] += accuracy * count[: len(accuracy)]
-        length = _simulated_length(hits / whole.clamp(min=1))
-        return {"eval_loss": round(loss, 4), "eval_simulated_length": length}
+            measured += count
+            done += len(batch["ids"])
+            progress(len(batch["ids"]))
+        if done < len(rows):
+            loss *= float(whole.sum() / measured.sum().clamp(min=1))
+        length = _simulated_length(hits / measured.clamp(min=1))
+        return {"eval_loss": round(loss, 4), "eval_simulated_length": length, "eval_rows": done}
 
     def _counts(self, batch: dict[str, Tensor]) -> Tensor:
         """Count the drafts of a batch that are trained on, (steps of the objective,) int64."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Files of systems and tools, and of our own locks: a folder with nothing else counts as empty.
+HARMLESS = (".DS_Store", "Thumbs.db", "desktop.ini", ".directory", ".gitkeep", ".gitignore", "lost+found", ".lock")
+
 
 def located(name: str) -> str:
     """The path of a model: "~" is expanded, and a name without "/" finds a model that the demo has downloaded.
@@ -56,3 +59,40 @@ def cache_folder(cache_dir: str | Path | None = None) -> Path:
         '/tmp/models'
     """
     return Path(cache_dir or os.environ.get("SPECDEC_CACHE") or Path.home() / ".cache" / "specdec").expanduser()
+
+
+def lasting_files(folder: str | Path) -> list[str]:
+    """The names in a folder that somebody would miss, sorted. Files of systems (`HARMLESS`) are left out.
+
+    Examples:
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as folder:
+        ...     for name in (".DS_Store", "notes.txt"):
+        ...         Path(folder, name).touch()
+        ...     lasting_files(folder)
+        ['notes.txt']
+    """
+    names = (path.name for path in Path(folder).iterdir())
+    return sorted(name for name in names if name not in HARMLESS and not name.startswith(("._", ".nfs")))
+
+
+def check_writable(path: str | Path, folder: bool = False) -> None:
+    """Raise ValueError if a file, or a folder, cannot be created or written at a path.
+
+    Examples:
+        >>> check_writable("a new folder/answers.jsonl")
+        >>> check_writable(".")
+        Traceback (most recent call last):
+        ...
+        ValueError: . is a folder: give a file
+    """
+    path = Path(path)
+    if path.exists() and path.is_dir() != folder:
+        raise ValueError(f"{path} is a {'file: give a folder' if folder else 'folder: give a file'}")
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if place != path and not place.is_dir():
+        raise ValueError(f"{path} cannot be created: {place} is a file, not a folder")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{path} cannot be written: no permission to write to {place}")

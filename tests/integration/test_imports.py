@@ -119,16 +119,40 @@ COMMAND = "import sys; from specdec.__main__ import main; sys.argv[0] = 'specdec
         ("regenerate /no/such/model PROMPTS OUT", 2),
         ("train /no/such/model PROMPTS OUT", 2),
         ("train MODEL /no/such/file OUT", 2),
+        ("train MODEL EMPTY OUT", 2),
+        ("train MODEL BROKEN OUT", 2),
+        ("train MODEL BROKEN OUT --dry-run", 2),
+        ("train MODEL PROMPTS OUT --held-out-data BROKEN", 2),
+        ("train MODEL UNKNOWN OUT", 2),
+        ("train MODEL PROMPTS EMPTY", 2),  # a file
+        ("train MODEL PROMPTS EMPTY/OUT", 2),
+        ("train MODEL PROMPTS NOTES", 2),
+        ("train MODEL PROMPTS NOTES --dry-run", 2),
+        ("regenerate MODEL BROKEN OUT", 2),
+        ("regenerate MODEL PROMPTS BROKEN", 2),
+        ("regenerate MODEL PROMPTS PROMPTS", 2),
+        ("regenerate MODEL PROMPTS EMPTY/OUT", 2),
+        ("regenerate MODEL PROMPTS ANSWERS", 2),  # of another target
         ("inspect /no/such/head", 2),
         ("export /no/such/head OUT", 2),
         ("export HEAD OUT --layout gguf", 2),
+        ("export HEAD EMPTY", 2),
+        ("export HEAD NOTES", 2),
     ],
 )
 def test_commands_say_what_is_wrong_before_torch_is_imported(command, code, tmp_path):
     (tmp_path / "EMPTY").write_text("")
     (tmp_path / "PROMPTS").write_text('{"prompt": "a"}')
-    places = {name: str(tmp_path / name) for name in ("EMPTY", "PROMPTS", "OUT")}
-    found, modules = loaded(COMMAND, *(places.get(word, word) for word in command.split()))
+    (tmp_path / "BROKEN").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "UNKNOWN").write_text('{"question": "a", "answer": "b"}')
+    (tmp_path / "ANSWERS").write_text('{"id": 0, "target": "OTHER", "messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "NOTES").mkdir()
+    (tmp_path / "NOTES" / "notes.txt").write_text("mine")
+    places = {
+        name: str(tmp_path / name) for name in ("EMPTY", "PROMPTS", "BROKEN", "UNKNOWN", "ANSWERS", "NOTES", "OUT")
+    }
+    words = ("/".join(places.get(part, part) for part in word.split("/")) for word in command.split())
+    found, modules = loaded(COMMAND, *words)
     assert found == code
     assert not modules & {*HEAVY}
 

@@ -1,4 +1,4 @@
-"""Draft vocabulary: the tokens that a head can draft, which are those that the target writes most often."""
+"""Draft vocabulary: the tokens that a head can draft, the most frequent ones in the answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AT_ONCE = 2**20  # tokens counted at a time
 
 
 def token_counts(texts: Sequence[Text], vocab_size: int, *, all_tokens: bool = False) -> Tensor:
-    """Count how often the target wrote each token, (V,) int64. all_tokens: count prompts as well."""
+    """Count how often each token is in an answer, (V,) int64. all_tokens: count prompts as well."""
     texts = Texts.of(texts)
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for ids, learn in zip(texts.ids.split(AT_ONCE), texts.learn.split(AT_ONCE), strict=True):
@@ -25,10 +25,10 @@ def frequent_tokens(counts: Tensor, size: int, read: Tensor | None = None) -> Te
     """Choose the draft vocabulary: the most frequent tokens.
 
     Args:
-        counts: (V,) int64, how often the target wrote each token.
+        counts: (V,) int64, how often each token is in an answer.
         size: number of tokens to choose, at most V.
-        read: (V,) int64, counts over prompts and answers. They break ties among the many tokens that the target wrote
-            once or never, since it may later write what it reads.
+        read: (V,) int64, counts over prompts and answers. They break ties among the many tokens that are in answers
+            once or never, since the target may later write what it reads.
 
     Returns:
         (K,) int64, token ids, ascending.

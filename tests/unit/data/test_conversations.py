@@ -111,7 +111,7 @@ ODD = [
     ([[{"text": "a"}]], "expected"),
     ({"text": ""}, "the tokenizer returns no tokens for it"),
     ({"text": " \n"}, "the tokenizer returns no tokens for it"),
-    ({"text": "a"}, "its first 20 tokens contain nothing that the target wrote"),
+    ({"text": "a"}, "its first 20 tokens contain nothing to train on"),
     ({"text": None}, "expected .*, found nothing"),
     ({"text": ["a b c"]}, "text must be a string"),
     ({"text": HALF}, "it holds .*half of a character"),

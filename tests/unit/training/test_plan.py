@@ -73,6 +73,31 @@ def test_it_says_what_a_run_then_takes(files, tmp_path, kind):
         assert planned.disk[what] == pytest.approx(size, rel=0.15, abs=30_000), what  # names and shapes are in it, too
 
 
+def test_evaluations_are_counted(files, tmp_path):
+    """As many as a run then makes, and with a cost of their own."""
+    options = ["--evaluate-every", "3", "--epochs", "2"]
+    recipe = Recipe(str(files / "model"), files / "data.jsonl", tmp_path / "out", evaluate_every=3, **TRAINED)
+    planned = plan(replace(recipe, save_every=2))
+    assert run(files, tmp_path / "out", *options).exit_code == 0
+    log = json.loads(RunFolder(tmp_path / "out").evaluation.read_text())["log"]
+    assert planned.evaluation.texts == 2
+    assert planned.evaluation.decodings == sum("decoder_texts" in entry for entry in log) > 1
+    assert planned.evaluation.losses == sum("eval_rows" in entry for entry in log)
+    said = planned.summary()
+    assert "evaluations of 2 held-out texts take up to" in said
+    assert f"by decoding: {planned.evaluation.decodings} (at" in said
+    training, evaluating = planned.seconds
+    assert training > 0
+    assert evaluating > 0
+    recipe = replace(recipe, out=tmp_path / "other")
+    none = plan(replace(recipe, save_every=2, evaluate_every=0))
+    assert none.evaluation.decoding == none.evaluation.decodings == 0
+    assert none.evaluation.loss > 0
+    more = plan(replace(recipe, held_out=4)).evaluation  # in fewer updates
+    one, other = (found.decoding / found.decodings for found in (planned.evaluation, more))
+    assert other == pytest.approx(2 * one, rel=0.3)
+
+
 def test_a_target_that_is_run_elsewhere_takes_nothing_here(files, tmp_path, unread):
     recipe = Recipe(str(files / "model"), files / "data.jsonl", tmp_path / "out", evaluate_every=0, **TRAINED)
     here, elsewhere = plan(recipe), plan(replace(recipe, teacher="http://host:8100"))

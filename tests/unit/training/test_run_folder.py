@@ -38,7 +38,7 @@ def test_the_command_trains_and_takes_up_its_work(files, tmp_path, cached):
     more = ["--cache-states"] if cached else []
     result = run(files, tmp_path, *more)
     assert result.exit_code == 0, result.output
-    assert "% of what the target writes" in result.output
+    assert "% of the tokens in 2 held-out answers" in result.output
     assert "mean acceptance length on held-out prompts" in result.output
     assert (tmp_path / "states").exists() == cached
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
@@ -213,8 +213,8 @@ def test_files_of_others_are_not_written_over(files, tmp_path, name, text):
 
 def test_a_run_that_was_stopped_before_its_target_was_read_is_taken_up(files, tmp_path):
     """Also by other options: nothing was made by these yet."""
-    (tmp_path / "notes.txt").write_text("mine")  # which is in nobody's way
     assert "none is left" in run(files, tmp_path, "--held-out", "50").output
+    (tmp_path / "notes.txt").write_text("mine")  # which is in nobody's way
     assert (tmp_path / "recipe.json").exists()
     (tmp_path / "texts.safetensors").write_text("of a run that was killed")
     result = run(files, tmp_path, "--held-out", "3", "--max-minutes", "0")
