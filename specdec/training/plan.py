@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from specdec.data.packed_dataset import PackedTexts
 from specdec.data.survey import survey
@@ -38,6 +38,7 @@ from specdec.training.starting_head import fresh_changes, given_head
 from specdec.training.teacher.state_cache import bytes_per_token
 from specdec.training.teacher.state_extractor import batch_tokens_of
 from specdec.training.teacher.target_logits import NUMBERS_AT_ONCE
+from specdec.utils.tokenizer_files import load_tokenizer
 
 CHECKPOINTS = 3  # checkpoints on the disk at the same time, while one is written
 
@@ -136,7 +137,7 @@ def plan(recipe: Recipe) -> Plan:
     check_length(recipe)
     check_identity(recipe, RunFolder(recipe.out), found.checksum)
     with TemporaryDirectory() as place:
-        write_corpus(recipe, RunFolder(Path(place)), AutoTokenizer.from_pretrained(recipe.target), "")
+        write_corpus(recipe, RunFolder(Path(place)), load_tokenizer(recipe.target), "")
         training_texts, held_out = corpus(RunFolder(Path(place)))
         target = _on_meta(recipe.target, processes.device)
         planned = estimate(recipe, target, _config(recipe, target), training_texts, processes, held_out)

@@ -12,7 +12,7 @@ from contextlib import nullcontext, suppress
 from accelerate import PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import TrainingArguments
 
 from specdec.data.packed_dataset import PackedTexts, StateDataset
 from specdec.data.texts import Text
@@ -31,7 +31,7 @@ from specdec.training.starting_head import given_head
 from specdec.training.teacher.base import Teacher
 from specdec.training.time_limit import Clock, OutOfTime, TimeLimit
 from specdec.training.trainer import STATE_WEIGHT, HeadTrainer
-from specdec.utils.parsing import read_by_library
+from specdec.utils.tokenizer_files import load_tokenizer
 
 LOG_EVERY = 10  # updates
 WARM_UP = 0.04  # fraction of all updates; a fixed number such as 20 would be half of a short run
@@ -89,9 +89,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
     check_identity(recipe, folder, checksum)  # before texts are overwritten; the target's weights are checked later
     checkpoint = from_first_process(folder.last_checkpoint)  # damaged ones are named before a model is loaded
     if processes.is_local_main_process:
-        with read_by_library(f"the tokenizer of {recipe.target}"):
-            tokenizer = AutoTokenizer.from_pretrained(recipe.target)
-        write_corpus(recipe, folder, tokenizer, checksum)
+        write_corpus(recipe, folder, load_tokenizer(recipe.target), checksum)
     processes.wait_for_everyone()
     training_texts, held_out = corpus(folder)
     given = given_head(recipe)

@@ -1,6 +1,7 @@
 """`specdec train --dry-run`: what it says a run will take, against what a run takes."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -22,6 +23,7 @@ from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.plan import estimate, head_cost, parameters, plan
 from specdec.training.recipe import Recipe
+from specdec.training.run import train
 from specdec.training.run_folder import RunFolder
 from specdec.training.teacher.state_cache import states_of
 from specdec.utils.choices import HeadKind
@@ -180,3 +182,13 @@ def test_what_the_head_keeps_and_computes_is_counted(kind, rows, tmp_path):
     assert planned.memory["activations of the head kept for gradients"] == pytest.approx(sum(kept.values()), rel=0.1)
     logits = planned.work["logits of drafts and their gradients"] / recipe.epochs
     assert rows * head_cost(head.config, recipe).forward + logits == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
+@pytest.mark.parametrize("function", [plan, train])
+def test_a_target_without_a_tokenizer_is_named(function, files, tmp_path):
+    """From Python as well as by command."""
+    shutil.copytree(files / "model", tmp_path / "bare")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "bare" / name).unlink(missing_ok=True)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        function(Recipe(str(tmp_path / "bare"), files / "data.jsonl", tmp_path / "out", **TRAINED))
