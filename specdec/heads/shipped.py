@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, metadata
+from importlib.metadata import PackageNotFoundError, distribution, metadata
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 from filelock import FileLock, Timeout
 from huggingface_hub import is_offline_mode
@@ -27,7 +30,8 @@ DISTRIBUTION = "specdec-hf"
 def head_folders() -> list[Path]:
     """Return the folders that may hold shipped heads: the checkout's, the user's own, the cache's."""
     own = [Path(_source()).expanduser()] if _is_folder(_source()) else []
-    return [Path(__file__).resolve().parents[2] / "heads", *own, cache_folder() / "heads"]
+    checkouts = [Path(__file__).resolve().parents[2], *_installed_from()]
+    return [*(checkout / "heads" for checkout in checkouts), *own, cache_folder() / "heads"]
 
 
 def folder_of(head: str, file: str) -> Path | None:
@@ -83,6 +87,15 @@ def _address() -> str:
     if not address:
         raise DownloadFailed("this installation of specdec names no release page to download it from")
     return address.rstrip("/")
+
+
+def _installed_from() -> list[Path]:
+    """Return the checkout that `pip install PATH` was given, as recorded by pip (PEP 610); [] for other installations."""
+    with suppress(PackageNotFoundError):
+        recorded = urlparse(json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}").get("url", ""))
+        if recorded.scheme == "file":
+            return [Path(url2pathname(recorded.path))]
+    return []
 
 
 def _source() -> str:

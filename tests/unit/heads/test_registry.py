@@ -1,10 +1,12 @@
 """Which head belongs to which target."""
 
 import copy
+import json
 import os
 import shutil
 import subprocess
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -198,3 +200,12 @@ def test_recipes_stop_where_time_is_up(script, recipe):
 def test_recipes_learn_from_nothing_they_evaluate_on(script, recipe):
     _, commands = recipe(script)
     assert all("--held-out" in command for command in commands if command[0] == "train")
+
+
+def test_an_installation_finds_the_heads_of_the_checkout_it_was_made_from(monkeypatch, tmp_path):
+    """After `pip install PATH`, as pip records it."""
+    record = json.dumps({"url": tmp_path.as_uri(), "dir_info": {}})
+    for recorded, found in ((record, True), (None, False), (json.dumps({"url": "https://example.org/a.whl"}), False)):
+        installed = SimpleNamespace(read_text=lambda name, recorded=recorded: recorded)
+        monkeypatch.setattr(shipped, "distribution", lambda name, installed=installed: installed)
+        assert (tmp_path / "heads" in shipped.head_folders()) == found
