@@ -90,7 +90,7 @@ def _address() -> str:
 
 
 def _installed_from() -> list[Path]:
-    """Return the checkout that `pip install PATH` was given, as recorded by pip (PEP 610); [] for other installations."""
+    """Return the checkout given to `pip install PATH`, as recorded by pip (PEP 610); [] for other installations."""
     with suppress(PackageNotFoundError):
         recorded = urlparse(json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}").get("url", ""))
         if recorded.scheme == "file":
