@@ -1,6 +1,7 @@
 """`--max-minutes`: updates, evaluations and checkpoints end before it, by a clock that the tests hold."""
 
 import json
+import logging
 from dataclasses import replace
 from functools import partial
 
@@ -203,6 +204,7 @@ def test_progress_of_evaluations_is_shown(recipe, clock, monkeypatch):
             self.done += count
 
     monkeypatch.setattr(evaluation_callback, "tqdm", Bar)
+    monkeypatch.setattr("transformers.training_args.logger.level", logging.WARNING)  # whatever other tests have set
     train(replace(recipe, epochs=1), clock=clock)
     assert {bar.title for bar in bars} == {"held-out rows (loss)", "held-out texts (decoding)"}
     assert all(bar.done == bar.total > 0 for bar in bars)
