@@ -4,6 +4,7 @@ python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # --d
 """
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
 from specdec.engine import speculation
 from specdec.engine.cuda_graph_round import CapturedRound
+from specdec.engine.draft_tally import IdleDraftWarning
 from specdec.engine.loop import Loop
 from specdec.models import static_forward
 from specdec.models.cuda_graphs import MOST, WARM, Recorder
@@ -63,12 +65,13 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
     spec, given = replaying(name, automatic), launches.prompts(batch_size)
     plain = text(spec.model.generate, sampling, **given)
     with tiny.specdec_warnings() as warned:
+        warnings.simplefilter("ignore", IdleDraftWarning)  # heads of random weights are rarely right
         assert text(spec.generate, sampling, **given) == plain
         if not PRETENDED:
             assert len(recorders[-1]) >= 1
             return
         books = launches.counted(spec, do_sample=sampling, max_new_tokens=NEW, **given)
-    assert all("gained over plain decoding" in warning for warning in warned)  # drafts of random weights
+    assert not warned
     recorder = recorders[-1]
     assert len(recorder) >= 1
     assert all(book.count("waits") == 1 for book in launches.settled(books))
