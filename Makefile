@@ -1,7 +1,8 @@
 # Every target makes its own .venv from nothing; a second call finds it ready.
 #
-#   make demo                     downloads 1.6 GB once, then shows plain and speculative decoding side by side
-#   make demo SMALL=1             the 0.5B model alone, with its EAGLE-3 head and n-grams, together and apart: 0.5 GB
+#   make demo                     downloads 0.5 GB once, then shows plain and speculative decoding side by side: a 0.5B
+#                                 model with its EAGLE-3 head and n-grams, together and apart
+#   make demo PAIR=1              a 1.5B model with its head, n-grams, and the 0.5B model as draft: 1.6 GB
 #   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH,
 #                                 eagle3:PATH or, behind ngram+, one of these with a model
 #   make test | make test-all | make lint
@@ -19,7 +20,7 @@ PY     := $(VENV)/bin/python
 # Another index for torch's builds, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 
-SMALL    ?=
+PAIR     ?=
 TARGET   ?=
 PROPOSER ?=
 ARGS     ?=
@@ -27,7 +28,7 @@ ARGS     ?=
 # Tiny models: a process of one thread for each CPU is faster than one process of all threads. ARGS="-n 0": in one.
 TESTS   = OMP_NUM_THREADS=1 $(PY) -m pytest -n logical --maxprocesses 8
 INSTALL = $(PY) -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt
-DEMO    = $(if $(SMALL),--small) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
+DEMO    = $(if $(PAIR),--pair) $(if $(TARGET),--target "$(TARGET)") $(if $(PROPOSER),--proposer "$(PROPOSER)")
 
 # What depends most on the releases of transformers and torch.
 RELEASE_TESTS = tests/parity $(patsubst %,tests/unit/%.py,models/test_capability models/test_static_forward \
@@ -68,7 +69,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.installed
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev
 	$(PY) -m benchmarks.chart docs/images/speed-up.svg
-	$(PY) -m examples.demo --small --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
+	$(PY) -m examples.demo --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
 
 # The picture of docs/architecture.md, and how many arrows there are between the packages.
 structure:

@@ -12,6 +12,9 @@ PICTURE = re.compile(r"!\[([^\]]*)\]\((?!https?://)([^)\s]+)\)")
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?://|#)([^)\s]+)\)")
 
 
+PLACEHOLDER = "https://github.com/OWNER/specdec"  # the README's address of the repository
+
+
 class FrontPage(MetadataHookInterface):
     """Sets what pyproject.toml calls dynamic."""
 
@@ -26,5 +29,6 @@ def on_its_own(text: str, repository: str) -> str:
     """repository: where pages lie under `blob/main/` and files under `raw/main/`, as on GitHub; "" for none."""
     if not repository:
         return LINK.sub(r"\1", PICTURE.sub("", text))
+    text = text.replace(PLACEHOLDER, repository)
     text = PICTURE.sub(rf"![\1]({repository}/raw/main/\2)", text)
     return LINK.sub(rf"[\1]({repository}/blob/main/\2)", text)

@@ -158,6 +158,7 @@ def _run(bench: Bench, chosen: Sequence[str], repeats: int, store: Store, sessio
             short = {"max_new_tokens": min(WARM_UP_TOKENS, bench.options.max_new_tokens), "min_new_tokens": 0}
             measure_job(bench, ready[name], bench.warm_up, **short)
         for count, (name, job, repeat) in enumerate(missing, start=1):
+            ready[name].start(repeat)
             measured = measure_job(bench, ready[name], job, repeat)
             store.append(Record(store.fingerprint, session, name, job.id, job.group, repeat, measured))
             speed = f"{measured.new_tokens / measured.seconds:.1f} tokens/s"

@@ -160,6 +160,8 @@ def picture(counts: Counter[tuple[str, str]]) -> str:
 
 
 def main(arguments: list[str]) -> None:
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        sys.exit("usage: python docs/structure.py [PICTURE.svg]")
     imports = imports_of(PACKAGE)
     counts = arrows(imports)
     for (importer, imported), count in sorted(counts.items()):

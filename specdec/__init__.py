@@ -14,6 +14,7 @@ refuse_namesake()  # before any submodule is imported
 find_old_modules()
 
 if TYPE_CHECKING:
+    from specdec.engine.chat import Chat
     from specdec.engine.generator import SpeculativeGenerator
     from specdec.engine.hf.eligibility import Unsupported
     from specdec.engine.lenient import Lenient
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 else:
     _FILES = {
         "BlockProposer": "proposers.draft_heads.block",
+        "Chat": "engine.chat",
         "Context": "proposers.context",
         "DraftModelProposer": "proposers.draft_models.draft_model",
         "DraftTree": "sampling.draft_tree",
@@ -80,6 +82,7 @@ else:
 __version__ = "0.1.0"
 __all__ = [
     "BlockProposer",
+    "Chat",
     "Context",
     "DraftModelProposer",
     "DraftTree",

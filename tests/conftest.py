@@ -3,15 +3,23 @@
 import gc
 import os
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; triton reads this when it is imported
+
+import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from specdec.models.cpu_threads import usable_cores
 from tests.support import pretend, static, tiny
 from tests.support.training import TEMPLATE, WORDS, some_texts, written
 
+if torch.get_num_threads() > usable_cores():  # a container's quota: too many threads are slow, and warned of
+    torch.set_num_threads(usable_cores())
+    os.environ["OMP_NUM_THREADS"] = str(usable_cores())  # of processes that tests start
 os.environ["SPECDEC_KEEP_COSTS"] = "0"  # no test writes into its user's home, or decides by what it finds there
 
 

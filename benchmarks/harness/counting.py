@@ -18,6 +18,7 @@ from specdec.heads.eagle3.config import Eagle3Config, default_taps
 from specdec.heads.eagle3.head import Eagle3Head
 
 EMBEDDING_SCALE = 10.0  # of the embeddings; 32 layers of transformers' initial weights add about 11 to them
+SURE = 8.0  # standard deviation of a head's logits: the most likely of 32,000 tokens has some 60% of the probability
 COMMON = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": {
@@ -41,6 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 40960,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
     },
     "qwen3-30b-a3b, half its layers": {
         "model_type": "qwen3_moe",
@@ -72,22 +83,31 @@ SMALL = {
 
 
 @torch.no_grad()
-def counting(shape: str, device: torch.device, small: bool = False, wrong: float = 0.0, **changes: Any):
-    """Make a model that counts on `device`, in bfloat16 on a GPU and in float32 otherwise.
+def counting(
+    shape: str,
+    device: torch.device,
+    small: bool = False,
+    wrong: float = 0.0,
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Make a model that counts.
 
     Args:
         shape: key of `SHAPES`.
         device: device of the weights.
         small: use the same architecture with the size of a test model.
         wrong: share of tokens after which the model does not count.
+        dtype: of the weights. None: bfloat16 on a GPU and float32 otherwise.
         changes: changes to the config.
     """
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float)
     given = COMMON | SHAPES[shape] | ({key: SMALL[key] for key in SMALL if key in SHAPES[shape]} if small else {})
     kind = given.pop("model_type")
     config = AutoConfig.for_model(kind, **given | changes)
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_(std=EMBEDDING_SCALE)
     head[_next_tokens(config.vocab_size, wrong).to(device)] = embedding / (EMBEDDING_SCALE * config.hidden_size**0.5)
@@ -103,7 +123,10 @@ def _next_tokens(vocab_size: int, wrong: float) -> Tensor:
 
 
 def head_for(target: PreTrainedModel) -> Eagle3Head:
-    """Make an EAGLE-3 head with random weights and the shape of published heads."""
+    """Make an EAGLE-3 head with random weights and the shape of published heads.
+
+    It is as sure of its tokens as a trained one, so that dynamic trees are deep.
+    """
     config = target.config
     with target.device:
         head = Eagle3Head(
@@ -119,6 +142,8 @@ def head_for(target: PreTrainedModel) -> Eagle3Head:
                 tap_ids=default_taps(config.num_hidden_layers),
             )
         )
+    with torch.no_grad():
+        head.lm_head.weight.mul_(SURE / head.lm_head.weight.std() / config.hidden_size**0.5)
     return head.to(target.dtype).eval()
 
 

@@ -151,11 +151,12 @@ def take_turns(
     """Measure every method `repeats` times on every job, in turn, after a warm-up call of each."""
 
     def one(method: Method, job: Job, seed: int) -> Record:
+        method.start(turn=seed)
         taken = measure(method, target, job, arguments, pad=0, ends=set(), seed=seed)
         return Record("", "", method.name, job.id, job.group, seed, taken)
 
     for method in methods:
-        one(method, jobs[0], 0)
+        one(method, jobs[0], -1)
     return [one(method, job, repeat) for job in jobs for repeat in range(repeats) for method in methods]
 
 

@@ -12,23 +12,27 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec import Context, DraftTree, Proposer
 from specdec.models.hidden_states import Taps
-from specdec.sampling.results import RoundResult
+from specdec.sampling.results import NewTokens, RoundResult
 from specdec.utils.device_copies import uploaded
 
 
 class Replay(Proposer):
-    """Drafts chains of the generator's `draft_length` from known texts.
+    """Drafts from known texts: chains of the generator's `draft_length`, or the drafts of another proposer.
+
+    The other proposer runs as it does alone: it drafts ahead and is captured. Only its tokens are replaced, after they
+    were drafted: all of a chain's, and those on the path to the deepest node of a tree.
 
     Args:
         texts: expected text of each row, including the prompt, without padding.
         right: share of correct draft tokens, independently of each other. Acceptance ends at the first wrong token.
         vocab_size: vocabulary size of the target.
-        inner: optional proposer that drafts chains at its own cost; its tokens are then replaced.
+        inner: optional deterministic proposer that drafts at its own cost; its tokens are then replaced.
     """
 
     paces_itself = True
@@ -43,12 +47,17 @@ class Replay(Proposer):
     def propose(self, context: Context) -> DraftTree:
         if self.inner is None:
             return context.chain([self._next(context, b, context.pacer.limit) for b in range(context.batch_size)])
-        draft = self.inner.propose(context)
+        draft = self.inner.paced_draft(context)
+        if draft.size == 1:
+            return draft
         drafted = [self._next(context, b, draft.size - 1) for b in range(context.batch_size)]
-        padded = [[*row, *[0] * (draft.size - 1 - len(row))] for row in drafted]
-        tokens = draft.tokens.clone()
-        tokens[:, 1:] = uploaded(padded, tokens.device)
-        return replace(draft, tokens=tokens, probs=None)
+        padded = uploaded([[0, *row, *[0] * (draft.size - 1 - len(row))] for row in drafted], draft.tokens.device)
+        root = torch.arange(draft.size, device=draft.tokens.device) == 0
+        if draft.chain:
+            return replace(draft, tokens=torch.where(root, draft.tokens, padded), probs=None)
+        deepest = draft.depth.argmax(-1)[:, None, None].expand(-1, 1, draft.size)
+        on_path = draft.ancestors.gather(1, deepest)[:, 0] & ~root
+        return replace(draft, tokens=torch.where(on_path, padded.gather(1, draft.depth), draft.tokens), probs=None)
 
     def _next(self, context: Context, b: int, count: int) -> list[int]:
         written = context.ends[b] - context.pads[b]
@@ -63,16 +72,32 @@ class Replay(Proposer):
         if self.inner is not None:
             self.inner.check(target)
 
-    def begin(self, context: Context) -> None:
+    def capture(self, compiled: bool) -> None:
         if self.inner is not None:
-            self.inner.begin(context)
+            self.inner.capture(compiled)
 
     def drafting_model(self) -> nn.Module | None:
         return None if self.inner is None else self.inner.drafting_model()
 
+    def begin(self, context: Context) -> None:
+        if self.inner is not None:
+            self.inner.begin(context)
+
+    def sync(self, context: Context) -> None:
+        if self.inner is not None:
+            self.inner.sync(context)
+
+    def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
+        if self.inner is not None:
+            self.inner.draft_ahead(context, new_tokens)
+
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         if self.inner is not None:
             self.inner.observe(draft, result, accepted)
+
+    def end(self, context: Context) -> None:
+        if self.inner is not None:
+            self.inner.end(context)
 
     def __copy__(self) -> Replay:
         """Copy the proposer for one call, together with `inner`."""

@@ -16,7 +16,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
-import pytest
 import torch
 import typer
 
@@ -24,7 +23,7 @@ from benchmarks.harness.table import number, table
 
 os.environ["SPECDEC_KEEP_COSTS"] = "0"
 
-from tests.support import launches, pretend, static
+from tests.support import launches, pretend
 
 HEADER = ["proposer", "length", "T", "batch", "waits", "uploads", "kernels outside", "draft's", "target's"]
 
@@ -41,14 +40,13 @@ def main(
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if recorded:
-        static.switch_on(pytest.MonkeyPatch())
     lines = []
     for name in launches.PROPOSERS if proposer is None else [proposer]:
         for automatic in (False, True):
             for sampling in (False, True):
                 for batch_size in (1, 8):
                     spec = launches.generator(name, automatic)
+                    spec.compile = "auto" if recorded else False
                     given = {"do_sample": sampling, "max_new_tokens": max_new_tokens} | launches.prompts(batch_size)
                     books = launches.counted(spec, **given)
                     if recorded:

@@ -140,8 +140,8 @@ def decoded(
     while end < len(text):
         draft = proposer.propose(context_of(text, len(prompt), end, pacer))
         accepted = accepted_of(draft, text[end:-1])
-        pacer.observe_drafting(0.0)
-        pacer.observe_round(draft.size, 1, 0.0, seconds(draft.size), 1 + accepted)
+        pacer.observe_passes(draft.size, 0.0, seconds(draft.size))
+        pacer.observe_round(draft.size, 1, 1 + accepted)
         rounds.append(draft.size)
         end += 1 + accepted
     return rounds

@@ -15,24 +15,27 @@ from typing import Any
 import typer
 
 from benchmarks.harness.table import table
-from specdec.proposers.pacing import estimates, pacer
+from specdec.proposers.pacing import draft_passes, estimates, pacer
+from specdec.proposers.pacing.balance import Balance
+from specdec.proposers.pacing.pass_cost import PassCost
 from tests.support.simulated import CALLS, HOPELESS, KINDS, TABLES, TEXTS, TOKENS, over_all, speedups
+from tests.support.slowdowns import SLOWDOWNS, quiet
 
 CONSTANTS: list[tuple[Any, str]] = [
-    *((estimates.PassCost, name) for name in ("PRIOR", "TILT", "STEP", "SHARED", "OUTLIER", "FAMILIAR_OUTLIER")),
-    *((estimates.PassCost, name) for name in ("LIKELY", "FAMILIAR", "LEVELLING")),
+    *((PassCost, name) for name in ("PRIOR", "GROWTH", "TILT", "RECENT", "LEAST", "MOST")),
+    *((PassCost, name) for name in ("AGREES", "FAMILIAR", "CONFIRMED")),
     *((estimates.Acceptance, name) for name in ("STEP", "WEIGHT", "LIKE_WEIGHT", "UNKNOWN")),
-    *((estimates.Budget, name) for name in ("SHARE", "FIRST", "MOST", "LEAST")),
-    *((estimates, name) for name in ("STEPS", "PRIOR_STEP")),
-    *((pacer, name) for name in ("FEW_TOKENS", "CALL_SHARE", "CALL_LENGTH", "LONGEST")),
+    *((estimates.Budget, name) for name in ("SHARE", "FIRST", "MOST")),
+    *((estimates, name) for name in ("STEPS", "PRIOR_STEP", "MOST_STEP")),
+    *((Balance, name) for name in ("SHARE", "LENGTH", "TRIAL")),
+    *((pacer, name) for name in ("OUTLIER", "ROUNDS", "LONGEST")),
+    (draft_passes, "FEW_TOKENS"),
 ]
+SLOW = ("stalls", "shared")  # besides the quiet machine
 
-KEPT = """Four constants are kept although no simulated case misses them. `LEVELLING` is for the slow
-first passes of a process, which the simulator does not have. `FEW_TOKENS` separates reading a prompt from drafting: no
+KEPT = """`FEW_TOKENS` is kept although no simulated case misses it: it separates reading a prompt from drafting, and no
 simulated pass lies near it. `UNKNOWN` and `PRIOR_STEP` stand in until the first observation, which every simulated call
-makes before it asks. Two were cut from `hybrid`: rounds of n-grams in a row and how far they must be ahead, after which
-the other proposer was measured again. Without them 60 simulated cases change by -0.1% at worst. The length of a trial
-was cut as well: it is one token."""
+makes before it asks."""
 
 
 @contextmanager
@@ -46,13 +49,14 @@ def scaled(owner: Any, name: str, factor: float) -> Iterator[None]:
         setattr(owner, name, old)
 
 
-def measured() -> dict[tuple[str, str, str], float]:
-    """Speed-up over all calls, by kind of proposer, table of costs and text."""
+def measured() -> dict[tuple[str, str, str, str], float]:
+    """Speed-up over all calls, by the machine's slowdown, kind of proposer, table of costs and text."""
     found = {}
-    for kind in KINDS:
-        for costs in TABLES:
-            for name, calls in (TEXTS | HOPELESS).items():
-                found[kind, costs, name] = over_all(speedups(kind, costs, calls))
+    for name, slowdown in {"quiet": quiet, **{name: SLOWDOWNS[name] for name in SLOW}}.items():
+        for kind in KINDS:
+            for costs in TABLES:
+                for text, calls in (TEXTS | HOPELESS).items():
+                    found[name, kind, costs, text] = over_all(speedups(kind, costs, calls, slowdown=slowdown))
     return found
 
 

@@ -25,9 +25,10 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
 
 @app.command()
 def main(
-    target: str = typer.Option("", help="Path or hub id of the target. Default: Qwen2.5-Coder-1.5B-Instruct."),
+    target: str = typer.Option("", help="Path or hub id of the target. Default: Qwen2.5-Coder-0.5B-Instruct."),
     proposer: str = typer.Option("", help=f"Proposer: {PROPOSERS_IN_WORDS}. Default: all that suit the target."),
-    small: bool = typer.Option(False, help="Use only Qwen2.5-Coder-0.5B-Instruct, with its head and n-gram drafts."),
+    pair: bool = typer.Option(False, "--pair", help="Use Qwen2.5-Coder-1.5B-Instruct, also with the 0.5B as draft."),
+    small: bool = typer.Option(False, "--small", hidden=True, help="The default, accepted for older commands."),
     max_new_tokens: int | None = typer.Option(
         None, min=1, help="Length of each text. Default: 128, or fewer to stay within five minutes."
     ),
@@ -45,7 +46,7 @@ def main(
             check_name(proposer)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--proposer") from error
-    target, proposers = choose(target, proposer, small)
+    target, proposers = choose(target, proposer, pair)
     try:
         require_room(own_weights(target, *proposers), dtype)
         show = prepare(console, target, proposers, max_new_tokens, dtype)
@@ -58,10 +59,10 @@ def main(
         console.save_svg(str(svg), title=f"specdec: {Path(target).name}")
 
 
-def choose(target: str, proposer: str, small: bool) -> tuple[str, list[str]]:
+def choose(target: str, proposer: str, pair: bool) -> tuple[str, list[str]]:
     """Choose the target and the proposers from the command line's options."""
     if not target:
-        target = weights.DRAFT if small else weights.TARGET
+        target = weights.TARGET if pair else weights.DRAFT
     if proposer:
         return target, [proposer]
     # Good proposers are known only for the demo's own targets.

@@ -49,6 +49,16 @@ class Divergence:
         return f"{where}: {gap}, more than rounding in {number_format} explains. Please report this."
 
 
+def near_ties(count: int, dtype: torch.dtype) -> str:
+    """Say in one line why `count` texts differ from plain decoding's, each from a near tie on."""
+    texts = "1 text differs" if count == 1 else f"{count} texts differ"
+    name = str(dtype).removeprefix("torch.")
+    return (
+        f'"no" under "same tokens": {texts} after a near tie, two tokens equal within {name}\'s rounding. '
+        "In float32 all texts are the same."
+    )
+
+
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
     """Index of the first token that differs or is missing in one text; None if the texts are the same."""
     index = common_prefix(plain, speculative)

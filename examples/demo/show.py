@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from examples.demo.divergence import diverge
-from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
+from examples.demo.divergence import diverge, near_ties
+from specdec.cli.streamer import ColourStreamer, colour_note
 from specdec.data.prompts import PROMPTS, Prompt
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.evaluation.methods import PLAIN, Method, plain
@@ -84,7 +84,8 @@ class Show:
         tokens = self.max_new_tokens or _fitting(SECONDS / texts, speed)
         size = f"{texts} texts of {tokens} tokens, up to {_minutes(texts * _seconds(tokens, speed))}"
         self.console.print(f"{size}. Ctrl-C stops the demo and prints the table so far.")
-        self.console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the target's own.")
+        if note := colour_note(self.console):
+            self.console.print(note)
         runs: list[Run] = []
         try:
             for prompt in prompts:
@@ -95,10 +96,9 @@ class Show:
             if runs:
                 self.console.print(summary(runs))
             raise
+        for line in self._explain(prompts, runs):
+            self.console.print(line, markup=False)
         self.console.print(summary(runs))
-        for prompt in prompts:
-            for line in self._differences(prompt, [one for one in runs if one.prompt == prompt.name]):
-                self.console.print(line, markup=False)
         return runs
 
     def _warm_up(self, prompt: Prompt) -> Speed:
@@ -123,14 +123,21 @@ class Show:
         self.console.print(f"[dim]{call.num_tokens} tokens, {_ms(Speed.of([call]).time_per_token)} ms each[/dim]")
         return Run(method.name, prompt.name, call)
 
-    def _differences(self, prompt: Prompt, runs: Sequence[Run]) -> list[str]:
-        ids = prompt.encode(self.tokenizer, self.model.device)["input_ids"]
-        differences = [diverge(self.model, ids, runs[0].tokens, other.tokens) for other in runs[1:]]
-        return [
-            f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, self.model.dtype)}"
-            for run, difference in zip(runs[1:], differences, strict=True)
-            if difference is not None
-        ]
+    def _explain(self, prompts: Sequence[Prompt], runs: Sequence[Run]) -> list[str]:
+        """Say why texts are not plain decoding's: one line for all near ties, and one for each other difference."""
+        ties, lines, dtype = 0, [], self.model.dtype
+        for prompt in prompts:
+            ids = prompt.encode(self.tokenizer, self.model.device)["input_ids"]
+            first, *others = (run for run in runs if run.prompt == prompt.name)
+            for run in others:
+                difference = diverge(self.model, ids, first.tokens, run.tokens)
+                if difference is None:
+                    continue
+                if difference.near_tie(dtype):
+                    ties += 1
+                else:
+                    lines.append(f"{run.prompt}, {run.method}: {difference.explain(self.tokenizer, dtype)}")
+        return [near_ties(ties, dtype), *lines] if ties else lines
 
 
 def summary(runs: Sequence[Run]) -> Table:

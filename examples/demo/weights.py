@@ -153,7 +153,7 @@ def require_room(names: Sequence[str], cache_dir: str | Path | None = None, runn
         disk = max(disk, kept + weights.disk - begun)
         kept += weights.saved - begun
     memory = max(running, *(weights.memory for weights in missing), 0)
-    remedies = ["use only the small model with `make demo SMALL=1`"] if TARGET in names else []
+    remedies = ["use only the small model with `make demo`, without PAIR=1"] if TARGET in names else []
     room.require(" and ".join(names), cache, disk, memory, remedies)
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from inspect import getdoc
+
 import typer
 
 from specdec.cli import bench, chat, data, doctor, generate, heads, serve, states, training
 from specdec.cli.common import print_versions, show_messages
 from specdec.cli.errors import Commands
+
+
+def unwrapped(command: Callable[..., None]) -> str:
+    """Return a command's docstring, each paragraph on one line: help is wrapped to the width of the terminal."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", getdoc(command) or "")
+
 
 app = typer.Typer(cls=Commands, help="Speculative decoding for Hugging Face models.", no_args_is_help=True)
 for command in (
@@ -15,13 +25,14 @@ for command in (
     serve.serve,
     bench.bench,
     doctor.doctor,
+    heads.heads,
     heads.inspect,
     heads.export,
     data.regenerate,
     training.train,
     states.serve_states,
 ):
-    app.command()(command)
+    app.command(help=unwrapped(command))(command)
 
 
 @app.callback(invoke_without_command=True)

@@ -26,12 +26,13 @@ def chat(
     """Chat with a model. Ctrl-C stops its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)
     check(target, proposer)
-    from specdec.cli.chat_session import Chat
-    from specdec.cli.streamer import ACCEPTED_STYLE, ColourStreamer
+    from specdec.cli.streamer import ColourStreamer, colour_note
+    from specdec.engine.chat import Chat
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
     chat_session = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
-    console.print(f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/].")
+    if note := colour_note(console):
+        console.print(note)
     console.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation.[/dim]")
     stopped = False
     try:
@@ -39,13 +40,14 @@ def chat(
             if not text:
                 continue
             try:
-                report = chat_session.say(text, ColourStreamer(tokenizer, console))
+                chat_session.say(text, ColourStreamer(tokenizer, console))
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation continues)[/dim]")
                 continue
             except ValueError as error:  # only this turn fails, the conversation continues
                 print_message(error, "error")
                 continue
+            report = spec.last_report
             passes = f"; {report.tokens_per_round:.2f} per pass of the model" if report.num_row_rounds else ""
             console.print(
                 f"[dim]{report.num_output_tokens} tokens in {report.total_seconds:.1f} s, "

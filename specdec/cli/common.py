@@ -112,6 +112,15 @@ def interrupted(text: str = "stopped") -> typer.Exit:
     return typer.Exit(INTERRUPTED)
 
 
+@contextmanager
+def resumable(message: Callable[[], str]) -> Iterator[None]:
+    """Exit after Ctrl-C within this context, with a line that `message` returns: what is kept, and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise interrupted(message()) from None
+
+
 def check(target: str, proposer: str = "auto", tokenizer: bool = True) -> None:
     """Raise ValueError for names that can be rejected without importing torch.
 
@@ -137,10 +146,12 @@ def load(
         dtype: name of the number format, or "auto" for the fastest on this device. None: as saved.
         device: name of the device. None: the best one available.
     """
+    from specdec.models.cpu_threads import warn_of_excess_threads
     from specdec.models.hardware import best_device, crowded, format_for
     from specdec.models.loading import load as loaded
 
     place = _device(device) if device else best_device()
+    warn_of_excess_threads(place)
     if others := crowded(place):
         print_message(others)
     model = loaded(target).to(place)

@@ -13,7 +13,7 @@ from typing import Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, interrupted, load, progress_bar
+from specdec.cli.common import check, load, progress_bar, resumable
 from specdec.data.entries import check_text
 from specdec.utils.paths import check_writable
 
@@ -56,29 +56,29 @@ def regenerate(
 
     switches = _switches(template)
     check_writable(out)
-    if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before the model is loaded
-        useless = Skipped("prompts")
-        useless.check(sum(1 for _ in asked(prompts, switches, useless)))
-        check(target)
-        first = islice(asked(prompts, switches, useless), limit)
-        states_of_prompts(Answers(out), first, target, temperature, max_new_tokens)
-    from accelerate.utils import gather_object
+    with resumable(lambda: _stopped(out)):
+        if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before it loads the model
+            useless = Skipped("prompts")
+            useless.check(sum(1 for _ in asked(prompts, switches, useless)))
+            check(target)
+            first = islice(asked(prompts, switches, useless), limit)
+            states_of_prompts(Answers(out), first, target, temperature, max_new_tokens)
+        from accelerate.utils import gather_object
 
-    from specdec.data.regenerate import regenerate as answer
-    from specdec.models.hardware import computed_in, started_together
+        from specdec.data.regenerate import regenerate as answer
+        from specdec.models.hardware import computed_in, started_together
 
-    together = started_together()
-    model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
-    model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
-    started, finished = perf_counter(), False
-    with progress_bar("answers", enabled=together.is_main_process) as bar:
+        together = started_together()
+        model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
+        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
+        started, finished = perf_counter(), False
+        with progress_bar("answers", enabled=together.is_main_process) as bar:
 
-        def progress(done: int, total: int, tokens: int) -> None:
-            nonlocal finished
-            finished = done == total
-            bar(done, total, f"{tokens / (perf_counter() - started):.0f} tokens/s")
+            def progress(done: int, total: int, tokens: int) -> None:
+                nonlocal finished
+                finished = done == total
+                bar(done, total, f"{tokens / (perf_counter() - started):.0f} tokens/s")
 
-        try:
             tokens = answer(
                 model,
                 tokenizer,
@@ -96,8 +96,6 @@ def regenerate(
                 progress=progress,
                 go_on=lambda: max_minutes is None or monotonic() - begun < 60 * max_minutes,
             )
-        except KeyboardInterrupt:
-            raise interrupted(f"stopped: the answers in {out} are kept, run the same command again to resume") from None
     finished = finished and not Answers(out).parts()
     tokens = sum(gather_object([tokens]))
     if not together.is_main_process:
@@ -105,6 +103,15 @@ def regenerate(
     left_over = "" if finished else " so far: run the same command again to resume"
     typer.echo(f"the answers are in {out}{left_over}")
     typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "all prompts had answers already")
+
+
+def _stopped(out: Path) -> str:
+    """One line on what an interrupted run keeps, and how to resume it."""
+    from specdec.data.answer_store import Answers
+
+    if not any(path.stat().st_size for path in Answers(out).files()):
+        return "stopped before the first answer, so nothing is kept: run the same command again to start over"
+    return f"stopped: the answers in {out} are kept, run the same command again to resume"
 
 
 def _switches(template: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`specdec inspect` and `specdec export`: show the contents of a draft head, and convert EAGLE-3 heads."""
+"""`specdec heads`, `inspect` and `export`: list the known draft heads, show one, and convert EAGLE-3 heads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from specdec.cli.common import load, print_message
 from specdec.utils.choices import HeadLayout
-from specdec.utils.paths import check_writable, lasting_files, require_folder_or_id
+from specdec.utils.paths import check_writable, lasting_files, located, require_folder_or_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,8 +23,34 @@ PROBE_PROMPTS = (
     "List five things to check before a long bicycle trip, each with a short reason.",
 )
 PROBE_TOKENS = 48
+NGRAMS = '"ngram", which needs no model'
 CLEARLY = 1.1  # ratio of accepted tokens from which two conventions count as different
 SELDOM = 0.1  # accepted tokens per draft that any trained head of this model exceeds
+
+
+def heads(
+    target: str = typer.Argument("", help="Path or hub id of a model: list only its heads.", callback=located),
+) -> None:
+    """List the draft heads that are known for models, where they come from, and which are on this machine.
+
+    "auto" uses the first one of a model.
+    """
+    if target:
+        require_folder_or_id(target)
+    from specdec.heads import registry
+    from specdec.heads.small_models import advice
+
+    known = registry.known_for(target) if target else registry.HEADS
+    if not known:
+        typer.echo(f"no head is known for {target}. What drafts for it: {advice(registry.named(target))}, or {NGRAMS}")
+        return
+    rows = [("target", "kind", "layout", "source", "on this machine")]
+    for entry in known:
+        folder = registry.where(entry)
+        rows.append((entry.target, entry.kind, entry.layout, entry.head, "no" if folder is None else str(folder)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def inspect(

@@ -50,6 +50,6 @@ def print_results(
     """Print which prompts of which file were answered, and the results."""
     count = f"{answered:,} of {available:,}" if answered < available else f"{available:,}"
     turns = f" in {found.repeats} turns" if found.repeats > 1 else ""
-    prompts = f"{count} prompts of {file or 'specdec'}{turns}"
+    prompts = f"{count} prompts of {file or 'the built-in ones'}{turns}"
     typer.echo(f"measured on {prompts}, up to {max_new_tokens} new tokens each, in whole calls\n")
     typer.echo(found.summary())

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def serve(
     target: options.Target,
     proposer: options.Proposer = "auto",
+    model_name: str | None = typer.Option(None, help="Name of the model in requests. Default: the path or hub id."),
     host: str = typer.Option("localhost", help="Address to listen on. Anyone who can reach it can use the model."),
     port: int = typer.Option(8000, min=1, max=65535, help="Port to listen on."),
     seed: int | None = typer.Option(
@@ -56,6 +57,7 @@ def serve(
         server = prepared(
             target,
             generator_of,
+            name=model_name,
             host=host,
             port=port,
             default_seed=seed,
@@ -64,7 +66,7 @@ def serve(
             max_queue=max_queue,
             max_length=max_length,
         )
-        print_message(f"http://{host}:{port}/v1, model {target!r}, proposer {proposer}")
+        print_message(f"http://{host}:{port}/v1, model {model_name or target!r}, proposer {proposer}")
         number = server.run(farewell)
     except KeyboardInterrupt:
         raise interrupted() from None

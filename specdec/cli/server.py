@@ -30,10 +30,10 @@ def serve(
     """Serve a model until interrupted.
 
     Args:
-        target: path or hub id, which is also the model's name in requests.
+        target: path or hub id.
         generator_of: called once with the loaded model, which it may move and convert.
         non_blocking: return when the server is ready. It runs in a thread.
-        options: see `prepared`: host, port, default_seed, dtype, device, max_queue, max_length.
+        options: see `prepared`: name, host, port, default_seed, dtype, device, max_queue, max_length.
 
     Returns:
         The server; its `kill_server()` ends a server in a thread.
@@ -61,6 +61,7 @@ def prepared(
     target: str,
     generator_of: Callable[[PreTrainedModel], SpeculativeGenerator],
     *,
+    name: str | None = None,
     host: str = "localhost",
     port: int = 8000,
     default_seed: int | None = None,
@@ -74,6 +75,7 @@ def prepared(
     Args:
         target: path or hub id.
         generator_of: called once with the loaded model.
+        name: the model's name in requests; None for `target`.
         host: address to listen on.
         port: port to listen on; 0 for any free one.
         default_seed: seed of requests that name none; None for random seeds.
@@ -106,7 +108,7 @@ def prepared(
         reader = PromptReader(tokenizer, vocab_size(spec.model))
         limit = context_limit(spec, max_length)
         worker = Worker(spec, tokenizer, max_queue)
-        return Server(Service(target, worker, reader, limit, default_seed), worker, reader, sockets)
+        return Server(Service(name or target, worker, reader, limit, default_seed), worker, reader, sockets)
     except BaseException:
         close(sockets)
         raise

@@ -12,6 +12,13 @@ ACCEPTED_STYLE = "green"
 UNFINISHED = "\ufffd"  # replacement character, decoded from an incomplete character
 
 
+def colour_note(console: Console) -> str:
+    """Return a line of markup that explains the colour; empty if the console shows none, as in a pipe."""
+    if not console.record and (not console.is_terminal or console.color_system is None or console.no_color):
+        return ""
+    return f"Accepted draft tokens are [{ACCEPTED_STYLE}]coloured[/]; the others are the model's own."
+
+
 class ColourStreamer(Clock):
     """A streamer for `generate()` that prints text as it is generated, with accepted draft tokens in colour.
 

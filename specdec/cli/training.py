@@ -9,7 +9,7 @@ from time import monotonic
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, interrupted, print_message
+from specdec.cli.common import check, print_message, resumable
 from specdec.data.survey import survey
 from specdec.training.run_folder import RunFolder
 from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
@@ -115,24 +115,23 @@ def train(
     started = monotonic()
     check(target)
     RunFolder(out).check()
-    if os.environ.get("RANK", "0") == "0":  # of several processes one reads the texts
-        survey(data, held_out_data)  # finds broken lines before anything is loaded
-    from accelerate import PartialState
+    again = "stopped: run the same command again" + ("" if dry_run else " to resume from the last checkpoint")
+    with resumable(lambda: again):
+        if os.environ.get("RANK", "0") == "0":  # of several processes one reads the texts
+            survey(data, held_out_data)  # finds broken lines before anything is loaded
+        from accelerate import PartialState
 
-    from specdec.training.evaluate import HeldOut
-    from specdec.training.recipe import Recipe
-    from specdec.training.run import train as train_head
+        from specdec.training.evaluate import HeldOut
+        from specdec.training.recipe import Recipe
+        from specdec.training.run import train as train_head
 
-    recipe = Recipe(**options)
-    if dry_run:
-        from specdec.training.plan import plan
+        recipe = Recipe(**options)
+        if dry_run:
+            from specdec.training.plan import plan
 
-        typer.echo(plan(recipe).summary())
-        return
-    try:
+            typer.echo(plan(recipe).summary())
+            return
         found = train_head(recipe, started=started)
-    except KeyboardInterrupt:
-        raise interrupted("stopped: run the same command again to resume from the last checkpoint") from None
     if not PartialState().is_main_process:
         return
     if found is None:

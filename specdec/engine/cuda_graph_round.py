@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from specdec.engine.transcript import Transcript
 from specdec.engine.verifier import BatchedVerifier
 from specdec.models.cuda_graphs import WARM, Named, Recorder
+from specdec.models.draft_attention import skips_empty_slots
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import nodes_of_size
+from specdec.proposers.draft_models.cuda_graph_drafts import WIDTHS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult, features_at
-from specdec.utils.device_copies import uploaded
+from specdec.utils.device_copies import HOST, moved
 
 SELDOM = 4  # a size wanted in at most so many rounds of a call is padded to a captured one instead
 Shape = tuple[bool, int | None]  # of a draft: `chain` and `levels`
@@ -53,19 +55,28 @@ class CapturedRound:
     def __call__(self, draft: DraftTree, text: Transcript) -> RoundResult:
         """Launch the round, by a replay if one was captured for its shape."""
         full, target = _filled_up(draft, self._size(draft)), self.target
-        sizes = target.reserve(full.size)
-        rows = {"lengths": target.lengths} | ({} if text.deepest is None else {"deepest": text.deepest})
-        columns = uploaded(list(rows.values()), full.tokens.device)[..., None]  # (B, 1) each
-        inputs = {"tokens": full.tokens, "parents": full.parents, **dict(zip(rows, columns, strict=True))}
+        sizes = target.reserve(full.size, text.budget if skips_empty_slots(target.device) else None)
+        inputs = self._inputs(full, text)
         noise = self.verify.noise_for(full, text)
         if noise is not None:
             inputs["noise"] = noise
-        key = ("pass", self.verify.processors.names, full.chain, full.levels, sizes)
-        made = self.recorder(self, key, partial(self._made, full.chain, full.levels), inputs)
+        key = ("pass", self.verify.processors.names, full.chain, full.levels, full.size, sizes)
+        function = partial(self._made, full.chain, full.levels, full.size)
+        made = self.recorder(target.cache.addresses, key, function, inputs)
         target.replayed([0] * len(full.tokens), full.size)
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
         path = made["path"], made["accepted"], made["next_token"], made["new"]
         return RoundResult(draft, *path, left_padded=new_tokens)
+
+    def _inputs(self, draft: DraftTree, text: Transcript) -> dict[str, Tensor]:
+        """The tensor inputs of `_made` except the noise. What the host knows is copied to the device at once."""
+        numbers = [self.target.lengths, *([] if text.deepest is None else [text.deepest])]
+        columns = torch.tensor(numbers, dtype=torch.long, device=HOST).T  # (B, 1 or 2)
+        device = text.tokens.device
+        nodes = torch.stack([draft.tokens, draft.parents], 2)
+        if draft.tokens.device == device:
+            return {"rows": moved(columns, device), "nodes": nodes}
+        return {"rows": moved(torch.cat([columns, nodes.flatten(1)], 1), device)}
 
     def _size(self, draft: DraftTree) -> int:
         """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.
@@ -85,10 +96,9 @@ class CapturedRound:
         self,
         chain: bool,
         levels: int | None,
-        tokens: Tensor,
-        parents: Tensor,
-        lengths: Tensor,
-        deepest: Tensor | None = None,
+        size: int,
+        rows: Tensor,
+        nodes: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Named:
         """The captured function.
@@ -96,16 +106,22 @@ class CapturedRound:
         Args:
             chain: as for `DraftTree`.
             levels: as for `DraftTree`.
-            tokens: (B, N) int64.
-            parents: (B, N) int64.
-            lengths: (B, 1) int64, tokens of each row in the cache.
-            deepest: (B, 1) int64, see `Transcript.deepest`.
+            size: N.
+            rows: (B, C) int64: the number of the row's tokens in the cache, `Transcript.deepest` unless positions are
+                unlimited, and token and parent of each node if these are not in `nodes`.
+            nodes: (B, N, 2) int64, token and parent of each node.
             noise: (B, D, V), see `BatchedVerifier.noise_for`.
         """
+        if nodes is None:
+            rows, nodes = rows[:, : -2 * size], rows[:, -2 * size :].unflatten(1, (size, 2))
+        tokens, parents = (column.contiguous() for column in nodes.unbind(2))
+        lengths, deepest = rows[:, :1], rows[:, 1:] if rows.shape[1] > 1 else None
         draft, target = DraftTree(tokens, parents, chain=chain, levels=levels), self.target
-        depth = draft.depth if deepest is None else torch.minimum(draft.depth, deepest)
+        # The depth of a chain's padding is of no account.
+        depth = torch.arange(draft.size, device=tokens.device).expand_as(tokens) if chain else draft.depth
+        depth = depth if deepest is None else torch.minimum(depth, deepest)
         with target.on_device(lengths):
-            output = target.grow(draft.tokens, depth, draft.ancestors, chain=chain)
+            output = target.grow(draft.tokens, depth, None if chain else draft.ancestors, chain=chain)
         result = self.verify.chosen(draft, self.verify.processors(output.logits, list), noise)
         if not chain:
             target.cache.move(lengths, result.path)
@@ -119,7 +135,7 @@ def _new_tokens(result: RoundResult, features: Tensor | None) -> Named:
     pads = most - 1 - result.accepted
     place = (torch.arange(most, device=pads.device) - pads[:, None]).clamp(min=0)  # on the path, (B, D)
     states = None if features is None else features_at(features, result.path.gather(1, place))
-    new_tokens = NewTokens(result.tokens.gather(1, place), pads, states).padded(nodes_of_size(most))
+    new_tokens = NewTokens(result.tokens.gather(1, place), pads, states).padded(max(WIDTHS[0], nodes_of_size(most)))
     made = {"tokens": new_tokens.tokens, "pads": new_tokens.pads}
     return made if new_tokens.states is None else made | {"states": new_tokens.states}
 

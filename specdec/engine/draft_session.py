@@ -9,7 +9,8 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.engine.draft_tally import DraftTally
-from specdec.models.cuda_graphs import Known
+from specdec.models.cuda_graphs import KnownFunctions
+from specdec.models.graph_pool import GraphPool
 from specdec.models.introspection import unwrap_model
 from specdec.models.static_forward import StaticForward
 from specdec.proposers.base import Proposer
@@ -33,7 +34,8 @@ class DraftSession:
         estimates: acceptance and cost estimates by (batch size, sampling).
         static_forward: captured target passes; None until `capture`.
         tally: counts of its drafts.
-        recorded: functions known to be recordable, see `Recorder`.
+        graphs: CUDA graphs with their buffers that no call uses, for later calls.
+        recorded: what its calls have learned about their functions, see `Recorder`.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
@@ -43,7 +45,7 @@ class DraftSession:
         self.tally = DraftTally()
         self._target = target
         self.static_forward: StaticForward | None = None
-        self.recorded: Known = {}
+        self.recorded, self.graphs = KnownFunctions(), GraphPool()
         self._kept: dict[int, CostStore] = {}  # by batch size; shared with other processes
 
     def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
@@ -65,7 +67,8 @@ class DraftSession:
         if self.static_forward is None or self.static_forward.compiled != compiled:
             self.proposer.capture(compiled)
             self.static_forward = StaticForward(self._target, self.taps, compiled)
-            self.recorded = {}
+            self.recorded = KnownFunctions()
+            self.graphs.clear()
         return self.static_forward
 
     def keep(self, batch_size: int, pacer: Pacer) -> None:
@@ -96,11 +99,18 @@ class DraftSessions:
         self._own = DraftSession(proposer, self._target)
         self._state = self._state_with(proposer.drafting_model())
 
+    def release_memory(self) -> None:
+        """Free the CUDA graphs and buffers that are kept for later calls."""
+        others = [drafting for _, drafting in self.assistants.values() if drafting is not None]
+        for drafting in (self._own, *others):
+            drafting.graphs.clear()
+
     @property
     def own(self) -> DraftSession:
         """The drafting of the generator's proposer."""
         proposer = self._own.proposer
         if self._state != self._state_with(proposer.drafting_model()):
+            self._own.graphs.clear()
             self._prepare(proposer)
         return self._own
 

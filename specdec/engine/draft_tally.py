@@ -6,6 +6,7 @@ from torch import nn
 
 from specdec.engine.report import Report
 from specdec.proposers.base import Proposer
+from specdec.proposers.draft_heads.feature_proposer import FeatureProposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.pacing.estimates import Estimates
 
@@ -27,7 +28,8 @@ class DraftTally:
 
     def __init__(self) -> None:
         self.rounds = self.drafts = self.accepted = 0
-        self._batches = False
+        self._batches = self._is_head = False
+        self._beside = ""  # the lookup's name in a hybrid
 
     def add(self, report: Report, proposer: Proposer) -> None:
         """Count a call."""
@@ -40,6 +42,8 @@ class DraftTally:
         self.drafts += report.num_drafts_by.get(name, 0)
         self.accepted += report.num_accepted_tokens_by.get(name, 0)
         self._batches |= report.num_rows > 1
+        self._is_head = isinstance(model, FeatureProposer)
+        self._beside = type(proposer.ngram).__name__ if isinstance(proposer, HybridProposer) else ""
 
     @property
     def _few(self) -> bool:
@@ -67,18 +71,33 @@ class DraftTally:
             estimates: the costs that the calls measured.
             size: weights of the draft, as a multiple of the target's.
         """
-        return f"{self._finding()}. {self._reason(estimates, size)}. {HELP}"
+        return f"{self._finding()}. {self._reason(estimates, size)}. {self._help()}"
 
     def _finding(self) -> str:
+        rounds, compared_with = f"{self.rounds} rounds", "plain decoding"
+        if self._beside:
+            rounds, compared_with = f"{rounds} without a draft of {self._beside}", f"{self._beside} alone"
         if not self.drafts:
-            return f"nothing was drafted in {self.rounds} rounds, so nothing is gained over plain decoding"
-        drafts = f"{self.drafts} draft{'s' * (self.drafts > 1)} in {self.rounds} rounds"
+            return f"nothing was drafted in {rounds}, so nothing is gained over {compared_with}"
+        drafts = f"{self.drafts} draft{'s' * (self.drafts > 1)} in {rounds}"
         accepted = f"{self.accepted} accepted tokens" if self.accepted else "no accepted token"
-        return f"{drafts} with {accepted}: next to nothing is gained over plain decoding"
+        return f"{drafts} with {accepted}: next to nothing is gained over {compared_with}"
+
+    def _help(self) -> str:
+        """Name what may help and is not in use."""
+        if self._is_head:
+            options = ["to train the head on such texts (`specdec train --from HEAD`)", "another draft"]
+        else:
+            options = ["a smaller draft of the target's own family", "a head trained for the target"]
+        if not self._beside:
+            options.append('n-grams ("ngram")')
+        return (
+            f"What may help: {', or '.join(options)}. "
+            "`specdec doctor` measures what pays. draft_length=0 decodes plainly without this warning"
+        )
 
     def _reason(self, estimates: Estimates, size: float) -> str:
-        plain = estimates.verify.plain
-        share = estimates.draft_step / plain if plain else 0.0
+        share = estimates.draft_step
         if self._few and estimates.draft.known and share >= DEAR:
             return f"A pass of the draft takes {share:.2f} times as long as one of the target, so drafting cannot pay"
         if self._few and size >= DEAR:
@@ -101,9 +120,3 @@ def relative_size(proposer: Proposer, target: nn.Module) -> float:
 
 def _weights(model: nn.Module) -> int:
     return sum(tensor.numel() for tensors in (model.parameters(), model.buffers()) for tensor in tensors)
-
-
-HELP = (
-    "What may help: a smaller draft of the target's own family, a head trained for the target, or n-grams "
-    '("ngram"); `specdec doctor` measures what pays. draft_length=0 decodes plainly without this warning'
-)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Lock
-from time import perf_counter
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
+from specdec.engine.call_history import CallHistory
 from specdec.engine.draft_session import DraftSession, DraftSessions
 from specdec.engine.draft_tally import IdleDraftWarning, relative_size
 from specdec.engine.hf.call import Call
@@ -26,13 +25,12 @@ from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.trace import RoundTrace
 from specdec.models.capability import Capability, capability
 from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
-from specdec.models.encoder import encoder_outputs_of
+from specdec.models.cpu_threads import warn_of_excess_threads
 from specdec.models.introspection import device_of, generate_owner, require_lm_head, unwrap_model
 from specdec.models.lockstep import in_step
 from specdec.proposers.base import Proposer
 from specdec.proposers.factory import as_proposer
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
-from specdec.utils.releases import note_release
 
 
 class SpeculativeGenerator:
@@ -40,9 +38,10 @@ class SpeculativeGenerator:
 
     A proposer drafts several tokens. The target verifies all of them in one forward pass.
 
-    At T = 0 the output is the same token for token in float32. In half precision a pass over several tokens rounds
-    differently than one over a single token, so near ties may be resolved differently. At T > 0 the output has the same
-    distribution. Calls that cannot be speculated on run as plain `generate()`, with one warning that states the reason.
+    In float32 the output is the same token for token: the greedy one at T = 0, and at T > 0 with the coupled rule the
+    one for the same seed. In half precision a pass over several tokens rounds differently than one over a single token.
+    Near ties may be resolved differently then, also from call to call, and the distribution is still the target's.
+    Calls that cannot be speculated on run as plain `generate()`, with one warning that states the reason.
 
     A call's own `assistant_model` or `prompt_lookup_num_tokens` replaces the proposer in that call. `draft_length` and
     `rule` still apply. An assistant is prepared once and kept.
@@ -64,7 +63,7 @@ class SpeculativeGenerator:
         draft_length: tokens to draft per round. None chooses it from measured costs and acceptance, 0 drafts nothing.
         rule: verification of drafts at T > 0.
 
-            - "coupled": target and draft share the exponential noise of sampling. The text is that of plain
+            - "coupled": target and draft share the exponential noise of sampling. In float32 the text is that of plain
               `generate()` with the same seed (see `sampling.noise`).
             - "block" (Sun et al., arXiv 2403.10444), "token" (Leviathan et al.): rejection sampling of chains drawn
               from the draft's distribution.
@@ -75,10 +74,6 @@ class SpeculativeGenerator:
         compile: "auto" captures drafts and rounds as CUDA graphs on CUDA, in a few padded sizes. True also compiles the
             target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
-
-    Attributes:
-        report: `Report` over all calls.
-        last_report: `Report` of the call that finished last.
 
     Raises:
         ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
@@ -114,10 +109,8 @@ class SpeculativeGenerator:
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
         self.compile = compile
         self._sessions = DraftSessions(self.proposer, self.model)
-        self.report, self.last_report = Report(), Report()
-        self._traces: tuple[list[RoundTrace], ...] = ()
-        self._warned: set[str] = set()
-        self._lock = Lock()  # guards reports and traces: calls may run in several threads
+        self._history = CallHistory()
+        warn_of_excess_threads(device_of(self.model), callers_level())
 
     def __repr__(self) -> str:
         settings = f"draft_length={self.draft_length}, rule={self.rule!r}"
@@ -131,6 +124,16 @@ class SpeculativeGenerator:
         raise TypeError(
             "a SpeculativeGenerator cannot be copied or pickled: make another one from the model and the proposer"
         )
+
+    @property
+    def report(self) -> Report:
+        """The report over all calls."""
+        return self._history.total
+
+    @property
+    def last_report(self) -> Report:
+        """The report of the call that finished last."""
+        return self._history.last
 
     @property
     def capability(self) -> Capability:
@@ -185,7 +188,7 @@ class SpeculativeGenerator:
             ```
         """
         check_arguments(inputs, kwargs)
-        with self._counted() as report:
+        with self._history.counted() as report:
             kwargs = with_current_cache_name(self.model, kwargs | further_arguments(more))
             return self._generate(report, inputs, generation_config, kwargs)
 
@@ -243,24 +246,8 @@ class SpeculativeGenerator:
             )
         caller = generate_frame()
         given: dict[str, Any] = {name: caller.get(name) for name in NOT_HANDED_OVER}
-        with self._counted() as report:
+        with self._history.counted() as report:
             return self._decode(report, model, input_ids, inputs_tensor=inputs_tensor, **given, **kwargs)
-
-    @contextmanager
-    def _counted(self) -> Iterator[Report]:
-        """Yield the report of a call, and add it to `report` when the call ends, also by an error."""
-        report, start = Report(num_calls=1), perf_counter()
-        try:
-            yield report
-        except BaseException as error:  # also counts the rounds and tokens of an interrupted call
-            report.num_failed_calls, report.total_seconds = 1, perf_counter() - start
-            if isinstance(error, Exception):
-                note_release(error)
-            raise
-        finally:
-            with self._lock:
-                self.last_report = report
-                self.report.add(report)
 
     @contextmanager
     def installed(self) -> Iterator[SpeculativeGenerator]:
@@ -284,8 +271,7 @@ class SpeculativeGenerator:
         finally:
             remove()
 
-    @contextmanager
-    def watch(self) -> Iterator[list[RoundTrace]]:
+    def watch(self) -> AbstractContextManager[list[RoundTrace]]:
         """Record the rounds of all calls that begin within this context, in any thread.
 
         Contexts may nest or overlap: each list gets all rounds. A trace takes about a kilobyte per drafted token. The
@@ -301,14 +287,21 @@ class SpeculativeGenerator:
             print(rounds[0].text(tokenizer))
             ```
         """
-        kept: list[RoundTrace] = []
-        with self._lock:
-            self._traces += (kept,)
-        try:
-            yield kept
-        finally:
-            with self._lock:
-                self._traces = tuple(other for other in self._traces if other is not kept)
+        return self._history.traced()
+
+    def release_memory(self) -> None:
+        """Free the CUDA graphs and key-value buffers that are kept between calls, and torch's unused memory.
+
+        They are kept for later calls of the same kind, as long as a tenth of the device's memory is free.
+
+        Example:
+            ```python
+            spec.release_memory()  # before another model is loaded
+            ```
+        """
+        self._sessions.release_memory()
+        if device_of(self.model).type == "cuda":
+            torch.cuda.empty_cache()
 
     # Decoding of a call that transformers has prepared
 
@@ -318,28 +311,13 @@ class SpeculativeGenerator:
         model: PreTrainedModel,
         input_ids: Tensor,
         *,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        streamer: Any = None,
         synced_gpus: bool | None = None,
         assistant_model: Any = None,
         tokenizers: tuple[Any, Any] = (None, None),
-        inputs_tensor: Tensor | None = None,
-        **model_kwargs: Any,
+        **prepared: Any,
     ):
-        report.num_rows = len(input_ids)
-        encoder_outputs, text_kwargs = encoder_outputs_of(model, input_ids, inputs_tensor, model_kwargs)
-        call = Call(
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            streamer,
-            model_kwargs,
-            encoder_outputs,
-            text_kwargs,
-        )
+        report.num_rows, history = len(input_ids), self._history
+        call = Call.of(model, input_ids, **prepared)
         stopwatch = Stopwatch(report, device_of(model))
         step = in_step(is_synced(model, synced_gpus), device_of(model))
         able = self.capability
@@ -354,21 +332,11 @@ class SpeculativeGenerator:
             sequences = output if isinstance(output, Tensor) else output.sequences
             report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
         else:
-            for name in ignored_fields(generation_config):
-                self._warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
-            drafting = self._sessions.for_call(generation_config, assistant_model, tokenizers, self._warn)
+            for name in ignored_fields(call.config):
+                history.warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
+            drafting = self._sessions.for_call(call.config, assistant_model, tokenizers, history.warn)
             output = Speculation(
-                self.model,
-                able,
-                drafting,
-                call,
-                self.rule,
-                self.draft_length,
-                stopwatch,
-                self._traces,
-                step,
-                self.compile,
-                self._warn,
+                self.model, able, drafting, call, self.rule, self.draft_length, stopwatch, history, step, self.compile
             ).run()
             self._warn_if_idle(report, drafting, call.samples)
         report.total_seconds = stopwatch.elapsed()
@@ -379,20 +347,14 @@ class SpeculativeGenerator:
         if self.on_unsupported == "error":
             raise Unsupported(f'cannot speculate: {reason}. Pass on_unsupported="plain" to run it as plain generate().')
         report.record_plain(reason)
-        self._warn(f"running as plain generate(): {reason}")
+        self._history.warn(f"running as plain generate(): {reason}")
 
     def _warn_if_idle(self, report: Report, drafting: DraftSession, sampling: bool) -> None:
         """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
-        with self._lock:
+        with self._history.lock:
             drafting.tally.add(report, drafting.proposer)
             idle = drafting.tally.idle(self.draft_length)
-        if idle and IdleDraftWarning.__name__ not in self._warned:
-            size = relative_size(drafting.proposer, self.model)
-            self._warn(drafting.tally.warning(drafting.estimates[report.num_rows, sampling], size), IdleDraftWarning)
-
-    def _warn(self, message: str, category: type[UserWarning] = UserWarning) -> None:
-        """Warn, once per generator and message; of a category of its own once, whatever figures are in the message."""
-        key = message if category is UserWarning else category.__name__
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(f"specdec: {message}", category, stacklevel=callers_level())
+        if idle and not self._history.warned_of(IdleDraftWarning.__name__):
+            estimates = drafting.estimates[report.num_rows, sampling]
+            message = drafting.tally.warning(estimates, relative_size(drafting.proposer, self.model))
+            self._history.warn(message, IdleDraftWarning)

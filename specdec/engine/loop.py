@@ -6,7 +6,7 @@ order of these steps; proposers, `models.runner` and `engine.verifier` implement
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -111,6 +111,7 @@ class Loop:
         if self.captured_round is not None and not self.traces and self.captured_round.takes(draft, text):
             result, features = self._replay(draft, context), None
         else:
+            draft = draft.on(text.tokens.device)
             output = self._target_pass(draft)
             result, features = self._verify(draft, output), output.features
         took = self.stopwatch.mark_end("accept")
@@ -122,16 +123,16 @@ class Loop:
         self._settle()
         host = result.host()
         accepted = [min(n, k) if alive else 0 for n, k, alive in zip(host.accepted, kept, active, strict=True)]
-        self.pacer.observe_drafting(took["draft"])
+        self.pacer.observe_passes(draft.size, took["draft"], took["verify"] + took["accept"])
         self.proposer.observe(proposed, result.in_text(accepted, self._new(before, text.text_ends)), accepted)
         self._roll_back()
-        self._book(proposed, host, active, accepted, took, start)
+        self._book(proposed, host, active, accepted, start)
 
     def _propose(self, context: Context) -> DraftTree:
         """Ask the proposer for a draft and check it."""
         draft = self.proposer.paced_draft(context)
         draft = checked(draft, context, f"{self.proposer.drafted_by}.propose", values=not self._values_checked)
-        self._values_checked |= draft.size > 1
+        self._values_checked |= draft.size > 1 and draft.tokens.device.type != "cpu"
         return self._within_reach(draft)
 
     def _target_pass(self, draft: DraftTree) -> Output:
@@ -139,7 +140,7 @@ class Loop:
         output = self.target.grow(
             draft.tokens,
             self._depth(draft),
-            draft.ancestors,
+            None if draft.chain else draft.ancestors,
             chain=draft.chain,
             hidden_states=self.text.records.hidden_states is not None,
         )
@@ -293,7 +294,6 @@ class Loop:
         result: HostResult,
         active: Sequence[bool],
         accepted: Sequence[int],
-        took: Mapping[str, float],
         start: float,
     ) -> None:
         """Report the round to the pacer and the stopwatch's report."""
@@ -305,9 +305,8 @@ class Loop:
                 self.pacer.observe_confidence(result.confidence_bins[b][1 : result.deepest[b] + 1], accepted[b])
         self.stopwatch.mark_end("other")
         seconds = self.stopwatch.elapsed() - start
-        if rows:  # otherwise the round wrote padding only. Time in streamers and criteria ("other") is left out
-            drafting, passing = took["draft"], took["verify"] + took["accept"]
-            self.pacer.observe_round(draft.size, len(rows), drafting, drafting + passing, sum(accepted) + len(rows))
+        if rows:  # otherwise the round wrote padding only
+            self.pacer.observe_round(draft.size, len(rows), sum(accepted) + len(rows))
         report.record_round(
             [result.nodes[b] for b in rows],
             [result.deepest[b] for b in rows],

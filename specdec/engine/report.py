@@ -1,20 +1,17 @@
-"""`Report`: counters, rates and times of speculative decoding, and their export.
-
-Names and formulas follow vLLM (v1/spec_decode/metrics.py).
-"""
+"""`Report`: counts of speculative decoding as text and as values for JSON."""
 
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from html import escape
 from typing import Any
 
-LATENCIES = 100_000  # kept for means and percentiles: 3 MB
-PHASES = ("prefill", "draft", "verify", "accept", "other")
+from specdec.engine.counts import Counts
+
+Rows = list[tuple[str, str]]
+SPEED_UP = "speed-up"
 NOT_EXPORTED = ("num_row_rounds", "num_draft_tokens_per_pos", "latencies", "times_to_first_token")  # see `to_dict`
 EXPORTED_RATES = (
     "draft_acceptance_rate",
@@ -28,39 +25,16 @@ EXPORTED_RATES = (
     "time_per_output_token_p99",
     "tokens_per_second",
     "seconds_per_draft_pass",
+    "estimated_speed_up",
     "building_share",
     "overhead",
 )
 
 
-@dataclass(repr=False)
-class Report:
-    """Counters of one or more `generate()` calls. Rates are pooled over all steps of all rows, not averaged.
+class Report(Counts):
+    """Counters of one or more `generate()` calls. `print` shows a summary of them, and notebooks the full table.
 
-    A *row-round* is one round of one row: a round of B active rows is B row-rounds.
-
-    Attributes:
-        num_calls: `generate()` calls.
-        num_failed_calls: calls that raised; only their rounds are counted.
-        num_plain_calls: calls that ran as plain decoding.
-        plain_reasons: number of plain calls by reason.
-        num_rows: sequences generated.
-        num_output_tokens: new tokens returned, without padding.
-        num_rounds: target passes after the prefill.
-        num_row_rounds: rounds summed over rows.
-        num_drafts: row-rounds with at least one drafted token.
-        num_draft_tokens: drafted nodes.
-        num_accepted_tokens: drafted tokens that were accepted.
-        num_accepted_tokens_per_pos: entry i counts the drafts whose (i+1)-th token was accepted.
-        num_draft_tokens_per_pos: entry i counts the drafts with a node at depth i+1.
-        num_drafts_by: `num_drafts` by proposer.
-        num_accepted_tokens_by: `num_accepted_tokens` by proposer.
-        seconds: wall time by phase: prefill, draft, verify, accept, other.
-        num_draft_passes: forward passes of a draft model or head.
-        draft_pass_seconds: their part of the draft phase; the rest was spent on building drafts from their output.
-        total_seconds: wall time of whole calls.
-        latencies: seconds of a round per token that it gave a row, one entry per token, the last 100,000.
-        times_to_first_token: seconds, one entry per call, the last 100,000.
+    Attributes and rates are those of `Counts`.
 
     Examples:
         >>> report = Report(num_calls=1)
@@ -68,180 +42,6 @@ class Report:
         >>> report.mean_acceptance_length
         2.5
     """
-
-    num_calls: int = 0
-    num_failed_calls: int = 0
-    num_plain_calls: int = 0
-    plain_reasons: dict[str, int] = field(default_factory=dict)
-    num_rows: int = 0
-    num_output_tokens: int = 0
-    num_rounds: int = 0
-    num_row_rounds: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
-    num_drafts_by: dict[str, int] = field(default_factory=dict)
-    num_accepted_tokens_by: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    num_draft_passes: int = 0
-    draft_pass_seconds: float = 0.0
-    total_seconds: float = 0.0
-    latencies: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
-    times_to_first_token: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES))
-
-    @contextmanager
-    def part(self) -> Iterator[Report]:
-        """Count one decoding loop of a call in a report of its own, and add that report to this one at the end.
-
-        Whisper's `generate()` runs one loop per audio segment. The call still has a single time to the first token and
-        counts as plain at most once.
-
-        Yields:
-            The report of this loop.
-        """
-        part = Report()
-        try:
-            yield part
-        finally:
-            if self.times_to_first_token:
-                part.times_to_first_token.clear()
-            self.add(part)
-            self.num_plain_calls = min(1, self.num_plain_calls)
-            self.plain_reasons = dict.fromkeys(self.plain_reasons, 1)
-
-    def record_plain(self, reason: str) -> None:
-        """Count a call that runs as plain decoding, under this reason."""
-        self.num_plain_calls += 1
-        _add(self.plain_reasons, {reason: 1})
-
-    def record_round(
-        self, drafted: list[int], depths: list[int], accepted: list[int], seconds: float, drafted_by: str = ""
-    ) -> None:
-        """Count one round.
-
-        Args:
-            drafted: number of drafted nodes of each active row.
-            depths: depth of the deepest node of each active row.
-            accepted: number of accepted draft tokens of each active row.
-            seconds: wall time of the round.
-            drafted_by: name of the proposer.
-        """
-        self.num_rounds += 1
-        _add(self.num_drafts_by, {drafted_by: sum(nodes > 0 for nodes in drafted)})
-        _add(self.num_accepted_tokens_by, {drafted_by: sum(accepted)})
-        self.num_row_rounds += len(drafted)
-        for nodes, depth, taken in zip(drafted, depths, accepted, strict=True):
-            self.num_drafts += nodes > 0
-            self.num_draft_tokens += nodes
-            self.num_accepted_tokens += taken
-            _count(self.num_draft_tokens_per_pos, depth)
-            _count(self.num_accepted_tokens_per_pos, depth, by=0)
-            _count(self.num_accepted_tokens_per_pos, taken)
-            self.latencies += [seconds / (taken + 1)] * (taken + 1)
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """Accepted tokens / drafted tokens; NaN before any draft, and if calls returned no new tokens.
-
-        Of a tree at most one node per depth is accepted.
-        """
-        empty = self.num_rows > 0 and not self.num_output_tokens
-        return float("nan") if empty else _ratio(self.num_accepted_tokens, self.num_draft_tokens)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """1 + accepted tokens / drafts: tokens per row-round with a draft, with the bonus or recovered token.
-
-        This is EAGLE's tau (arXiv 2401.15077) and vLLM's mean acceptance length.
-        """
-        return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Tokens per row and target pass, rounds without a draft included."""
-        return 1 + _ratio(self.num_accepted_tokens, self.num_row_rounds)
-
-    @property
-    def acceptance_rate_per_pos(self) -> list[float]:
-        """Entry i: share of all drafts whose (i+1)-th token was accepted (vLLM's per-position rate)."""
-        return [_ratio(count, self.num_drafts) for count in self.num_accepted_tokens_per_pos]
-
-    @property
-    def conditional_acceptance_rate_per_pos(self) -> list[float]:
-        """Entry i: share accepted at position i+1 of the drafts that reach it (drafted, and all before accepted)."""
-        reached = [self.num_drafts, *self.num_accepted_tokens_per_pos]
-        return [
-            _ratio(accepted, min(before, drafted))
-            for accepted, before, drafted in zip(
-                self.num_accepted_tokens_per_pos, reached, self.num_draft_tokens_per_pos, strict=False
-            )
-        ]
-
-    @property
-    def time_to_first_token(self) -> float:
-        """Mean seconds from the call to its first new token."""
-        return _ratio(sum(self.times_to_first_token), len(self.times_to_first_token))
-
-    @property
-    def time_per_output_token(self) -> float:
-        """Mean seconds per token and row after the first."""
-        return _ratio(sum(self.latencies), len(self.latencies))
-
-    @property
-    def time_per_output_token_p50(self) -> float:
-        """Median of `latencies`."""
-        return _quantile(self.latencies, 0.50)
-
-    @property
-    def time_per_output_token_p99(self) -> float:
-        """99th percentile of `latencies`."""
-        return _quantile(self.latencies, 0.99)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens of all rows per second of wall time, prefill included."""
-        return _ratio(self.num_output_tokens, self.total_seconds)
-
-    @property
-    def seconds_per_draft_pass(self) -> float:
-        """Mean seconds per draft pass; NaN for proposers that run no model."""
-        return _ratio(self.draft_pass_seconds, self.num_draft_passes)
-
-    @property
-    def round_seconds(self) -> float:
-        """Wall time of all rounds: all phases except the prefill."""
-        return sum(self.seconds[phase] for phase in PHASES[1:])
-
-    @property
-    def building_share(self) -> float:
-        """Share of the rounds' time spent on building drafts (draft passes excluded) and accepting them."""
-        building = self.seconds["draft"] - self.draft_pass_seconds + self.seconds["accept"]
-        return _ratio(building, self.round_seconds)
-
-    @property
-    def overhead(self) -> float:
-        """Share of the rounds' time spent on neither the target pass nor drafting."""
-        return _ratio(self.seconds["accept"] + self.seconds["other"], self.round_seconds)
-
-    def add(self, other: Report) -> None:
-        """Add another report's counts to this one."""
-        for name in (one.name for one in fields(self)):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if isinstance(mine, dict):
-                _add(mine, theirs)
-            elif isinstance(mine, deque):
-                mine += theirs
-            elif isinstance(mine, list):
-                mine += [0] * (len(theirs) - len(mine))
-                mine[: len(theirs)] = [a + b for a, b in zip(mine, theirs, strict=False)]
-            else:
-                setattr(self, name, mine + theirs)
-
-    def reset(self) -> None:
-        """Set all counters to zero."""
-        self.__init__()  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """Return counts, seconds and rates as JSON-serialisable values; undefined rates are None."""
@@ -252,12 +52,33 @@ class Report:
         """Return `to_dict()` as a JSON string."""
         return json.dumps(self.to_dict())
 
-    def table(self) -> list[tuple[str, str]]:
-        """Return the rows of the printed table as (name, value); undefined values are "-"."""
+    def summary(self) -> Rows:
+        """Return the rows that `print(report)` shows as (name, value), in plain words."""
+        rows: Rows = []
+        if self.num_drafts and self.estimated_speed_up == self.estimated_speed_up:
+            rows.append((SPEED_UP, f"about {self.estimated_speed_up:.1f}x plain decoding, after the first token"))
+        rows.append(("output tokens", self._output()))
+        if self.num_row_rounds:
+            per_row = " for each row" if self.num_rows > self.num_calls else ""
+            rows.append(("tokens per pass", f"{self.tokens_per_round:.2f}{per_row}, where plain decoding gets 1"))
+            rows.append(("drafted tokens", self._drafted()))
+        if self.round_seconds:
+            rows.append(("time per token", self._time_per_token()))
+        if self.num_plain_calls:
+            why = "; ".join(f"{reason} ({count})" for reason, count in self.plain_reasons.items())
+            rows.append(("plain decoding", f"{self.num_plain_calls} of {_count(self.num_calls, 'call')}: {why}"))
+        return [*rows, *self._raised()]
+
+    def table(self) -> Rows:
+        """Return the rows of the full table as (name, value); undefined values are "-"."""
         known = [rate for rate in self.conditional_acceptance_rate_per_pos[:10] if rate == rate]
         per_pos = " ".join(f"{rate:.2f}" for rate in known) or "-"
         rounds = self.round_seconds
-        shares = ", ".join(f"{phase} {100 * _ratio(self.seconds[phase], rounds):.0f}%" for phase in PHASES[1:])
+        shares = ", ".join(
+            f"{phase} {100 * seconds / rounds:.0f}%"
+            for phase, seconds in self.seconds.items()
+            if phase != "prefill" and rounds
+        )
         by = ", ".join(
             f"{name} {1 + self.num_accepted_tokens_by[name] / drafts:.2f} over {drafts} drafts"
             for name, drafts in sorted(self.num_drafts_by.items())
@@ -266,7 +87,7 @@ class Report:
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             *(("plain decoding, because", f"{why} ({count})") for why, count in self.plain_reasons.items()),
-            *([("calls that raised", f"{self.num_failed_calls}")] if self.num_failed_calls else []),
+            *self._raised(),
             ("output tokens", f"{self.num_output_tokens}"),
             ("drafts", f"{self.num_drafts} in {self.num_row_rounds} rounds"),
             ("draft acceptance rate", f"{self.draft_acceptance_rate:.3f}"),
@@ -281,12 +102,13 @@ class Report:
                 f"p99 {1e3 * self.time_per_output_token_p99:.1f})",
             ),
             ("throughput", f"{self.tokens_per_second:.1f} tokens/s"),
+            ("estimated speed-up", f"{self.estimated_speed_up:.2f}"),
             *(
                 [("draft passes", f"{self.num_draft_passes} of {1e3 * self.seconds_per_draft_pass:.1f} ms")]
                 if self.num_draft_passes
                 else []
             ),
-            ("where the rounds' time went", shares if rounds else "-"),
+            ("where the rounds' time went", shares or "-"),
             (
                 "making and accepting drafts",
                 f"{100 * self.building_share:.0f}%, draft passes excluded" if rounds else "-",
@@ -294,10 +116,12 @@ class Report:
         ]
         return [(name, "-" if value.startswith("nan") else value) for name, value in rows]
 
+    def details(self) -> str:
+        """Return the full table as text: every rate and time, in the field's terms."""
+        return aligned(self.table())
+
     def __str__(self) -> str:
-        rows = self.table()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return aligned(self.summary())
 
     def __repr__(self) -> str:
         exceptions = {"as plain decoding": self.num_plain_calls, "raised": self.num_failed_calls}
@@ -310,33 +134,52 @@ class Report:
         return f"<Report: {', '.join(parts)}>"
 
     def _repr_html_(self) -> str:
-        """Return the table as HTML, for notebooks."""
-        rows = "".join(
+        """Return the full table as HTML, for notebooks."""
+        cells = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th><td style='text-align:left'>{escape(value)}</td></tr>"
             for name, value in self.table()
         )
-        return f"<table>{rows}</table>"
+        return f"<table>{cells}</table>"
+
+    def _output(self) -> str:
+        output = f"{self.num_output_tokens}"
+        if self.num_calls != 1:
+            output += f" in {_count(self.num_calls, 'call')}"
+        if self.total_seconds:
+            output += f", {self.tokens_per_second:.1f} per second"
+        if self.times_to_first_token:
+            output += f", the first after {self.time_to_first_token:.2f} s"
+        return output
+
+    def _drafted(self) -> str:
+        if not self.num_draft_tokens:
+            return "none"
+        rate = self.num_accepted_tokens / self.num_draft_tokens
+        trees = self.num_draft_tokens > sum(self.num_draft_tokens_per_pos)
+        counts = f"{self.num_accepted_tokens} of {self.num_draft_tokens}"
+        counts += ", alternatives for the same place included" if trees else ""
+        names = " and ".join(sorted(name for name, drafts in self.num_drafts_by.items() if name and drafts))
+        return f"{100 * rate:.0f}% accepted ({counts})" + (f", drafted by {names}" if names else "")
+
+    def _time_per_token(self) -> str:
+        seconds, rounds = self.seconds, self.round_seconds
+        shares = {"passes of the model": seconds["verify"], "drafting": seconds["draft"]}
+        shares["other"] = rounds - sum(shares.values())
+        went = ", ".join(f"{100 * part / rounds:.0f}% {what}" for what, part in shares.items())
+        return f"{1e3 * self.time_per_output_token:.1f} ms: {went}" if self.latencies else went
+
+    def _raised(self) -> Rows:
+        return [("calls that raised", f"{self.num_failed_calls}")] if self.num_failed_calls else []
 
 
-def _count(counts: list[int], length: int, by: int = 1) -> None:
-    """Add `by` to the first `length` entries."""
-    counts += [0] * (length - len(counts))
-    for i in range(length):
-        counts[i] += by
+def aligned(rows: Sequence[tuple[str, str]]) -> str:
+    """Format rows as lines, with the values in one column."""
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def _add(counts: dict[str, Any], more: Mapping[str, float]) -> None:
-    for name, count in more.items():
-        counts[name] = counts.get(name, 0) + count
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else float("nan")
-
-
-def _quantile(values: Iterable[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _finite(value: Any) -> Any:

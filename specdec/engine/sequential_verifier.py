@@ -10,11 +10,11 @@ from torch import Tensor
 
 from specdec.engine.transcript import Transcript
 from specdec.models.output import Output
-from specdec.sampling.acceptance import accept_sequentially
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.sampling.results import RoundResult
+from specdec.sampling.sequential_acceptance import accept_sequentially
 from specdec.utils.device_copies import uploaded
 
 OnToken = Callable[[RoundResult], bool]  # appends one token to the text; False once plain decoding would stop

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,28 +13,31 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
+from specdec.engine.call_history import CallHistory
 from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_session import DraftSession
 from specdec.engine.hf.call import Call, prefill, returned, transcript
 from specdec.engine.hf.multimodal import multimodal_prefill, shown
-from specdec.engine.hf.prompt_layout import prompt_layout
+from specdec.engine.hf.prompt_layout import PromptLayout, prompt_layout
 from specdec.engine.lenient import Lenient
 from specdec.engine.loop import Loop
 from specdec.engine.rules import uses_target_choices, verification
 from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.tensor_parallel import group_of
-from specdec.engine.trace import RoundTrace
 from specdec.engine.transcript import Transcript
 from specdec.models.capability import Capability
 from specdec.models.cuda_graphs import Recorder
+from specdec.models.fingerprint import fingerprint, settings
 from specdec.models.introspection import device_of
 from specdec.models.lockstep import Step
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
+from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise, noise_of_call
 from specdec.utils.choices import RuleName
+from specdec.utils.device_copies import as_current
 
 
 @dataclass
@@ -49,10 +52,9 @@ class Speculation:
         rule: as for `SpeculativeGenerator`.
         draft_length: likewise.
         stopwatch: measures the call for its report.
-        traces: lists to which every round is appended.
+        history: the generator's; has the lists to which every round is appended, and warns the user.
         step: keeps passes in step with other processes; None for a single process.
         compile: as for `SpeculativeGenerator`.
-        warn: called with a message for the user.
     """
 
     model: PreTrainedModel
@@ -62,16 +64,20 @@ class Speculation:
     rule: RuleName | Lenient
     draft_length: int | None
     stopwatch: Stopwatch
-    traces: Sequence[list[RoundTrace]]
+    history: CallHistory
     step: Step | None
     compile: bool | Literal["auto"]
-    warn: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._group, self._device = group_of(self.model), self.call.input_ids.device
+        self._traces = self.history.traces
 
-    @torch.no_grad()
     def run(self) -> Tensor | GenerateOutput:
+        """Decode the call on the target's device, see `_run`."""
+        with torch.no_grad(), as_current(device_of(self.model)):
+            return self._run()
+
+    def _run(self) -> Tensor | GenerateOutput:
         """Set up the call in the order below, decode it, and return what transformers would.
 
         1. Processes that share the model agree on stopping criteria and random numbers.
@@ -96,12 +102,15 @@ class Speculation:
             call.encoder_outputs,
             pads=layout.pads,
         )
+        recorder, kind = self._recorder(target, layout)
         fresh, multimodal = layout.fresh, None
         if media:
             layout, multimodal = multimodal_prefill(target, call.input_ids, layout, call.text_kwargs)
-        with layout.in_rows(target) as columns:
+        with self._kept(recorder, kind), layout.in_rows(target) as columns:
+            if recorder is not None:
+                recorder.lend("target", target.cache)
             read = multimodal or prefill(target, call, layout, text)
-            self._decode(target, text, read, fresh)
+            self._decode(target, text, read, fresh, recorder)
             if self.step is not None:
                 self.step.wait(target.idle)
             columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache
@@ -117,8 +126,8 @@ class Speculation:
 
     @property
     def _launches(self) -> bool:
-        """True on devices where launches are worth capturing."""
-        return device_of(self.model).type == "cuda"
+        """True on devices where launches are worth capturing, if the texts are there, too."""
+        return device_of(self.model).type == "cuda" and self._device == device_of(self.model)
 
     def _captured_passes(self) -> StaticForward | None:
         """The captured target passes; None if they are not wanted or cannot be captured."""
@@ -127,10 +136,52 @@ class Speculation:
         reason = cannot_capture(self.model) if self.able.trees else "it builds its own attention masks"
         if reason is not None:
             if self.compile is True:  # "auto" is silent
-                self.warn(f"{type(self.model).__name__} runs without graphs: {reason}")
+                self.history.warn(f"{type(self.model).__name__} runs without graphs: {reason}")
             return None
         captured = self.drafting.capture(compiled=self.compile is True)
         return None if captured.refused else captured
+
+    def _recorder(self, target: ModelRunner, layout: PromptLayout) -> tuple[Recorder | None, Hashable | None]:
+        """The call's recorder, if its passes are captured, and the kind of call that may use it later; None: no other.
+
+        It is one that an earlier call of this kind has left. A call that gets or returns a cache moves the buffers with
+        which passes are captured.
+        """
+        if target.static_forward is None or not self._launches:
+            return None, None
+        kind = None if layout.cache is not None else self._kind()
+        kept = None if kind is None else self.drafting.graphs.take(kind)
+        return Recorder(self.drafting.recorded) if kept is None else kept, kind
+
+    def _kind(self) -> Hashable | None:
+        """Describe what captured functions read in Python; None if that is not known."""
+        proposer, draft = self.drafting.proposer, self.drafting.proposer.drafting_model()
+        read = [fingerprint(self.model), settings(proposer), *map(settings, self.call.processors)]
+        if draft is not None:
+            read.append(fingerprint(draft))
+        if None in read:
+            return None
+        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        stream = torch.cuda.current_stream(self._device)  # on another one the last call's work may still run
+        call = len(self.call.input_ids), self._device, self.call.samples, repr(self.rule), repr(self.able), self.compile
+        return (*call, *modes, stream, *read)
+
+    @contextmanager
+    def _kept(self, recorder: Recorder | None, kind: Hashable | None) -> Iterator[None]:
+        """Keep the recorder for later calls if this one ends well, else free it."""
+        before = 0 if recorder is None else recorder.captures
+        try:
+            yield
+        except BaseException as error:
+            if recorder is not None:
+                recorder.clear()
+            if isinstance(error, torch.OutOfMemoryError):
+                self.drafting.graphs.clear()
+            raise
+        if recorder is not None:
+            # A streamer or another thread may have changed what the functions captured in this call have read.
+            known = recorder.captures == before or kind is None or kind == self._kind()
+            self.drafting.graphs.put(kind if known else None, recorder, self._device)
 
     def _noise(self, vocab_size: int) -> AbstractContextManager[Noise | None]:
         """The noise that verification and drafts share; None at T = 0 and for rejection rules."""
@@ -138,24 +189,32 @@ class Speculation:
             return nullcontext()
         return noise_of_call(len(self.call.input_ids), vocab_size, self._device)
 
-    def _decode(self, target: ModelRunner, text: Transcript, read: Output, fresh: Sequence[int]) -> None:
+    def _decode(
+        self, target: ModelRunner, text: Transcript, read: Output, fresh: Sequence[int], recorder: Recorder | None
+    ) -> None:
         with self._noise(read.logits.shape[-1]) as noise:
-            loop = self._loop(target, text, noise)
+            loop = self._loop(target, text, noise, recorder)
             try:
                 loop.run(read, fresh)
             finally:
-                self.stopwatch.report.num_output_tokens = text.num_output_tokens
+                self._count(text, loop.pacer)
                 if noise is not None:  # also after an error of a streamer or a criterion
                     noise.settle(text.settled - text.start)
         if self._group is None or self._group.leads:
             self.drafting.keep(text.batch_size, loop.pacer)
 
-    def _loop(self, target: ModelRunner, text: Transcript, noise: Noise | None) -> Loop:
+    def _count(self, text: Transcript, pacer: Pacer) -> None:
+        """Report the tokens, and the seconds of plain decoding where its passes were measured."""
+        report = self.stopwatch.report
+        report.num_output_tokens = text.num_output_tokens
+        passes = text.settled - text.start - 1  # of plain decoding, after the prefill
+        if passes > 0 and pacer.verify.compared:
+            report.estimate_plain(passes * pacer.plain_seconds)
+
+    def _loop(self, target: ModelRunner, text: Transcript, noise: Noise | None, recorder: Recorder | None) -> Loop:
         processors, sampling = NodeProcessors(self.call.processors), self.call.samples
         proposer = copy.copy(self.drafting.proposer)  # attributes that a call sets are its own
         verify = verification(self.rule, processors, noise, sampling, self._device)
-        captured = target.static_forward is not None and self._launches
-        recorder = Recorder(self.drafting.recorded) if captured else None
         return Loop(
             target=target,
             proposer=proposer if self._group is None else self._group.drafting(proposer),
@@ -167,7 +226,7 @@ class Speculation:
             stopwatch=self.stopwatch,
             sampling=sampling,
             trees=self.able.trees,
-            traces=self.traces,
+            traces=self._traces,
             recorder=recorder,
             captured_round=CapturedRound.of(target, verify, recorder),
         )

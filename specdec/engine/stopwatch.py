@@ -71,8 +71,9 @@ class Stopwatch:
 
     def _event(self) -> Any:
         assert self._device is not None
-        event = torch.get_device_module(self._device).Event(enable_timing=True)
-        event.record()
+        module = torch.get_device_module(self._device)
+        event = module.Event(enable_timing=True)
+        event.record(module.current_stream(self._device))  # the current device may be another
         return event
 
     def elapsed(self) -> float:

@@ -18,7 +18,9 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 from specdec.engine.records import Records
 from specdec.models.output import Output
 from specdec.sampling.results import RoundResult
-from specdec.utils.device_copies import uploaded
+from specdec.utils.device_copies import uploaded, write_into
+
+FEW = 4  # rows; the new tokens of more are copied on the device, in a fixed number of launches
 
 
 @dataclass
@@ -174,11 +176,11 @@ class Transcript:
     def _copy(self, before: Sequence[int], kept: Sequence[int], device_tokens: Tensor | None) -> None:
         """Copy the last `kept[b]` tokens of each row into `tokens`, starting at column `before[b]`."""
         device = self.tokens.device
-        if device_tokens is None or device.type == "cpu":
+        if device_tokens is None or device.type == "cpu" or len(kept) <= FEW:
             self._reserve(max(self.ends))
             for b, (column, count) in enumerate(zip(before, kept, strict=True)):
                 if count:
-                    self.tokens[b, column : column + count] = uploaded(self.written[b][-count:], device)
+                    write_into(self.tokens[b, column : column + count], self.written[b][-count:])
             return
         self._reserve(max(before) + device_tokens.shape[1])
         first, count = uploaded([before, kept], device)[..., None]  # (B, 1) each

@@ -74,7 +74,7 @@ class Bench:
         "same text" counts texts that equal plain decoding's.
         """
         rows = table([COLUMNS, *map(self._row, self.labels, self.methods)])
-        return "\n".join([*rows, f"speed-up, as in the chart: {MEANING}", "", *self.verdict.lines()])
+        return "\n".join([*rows, f"speed-up: {MEANING}", "", *self.verdict.lines()])
 
     in_words = renamed_method("Bench.in_words", "summary")
 

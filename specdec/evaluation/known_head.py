@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedModel
 
 from specdec.evaluation.methods import Method, speculative
@@ -38,7 +37,7 @@ class KnownHead:
         if entry is None:
             return cls()
         name, words = entry.kind, f"{registry.KIND_NAMES[entry.kind]} {entry.head}"
-        if not entry.files and not isinstance(try_to_load_from_cache(entry.head, "config.json"), str):
+        if not entry.files and registry.where(entry) is None:
             note = f"the {words} is known for this target, but not downloaded: measure it by the proposer {name!r}"
             return cls() if _is_it(given, entry.kind, entry.head) else cls(note=note)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.proposers.draft_models.translated import TranslatedDraftProposer
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.lookup.suffix import SuffixProposer
+from specdec.proposers.lookup.text_memory import TextMemory
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.utils.choices import COUPLED, RuleName
 
@@ -42,6 +44,30 @@ PROPOSERS: dict[type, str] = {  # words for each
 }
 
 
+def described(proposer: Proposer) -> str:
+    """Return what drafts, in words: "n-grams and the head"."""
+    parts = (proposer.ngram, proposer.other) if isinstance(proposer, HybridProposer) else (proposer,)
+    return " and ".join(PROPOSERS.get(type(part), type(part).__name__) for part in parts)
+
+
+class TurnMemories:
+    """Gives a `SuffixProposer` a memory of its own in each turn of a measurement, a copy of the one it has now.
+
+    Another turn or method has answered the same prompts. With a shared memory, those answers would be drafted.
+    """
+
+    def __init__(self, lookup: SuffixProposer):
+        self._lookup, self._given = lookup, lookup.memory
+        self._memories: dict[int, TextMemory] = {}
+        self.use(-1)  # of the warm-up
+
+    def use(self, turn: int) -> None:
+        """Draft from the memory of this turn."""
+        if turn not in self._memories:
+            self._memories[turn] = self._given.copy()
+        self._lookup.memory = self._memories[turn]
+
+
 @dataclass(frozen=True)
 class Method:
     """A way to generate.
@@ -51,12 +77,19 @@ class Method:
         generate: function with the arguments of `model.generate()`.
         spec: the speculative generator; None for plain decoding and other libraries.
         code: code that builds it.
+        memories: memories of earlier texts; None for a proposer without one.
     """
 
     name: str
     generate: Callable[..., Any]
     spec: SpeculativeGenerator | None = None
     code: str = ""
+    memories: TurnMemories | None = None
+
+    def start(self, turn: int) -> None:
+        """Prepare for a call in this turn. A prompt is answered once per turn."""
+        if self.memories is not None:
+            self.memories.use(turn)
 
 
 def plain(target: PreTrainedModel, name: str = PLAIN) -> Method:
@@ -77,10 +110,28 @@ def speculative(
         length: fixed draft length.
         code: code of the proposer.
     """
-    spec = SpeculativeGenerator(target, proposer, draft_length=length, rule=rule, on_unsupported="error")
+    spec = SpeculativeGenerator(target, _apart(proposer), draft_length=length, rule=rule, on_unsupported="error")
+    suffixes = _suffixes(spec.proposer)
+    memories = None if suffixes is None else TurnMemories(suffixes)
     code += "" if length is None else f", draft_length={length}"
     code += "" if rule == COUPLED else f', rule="{rule}"'
-    return Method(name, spec.generate, spec, f"SpeculativeGenerator(model, {code})")
+    return Method(name, spec.generate, spec, f"SpeculativeGenerator(model, {code})", memories)
+
+
+def _apart(proposer: Proposer | PreTrainedModel | str) -> Proposer | PreTrainedModel | str:
+    """Copy a proposer that has a memory, because other methods may share it."""
+    if _suffixes(proposer) is None:
+        return proposer
+    made = copy(proposer)
+    if isinstance(made, HybridProposer):
+        made.ngram = copy(made.ngram)
+    return made
+
+
+def _suffixes(proposer: Proposer | PreTrainedModel | str) -> SuffixProposer | None:
+    """The part of a proposer that remembers texts of earlier calls; None if it has none."""
+    lookup = proposer.ngram if isinstance(proposer, HybridProposer) else proposer
+    return lookup if isinstance(lookup, SuffixProposer) else None
 
 
 def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str) -> list[Method]:
@@ -99,7 +150,7 @@ def methods(target: PreTrainedModel, proposer: Proposer | PreTrainedModel | str)
 
     if isinstance(drafts, HybridProposer):
         for part in (drafts.ngram, drafts.other):
-            name = f"{PROPOSERS.get(type(part), type(part).__name__)} alone"
+            name = f"{described(part)} alone"
             found.append(speculative(name, target, part, code=code_of(part, proposer, target)))
         drafts = drafts.other
     for length in CHAINS:

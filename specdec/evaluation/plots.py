@@ -18,7 +18,8 @@ from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from specdec.engine.report import PHASES, Report
+from specdec.engine.counts import PHASES
+from specdec.engine.report import Report
 from specdec.engine.trace import RoundTrace, shown
 from specdec.evaluation.speed_up import LEVEL, MEANING, SpeedUp
 from specdec.sampling.results import depths_of

@@ -217,6 +217,8 @@ def take_turns(runs: Sequence[Runs], prompts: Sequence[Tensor], step: Callable[[
     """
     try:
         for turn in range(repeats):
+            for run in runs:
+                run.method.start(turn)
             for place, prompt in enumerate(prompts):
                 for run in runs if (turn + place) % 2 == 0 else reversed(runs):
                     run.answer(prompt)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from specdec.engine.report import Report
 from specdec.evaluation.measured import USEFUL, Measured
 from specdec.evaluation.speed_up import SpeedUp
+from specdec.evaluation.timing import Call, Speed
+from specdec.utils.prefix import common_prefix
 
 NEAR = 1.03  # a method up to so many times as fast as plain decoding counts as equally fast
 NEAR_DRAFT = 1.1  # likewise for two methods with drafts: whichever is listed first is preferred
@@ -112,19 +116,33 @@ def _settled(best: Measured, other: Measured, order: Sequence[Measured]) -> bool
     return other.speed_up(best).high <= NEAR_DRAFT
 
 
-def compared_once(plain_seconds: float, report: Report) -> str:
+def compared_once(plain: Call, report: Report) -> str:
     """Compare a single call with one of plain decoding, which shows no noise: by rule 4 of `judge` no verdict follows.
 
     Args:
-        plain_seconds: seconds per token of plain decoding.
+        plain: the call of plain decoding.
         report: report of the other call.
     """
+    plain_seconds = Speed.of([plain]).time_per_token
     speed_up = SpeedUp.of([[1 / report.tokens_per_second]], over=[[plain_seconds]])
     if not report.tokens_per_round >= USEFUL:
         why = "next to nothing of the drafts was accepted, so drafting made nothing faster"
     else:
-        why = f"from one call each it is {TOO_NOISY} how much faster: `specdec bench` measures in turns"
-    return f"{speed_up} plain decoding, {1 / plain_seconds:.1f} tokens/s: {why}"
+        why = f"from one call each it is {TOO_NOISY} more (`specdec bench`)"
+    return f"{speed_up} plain decoding, whose whole call wrote {1 / plain_seconds:.1f} tokens/s: {why}"
+
+
+def compared_texts(plain: Sequence[int], tokens: Sequence[int], dtype: torch.dtype) -> str:
+    """Answer whether a text that should be plain decoding's is the same."""
+    same = common_prefix(plain, tokens)
+    if same == len(plain) == len(tokens):
+        return "yes, token for token"
+    if dtype.itemsize < 4:
+        name = str(dtype).removeprefix("torch.")
+        why = f"most likely a near tie, which {name} may round either way (--dtype float32 gives the same text)"
+    else:
+        why = "more than rounding explains. Please report this, with the command"
+    return f"for {same} tokens, then it differs: {why}"
 
 
 def _percent(bound: float) -> str:

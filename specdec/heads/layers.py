@@ -12,6 +12,7 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from specdec.heads.config import LayerConfig
+from specdec.models.draft_attention import attend
 
 Visible = Tensor | BlockMask | None
 
@@ -51,15 +52,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], visible: Visible, cache: Cache | None) -> Tensor:
         q = self._per_head(self.q_proj(x), self.q_norm)
         k, v = self.append_kv(x, rotation, cache)
-        k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
         q = _rotate(q, rotation)
-        if isinstance(visible, BlockMask):
-            out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
+        if isinstance(visible, Tensor):
+            return self.o_proj(attend(q, k, v, visible).flatten(2))
+        k, v = (t.repeat_interleave(self.groups, 1) if self.groups > 1 else t for t in (k, v))
+        if visible is None:
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
         else:
-            mask = None if visible is None else visible[:, None]
-            out = nn.functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None and x.shape[1] > 1
-            )
+            out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def append_kv(self, x: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> tuple[Tensor, Tensor]:

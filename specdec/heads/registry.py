@@ -6,15 +6,18 @@ Shipped heads are in `heads/` of a checkout but not in the wheel. `shipped` down
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.heads import shipped
 from specdec.utils.download import Content, DownloadFailed, checksum
@@ -22,6 +25,10 @@ from specdec.utils.download import Content, DownloadFailed, checksum
 WEIGHTS = "model.safetensors"
 Kind = Literal["eagle3", "dflash"]
 KIND_NAMES: dict[Kind, str] = {"eagle3": "EAGLE-3 head", "dflash": "block drafter"}
+NORM = "model.norm.weight"  # final norm of a checkpoint
+# Parts of a name that do not change which head fits: former organization, quantization.
+VARIANT = re.compile(r"^meta-(?=llama)|(-unsloth)?-(bnb-\dbit|fp8(-dynamic)?|awq|gptq(-int\d)?|quantized\.w\w+|gguf)$")
+SNAPSHOT = re.compile(r".*models--.*--(.+)/snapshots/[^/]+/?")  # folder of a model in the hub's cache
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,7 @@ class Known:
         target: the target's name on the hub, in lower case and without its organization.
         head: a folder in `heads/`, or a hub id.
         kind: name of the proposer that drafts with it. DSpark drafters have "dflash", too.
+        layout: layout of its checkpoint, by the project that defined it.
         files: files of a shipped head, with checksums. Empty for a hub id.
         fingerprint: fingerprint of the target, which identifies it under any other name.
     """
@@ -39,6 +47,7 @@ class Known:
     target: str
     head: str
     kind: Kind = "eagle3"
+    layout: str = "specdec"
     files: Mapping[str, Content] = field(default_factory=dict)
     fingerprint: str | None = None
 
@@ -63,15 +72,19 @@ HEADS = (
         },
         fingerprint="28-1536-151936-88c9fbbe2593e0cb",
     ),
-    Known("llama-3.1-8b-instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
-    Known("llama-3.3-70b-instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B"),
-    Known("qwen3-1.7b", "AngelSlim/Qwen3-1.7B_eagle3"),
-    Known("qwen3-4b", "AngelSlim/Qwen3-4B_eagle3"),
-    Known("qwen3-8b", "RedHatAI/Qwen3-8B-speculator.eagle3"),
-    Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3"),
-    Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3"),
-    Known("qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16", kind="dflash"),
-    Known("qwen3-8b", "z-lab/Qwen3-8B-DFlash-b16", kind="dflash"),
+    Known("llama-3.1-8b-instruct", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", layout="SafeAILab"),
+    Known("llama-3.1-8b-instruct", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", layout="speculators"),
+    Known("llama-3.3-70b-instruct", "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", layout="SafeAILab"),
+    Known("qwen3-1.7b", "AngelSlim/Qwen3-1.7B_eagle3", layout="SGLang"),
+    Known("qwen3-4b", "AngelSlim/Qwen3-4B_eagle3", layout="SGLang"),
+    Known("qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16", "dflash", "z-lab"),
+    Known("qwen3-4b", "deepseek-ai/dspark_qwen3_4b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-8b", "RedHatAI/Qwen3-8B-speculator.eagle3", layout="speculators"),
+    Known("qwen3-8b", "z-lab/Qwen3-8B-DFlash-b16", "dflash", "z-lab"),
+    Known("qwen3-8b", "deepseek-ai/dspark_qwen3_8b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3", layout="speculators"),
+    Known("qwen3-14b", "deepseek-ai/dspark_qwen3_14b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3", layout="speculators"),
 )
 
 
@@ -85,11 +98,30 @@ def known(target: PreTrainedModel, kind: Kind | None = None) -> Known | None:
     kind: consider only heads of this kind. None considers all.
     """
     name, wanted = name_of(target), [entry for entry in HEADS if kind in (None, entry.kind)]
-    named = next((entry for entry in wanted if entry.target == name), None)
-    if named is not None:
-        return named
-    mine = fingerprint(target)
-    return next((entry for entry in wanted if entry.fingerprint is not None and entry.fingerprint == mine), None)
+    mine = None if any(entry.target == name for entry in wanted) else fingerprint(target)
+    return next((entry for entry in wanted if _fits(entry, name, mine)), None)
+
+
+def known_for(target: str) -> Sequence[Known]:
+    """Return the entries for a target that is not loaded, by the name of its folder or hub id, else by its weights.
+
+    target: path or hub id.
+    """
+    name = named(target)
+    mine = None if any(entry.target == name for entry in HEADS) else _fingerprint_in(Path(target))
+    return [entry for entry in HEADS if _fits(entry, name, mine)]
+
+
+def where(entry: Known) -> Path | None:
+    """Return the folder of a head on this machine, or None. Nothing is downloaded."""
+    if entry.files:
+        return shipped.folder_of(entry.head, WEIGHTS)
+    config = try_to_load_from_cache(entry.head, "config.json")
+    return Path(config).parent if isinstance(config, str) else None
+
+
+def _fits(entry: Known, name: str, mine: str | None) -> bool:
+    return entry.target == name or (mine is not None and entry.fingerprint == mine)
 
 
 def fingerprint(target: PreTrainedModel) -> str | None:
@@ -97,12 +129,25 @@ def fingerprint(target: PreTrainedModel) -> str | None:
 
     The norm's weight does not depend on the number format or quantization.
     """
-    weight = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
-    text = target.config.get_text_config(decoder=True)
+    return _fingerprint(target.config, getattr(getattr(target.get_decoder(), "norm", None), "weight", None))
+
+
+def _fingerprint_in(folder: Path) -> str | None:
+    """Return the fingerprint of the model in a folder, from its config and one tensor."""
+    with suppress(OSError, ValueError):
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                if NORM in tensors.keys():  # noqa: SIM118
+                    return _fingerprint(AutoConfig.from_pretrained(folder), tensors.get_tensor(NORM))
+    return None
+
+
+def _fingerprint(config: PretrainedConfig, norm: object) -> str | None:
+    text = config.get_text_config(decoder=True)
     shape = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size", "vocab_size")]
-    if not isinstance(weight, Tensor) or weight.device.type == "meta" or None in shape:
+    if not isinstance(norm, Tensor) or norm.device.type == "meta" or None in shape:
         return None
-    content = hashlib.sha256(weight.detach().to("cpu", torch.bfloat16).float().numpy().tobytes())
+    content = hashlib.sha256(norm.detach().to("cpu", torch.bfloat16).float().numpy().tobytes())
     return "-".join(map(str, [*shape, content.hexdigest()[:16]]))
 
 
@@ -156,5 +201,16 @@ def _folder(entry: Known, patience: float | None = None) -> Path:
 
 
 def name_of(target: PreTrainedModel) -> str:
-    """Return the last part of the hub id or folder that the target was loaded from, in lower case."""
-    return Path(str(getattr(target.config, "_name_or_path", "") or "").rstrip("/")).name.lower()
+    """Return the last part of the hub id or folder that the target was loaded from, as `Known.target` has it."""
+    return named(str(getattr(target.config, "_name_or_path", "") or ""))
+
+
+def named(path: str) -> str:
+    """Return the name of a model at a path or hub id: its last part in lower case, without a quantization.
+
+    Examples:
+        >>> [named(path) for path in ("Qwen/Qwen3-8B-FP8", "/hub/models--Qwen--Qwen3-8B/snapshots/b968/")]
+        ['qwen3-8b', 'qwen3-8b']
+    """
+    snapshot = SNAPSHOT.fullmatch(path)
+    return VARIANT.sub("", (snapshot[1] if snapshot else Path(path.rstrip("/")).name).lower())

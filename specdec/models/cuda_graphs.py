@@ -1,7 +1,7 @@
-"""`Recorder`: captures functions that a call repeats as CUDA graphs, and replays each as one launch.
+"""`Recorder`: captures functions that calls repeat as CUDA graphs, and replays each as one launch.
 
 A captured function takes and returns tensors. It may also write to buffers with a fixed address. No Python runs during
-a replay.
+a replay. A later call of the same kind gets the recorder of an earlier one with its buffers (`models.graph_pool`).
 
 The first call runs a function eagerly before it is captured, and checks that the replay gives the same result. Later
 calls capture known functions at once and without a check: an eager round of a large model takes several times as long
@@ -12,68 +12,117 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from threading import Thread, current_thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from specdec.models.cache.kv_cache import SpeculativeCache
+from specdec.models.graph_capture import capturing
+
 log = logging.getLogger(__name__)
 
 WARM = 1  # eager runs before capture, not counting the one that the first replay is checked against
-MOST = 24  # captured functions per call
+MOST = 24  # captured functions; the one that was used least recently makes room for another
 WRONG = 1e-2  # tolerance, relative and absolute, between a replay and the eager run before it
 
 Named = dict[str, Tensor]
 Function = Callable[..., Named]
 Like = Mapping[str, tuple[torch.Size, torch.dtype]]  # shapes and dtypes of a function's outputs
-Known = MutableMapping[Hashable, Like]  # by key and inputs of the function
+
+
+@dataclass
+class KnownFunctions:
+    """Knowledge of captured functions that calls with the same models share.
+
+    Attributes:
+        checked: by thread, the functions that it has captured and checked, by key and inputs. Another thread runs them
+            eagerly first: libraries prepare kernels per thread, which a capture may not contain.
+        refused: the reason why capture is disabled for good; empty while it is enabled.
+    """
+
+    checked: WeakKeyDictionary[Thread, dict[Hashable, Like]] = field(default_factory=WeakKeyDictionary)
+    refused: str = ""
+
+    @property
+    def here(self) -> dict[Hashable, Like]:
+        """The functions that this thread has checked."""
+        return self.checked.setdefault(current_thread(), {})
 
 
 class Recorder:
-    """Captures and replays the functions of one call.
+    """Captures and replays the functions of one call at a time, and keeps them for later calls of the same kind.
 
     Args:
-        known: functions that calls with the same models have captured and checked; this call adds its own.
+        known: what earlier calls with the same models have learned; this call adds to it.
 
     Attributes:
         refused: the reason why capture is disabled; empty while it is enabled.
+        pending: draft nodes that captured drafts leave in their cache, by key.
+        captures: number of functions captured so far.
     """
 
-    def __init__(self, known: Known | None = None) -> None:
-        self.refused = ""
-        self._known: Known = {} if known is None else known
+    def __init__(self, known: KnownFunctions | None = None) -> None:
+        self._known = KnownFunctions() if known is None else known
+        self.refused = self._known.refused
+        self.pending: dict[object, int] = {}
+        self.captures = 0
+        self._caches: dict[str, SpeculativeCache] = {}
         self._runs: dict[Hashable, int] = {}
         self._captured: dict[Hashable, CapturedFunction] = {}
         self._pool: Any = None  # memory for intermediate tensors, shared by all graphs since no two run at once
+        # A stream of its own: a graph that is freed takes along the workspaces of the stream it was captured on.
+        self._stream: Any = None
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def __call__(self, owner: object, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+    def lend(self, role: str, cache: SpeculativeCache) -> None:
+        """Give the empty cache of a call the buffers that the last call's cache had, with which functions are captured.
+
+        Args:
+            role: whose cache it is: "target" or "draft".
+            cache: the cache of a call of the same kind, see `GraphPool`.
+        """
+        before = self._caches.get(role)
+        if before is not None:
+            cache.take_over(before)
+        self._caches[role] = cache
+
+    def clear(self) -> None:
+        """Free all graphs and buffers."""
+        self._captured, self._caches = {}, {}
+
+    def __call__(self, where: Hashable, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
         """Run a function, by a replay where it is captured.
 
         Args:
-            owner: object that holds the buffers to which the function writes; it lives as long as the call.
+            where: addresses of the buffers to which the function writes.
             key: identifies what the function does, apart from its inputs and their shapes: all Python state it uses.
             function: takes the inputs by name and returns tensors by name. It may be run twice in a row, the second
                 time on buffers that the first run has written.
             inputs: tensors on the device, by name.
 
         Returns:
-            The function's outputs, valid until the next call with the same owner and key.
+            The function's outputs, valid until the next call with the same addresses and key.
         """
         if self.refused:
             return function(**inputs)
         kind = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
-        mine = (id(owner), kind)
+        mine = (where, kind)
         if mine in self._captured:
-            return self._captured[mine].replay(inputs)
+            captured = self._captured[mine] = self._captured.pop(mine)  # the last one is the one used last
+            return captured.replay(inputs)
         runs = self._runs[mine] = self._runs.get(mine, 0) + 1
-        if len(self) == MOST or (runs <= WARM and kind not in self._known):
+        checked = self._known.here  # the next call may run in another thread
+        if runs <= WARM and kind not in checked:
             return function(**inputs)
-        if kind in self._known:
-            made = self._recording(mine, function, inputs, self._known[kind])
+        if kind in checked:
+            made = self._recording(mine, function, inputs, checked[kind])
             return function(**inputs) if made is None else made
         right = {name: given.clone() for name, given in function(**inputs).items()}
         like = {name: (given.shape, given.dtype) for name, given in right.items()}
@@ -82,26 +131,36 @@ class Recorder:
         if differ:
             self._refuse(f"a replay gave different values of {', '.join(differ)}")
         elif ours is not None:
-            self._known[kind] = like
+            checked[kind] = like
         return right
 
-    def _recording(self, mine: Hashable, function: Function, inputs: Mapping[str, Tensor], like: Like) -> Named | None:
+    def _recording(
+        self, mine: tuple[Hashable, Hashable], function: Function, inputs: Mapping[str, Tensor], like: Like
+    ) -> Named | None:
         """Capture a function and replay it once. None if this fails, which also disables capture."""
         try:
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            recording = CapturedFunction(function, inputs, like, self._pool)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream(next(iter(inputs.values())).device)
+            recording = CapturedFunction(function, inputs, like, self._pool, self._stream)
             ours = recording.replay(inputs)
         except (RuntimeError, AttributeError, TypeError) as error:
             # A host sync or another operation that cannot be captured, or torch's interface differs from 2.9 to 2.15.
             first = _cause(error)
-            self._refuse(f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}")
+            reason = f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0][:160]}"
+            self._refuse(reason, for_good=not isinstance(first, torch.OutOfMemoryError))
             return None
+        if len(self) == MOST:
+            del self._captured[next(iter(self._captured))]
         self._captured[mine] = recording
-        log.info("captured %s", mine)
+        self.captures += 1
+        log.info("captured %s", mine[1])
         return ours
 
-    def _refuse(self, reason: str) -> None:
+    def _refuse(self, reason: str, for_good: bool = True) -> None:
         self.refused = reason
+        if for_good:
+            self._known.refused = reason
         self._captured = {}
         warnings.warn(f"specdec: drafting and verification run without CUDA graphs: {reason}", stacklevel=2)
 
@@ -112,32 +171,34 @@ class CapturedFunction:
     Neither is in the shared memory pool, which the replay of any other graph overwrites.
     """
 
-    def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Like, pool: Any):
+    def __init__(self, function: Function, inputs: Mapping[str, Tensor], like: Like, pool: Any, stream: Any):
+        self._function = function  # what it refers to must not be freed
         self._inputs = {name: given.clone() for name, given in inputs.items()}
         device = next(iter(inputs.values())).device
         self._outputs = {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in like.items()}
-        dtypes = {given.dtype for given in inputs.values()}  # tensors of the same dtype are copied in one launch
-        self._alike = [[name for name, given in inputs.items() if given.dtype == dtype] for dtype in dtypes]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            for name, given in function(**self._inputs).items():
-                self._outputs[name].copy_(given)
+        with capturing(self._graph, pool, stream):
+            _copy_all(self._outputs, function(**self._inputs))
+        # If the work ran instead of being captured, for example on another device, then no replay writes the outputs.
+        for output in self._outputs.values():
+            output.fill_(True if output.dtype == torch.bool else -1)
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
         """Copy the inputs, replay the graph and return its static outputs."""
-        for names in self._alike:
-            _copy_all([self._inputs[name] for name in names], [inputs[name] for name in names])
+        _copy_all(self._inputs, inputs)
         self._graph.replay()
         return self._outputs
 
 
-def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy tensors of the same dtype, in one launch where torch has its internal operator for it (2.9 to 2.15)."""
-    if hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+def _copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name: one launch per dtype where torch has its internal operator for it (2.9 to 2.15)."""
+    for dtype in {source.dtype for source in sources.values()}:
+        alike = {name: source for name, source in sources.items() if source.dtype == dtype}
+        if hasattr(torch, "_foreach_copy_"):  # takes one launch only for sources with the strides of their targets
+            torch._foreach_copy_([targets[name] for name in alike], [source.contiguous() for source in alike.values()])
+            continue
+        for name, source in alike.items():
+            targets[name].copy_(source)
 
 
 def _cause(error: BaseException) -> BaseException:

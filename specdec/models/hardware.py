@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec.models.cpu_threads import usable_cores
 from specdec.models.linear import TRIES, FastLinear
 from specdec.utils.choices import NumberFormat, check_choice
 
@@ -68,8 +69,13 @@ def computed_in(saved: torch.dtype, device: torch.device, rows: Sequence[int] = 
     """
     if device.type != "cpu" or saved != torch.bfloat16:
         return saved
-    exact, half = (sum(product_seconds(dtype, n) for n in rows) for dtype in (torch.float32, torch.bfloat16))
+    exact, half = (layer_seconds(dtype, rows) for dtype in (torch.float32, torch.bfloat16))
     return torch.float32 if exact < WORTH_ITS_MEMORY * half else saved
+
+
+def layer_seconds(dtype: torch.dtype, rows: Sequence[int] = DECODING) -> float:
+    """Seconds of passes over these numbers of tokens through one linear layer."""
+    return sum(product_seconds(dtype, n) for n in rows)
 
 
 @cache
@@ -129,15 +135,16 @@ def available_memory() -> int | None:
 
 
 def summary(device: torch.device) -> str:
-    """Describe the timings that decide `best_dtype` on a CPU: "1 and 8 tokens take ... ms in float32", or ""."""
+    """Say why `best_dtype` is the best on a CPU, with the timings that decide it; empty for other devices."""
     if device.type != "cpu":
         return ""
-    taken = [
-        " and ".join(f"{1e3 * product_seconds(dtype, n):.2g}" for n in DECODING) + f" ms in {name}"
-        for name, dtype in DTYPES.items()
-        if name != "float16"
-    ]
-    return f"{' and '.join(map(str, DECODING))} tokens take a {INTO} x {OUT} layer " + ", ".join(taken)
+    best, other = best_dtype(device), torch.bfloat16
+    if best == other:
+        other = torch.float32
+    taken, others = (layer_seconds(dtype) for dtype in (best, other))
+    name = str(other).removeprefix("torch.")
+    why = f"faster than {name} here" if taken < others else f"as fast as {name} here, in half the memory"
+    return f"{why} (a test layer takes {1e3 * taken:.3g} ms, in {name} {1e3 * others:.3g})"
 
 
 def crowded(device: torch.device) -> str:
@@ -146,7 +153,7 @@ def crowded(device: torch.device) -> str:
     torch's threads wait for each other at every operation.
     """
     threads = torch.get_num_threads()
-    if device.type != "cpu" or threads == 1:
+    if device.type != "cpu" or threads == 1 or threads > usable_cores():  # `warn_of_excess_threads` warns of these
         return ""
     together = timed_product(torch.float32, 1)
     torch.set_num_threads(1)

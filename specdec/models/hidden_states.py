@@ -80,6 +80,12 @@ class Taps:
         return torch.cat([taken[tap].to(device) for tap in self.at], -1)
 
 
+def foreign_hooks(module: nn.Module) -> list[Any]:
+    """The forward hooks of a module that are not a `Taps`', and may do anything."""
+    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    return [hook for hook in hooks if getattr(hook, "func", None) not in (_keep_input, _keep_output)]
+
+
 def _trace(listener: tuple[int, dict[int, Tensor]] | None) -> None:
     global _traced
     _traced = listener

@@ -5,7 +5,9 @@ A draft need not be exact since it is verified. A view shares the model's weight
 
 from __future__ import annotations
 
-from typing import TypeVar
+import logging
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,13 @@ from transformers import PreTrainedModel
 from specdec.models.linear import FastLinear, Kernel, is_plain, product_in_blocks
 from specdec.models.views import shallow_copy_as, view
 
+log = logging.getLogger(__name__)
+
 M = TypeVar("M", bound=nn.Module)
 FEW_TOKENS = 4  # up to so many tokens the 8-bit product is the fastest (2 CPU cores, AVX-512 and AVX2)
 INT8_PRODUCT = hasattr(torch, "_weight_int8pack_mm")  # an internal operator (torch 2.9 to 2.15)
+NARROW = 2048  # outputs; for several rows and fewer outputs the original weights are faster on a GPU (H100)
+ON_DEVICE = {"cpu": {torch.bfloat16, torch.float32}, "cuda": {torch.bfloat16, torch.float16}}  # dtypes of the model
 VECTOR = 32  # torch's 8-bit product reads beyond the end of rows that are not a multiple of this (2.13, bfloat16)
 
 
@@ -42,6 +48,29 @@ class Int8Linear(FastLinear):
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         return (by_int8, *super().kernels) if INT8_PRODUCT else super().kernels
+
+
+class GpuInt8Linear(Int8Linear):
+    """An `Int8Linear` on a CUDA device: passes over few rows read the int8 weights (`models.kernels.int8_linear`)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.numel() // x.shape[-1]
+        narrow = rows > 1 and self.out_features < NARROW
+        if narrow or not 0 < rows <= _gpu_kernels().ROWS or x.dtype not in ON_DEVICE["cuda"]:
+            return nn.functional.linear(x, self.weight, self.bias)
+        return self.multiplied(x.reshape(rows, -1)).view(*x.shape[:-1], -1)
+
+    def multiplied(self, rows: Tensor) -> Tensor:
+        """The product with rows (n, in) by the kernel."""
+        return _gpu_kernels().int8_linear(rows, self.quantized, self.scale, self.bias)
+
+
+@cache
+def _gpu_kernels() -> Any:
+    """The module of the GPU's kernels, which imports triton."""
+    from specdec.models.kernels import int8_linear
+
+    return int8_linear
 
 
 class Int8Alone(Int8Linear):
@@ -82,7 +111,8 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
 
     Args:
         model: the model, which is not changed.
-        alone: leave out original weights that no other layer shares, so that they are freed together with `model`.
+        alone: leave out original weights that no other layer shares, so that they are freed together with `model`. On
+            CUDA they are kept.
     """
     shared = {
         id(weight)
@@ -94,6 +124,8 @@ def with_int8_linears(model: M, alone: bool = False) -> M:
     def swap(layer: nn.Module) -> nn.Module:
         if not is_plain(layer) or layer.in_features % VECTOR:
             return layer
+        if layer.weight.is_cuda:
+            return GpuInt8Linear.of(layer)
         return (Int8Alone if alone and id(layer.weight) not in shared else Int8Linear).of(layer)
 
     return view(model, swap)
@@ -120,10 +152,30 @@ def with_trimmed_head(model: PreTrainedModel, vocab: Tensor) -> PreTrainedModel:
 
 
 def int8_pays(model: nn.Module) -> bool:
-    """Return whether 8-bit decoding is available and worth its memory: on a CPU, with at least 10M parameters."""
+    """Return whether 8-bit decoding is available and worth its memory: with at least 10M parameters, on one device."""
     weights = list(model.parameters())
-    return (
-        hasattr(torch, "_weight_int8pack_mm")
-        and all(weight.device.type == "cpu" and weight.dtype in (torch.bfloat16, torch.float32) for weight in weights)
-        and sum(weight.numel() for weight in weights) >= 10_000_000
-    )
+    if sum(weight.numel() for weight in weights) < 10_000_000:
+        return False
+    device = weights[0].device
+    if any(weight.device != device or weight.dtype not in ON_DEVICE.get(device.type, ()) for weight in weights):
+        return False
+    return INT8_PRODUCT if device.type == "cpu" else _gpu_kernels_work(device)
+
+
+@cache
+def _gpu_kernels_work(device: torch.device) -> bool:
+    """Return whether Triton is installed, compiles the kernels on this device, and gives the right product."""
+    layer = nn.Linear(64, 32, device="meta")
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in (("weight", (32, 64)), ("bias", (32,))):
+        setattr(layer, name, nn.Parameter(torch.randn(shape, generator=generator).to(device, torch.float16)))
+    try:
+        for rows in (1, 8):
+            x = torch.randn(rows, 64, generator=generator).to(device, torch.float16)
+            ours, right = GpuInt8Linear.of(layer).multiplied(x), nn.functional.linear(x, layer.weight, layer.bias)
+            if not torch.allclose(ours, right, atol=0.3):
+                return False
+    except Exception as failure:  # no Triton, no compiler, or an old device
+        log.info("no 8-bit products on %s: %s", device, failure)
+        return False
+    return True

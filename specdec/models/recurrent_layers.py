@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu, softplus
 
 from specdec.models.cache.linear_recurrence import Recurrence, Scan
-from specdec.models.cache.recurrent_states import Drafted, States, passing_states
+from specdec.models.cache.recurrent_passes import Drafted
+from specdec.models.cache.recurrent_states import States, passing_states
 from specdec.models.views import shallow_copy_as, view
 
 M = TypeVar("M", bound=nn.Module)
@@ -108,7 +109,7 @@ def _delta_rule(states: States, native: Callable[..., Any], given: dict[str, Any
         query, key = (x.repeat_interleave(groups, 1) for x in (query, key))
     memory = states.memory(lambda state: Recurrence(state, turned=False))
     decay = g[..., None] if g.dim() == 3 else g
-    read = memory.read(step.sees, query * query.shape[-1] ** -0.5, key, value, decay, beta[..., None])
+    read = memory.read(step, query * query.shape[-1] ** -0.5, key, value, decay, beta[..., None])
     return read.transpose(1, 2).to(given["query"].dtype).contiguous(), memory.state
 
 
@@ -134,7 +135,7 @@ def _mamba2(states: States, native: Callable[..., Any], given: dict[str, Any]) -
     dt = dt.transpose(1, 2)[..., None]  # (B, H, T, 1)
     memory = states.memory(lambda state: Recurrence(state, turned=True))
     decay = given["A"].float()[:, None, None] * dt
-    read = memory.read(step.sees, query, key, x.transpose(1, 2) * dt, decay, None).transpose(1, 2).contiguous()
+    read = memory.read(step, query, key, x.transpose(1, 2) * dt, decay, None).transpose(1, 2).contiguous()
     if given["D"] is not None:
         read = read + given["D"][:, None] * x
     return read, memory.state
@@ -163,7 +164,7 @@ def _mamba1(states: States, native: Callable[..., Any], given: dict[str, Any]) -
         memory = states.memory(Scan)
         query = given["C"].float().transpose(1, 2)  # (B, T, S)
         added = (dt * x.transpose(1, 2))[..., None] * given["B"].float().transpose(1, 2)[:, :, None]
-        out = memory.read(step.sees, query, (A * dt[..., None]).exp(), added).transpose(1, 2)
+        out = memory.read(step, query, (A * dt[..., None]).exp(), added).transpose(1, 2)
         out, state = out if given["D"] is None else out + given["D"][:, None] * x, memory.state
     return out if given["z"] is None else out * silu(given["z"]), state
 

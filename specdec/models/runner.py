@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec.models.attention_masks import default_masks, known_at_once, masks_as_taken, spans
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.decoding_view import decoding_view
 from specdec.models.encoder import EncoderOutputs, declined
 from specdec.models.hidden_states import Taps
 from specdec.models.introspection import (
@@ -71,9 +72,11 @@ class ModelRunner(CachedRows):
         )
         whole = with_states(model)
         whole = whole if self.masks == "own" else with_positions(whole, self.row_positions)
-        self.model, self.taps, self.step = whole if is_sharded(model) else with_fast_linears(whole), taps, step
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
+        if sized and static_forward is None and self.device.type == "cuda":
+            whole = decoding_view(whole)
+        self.model, self.taps, self.step = whole if is_sharded(model) else with_fast_linears(whole), taps, step
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads
         self._planes: Tensor | None = None
@@ -132,7 +135,9 @@ class ModelRunner(CachedRows):
         """Append few tokens as `extend` does, but after the rows of `device_lengths`; pads: (B, 1) int64."""
         visible_slots = self.place_after(given.shape[1], pads)
         mask = self._mask_argument(visible_slots, unmasked=False)
-        return self._forward(given, visible_slots, mask, keep=1, hidden=False, embedded=embedded)
+        # Compilation takes a minute, and the first pass of all allocates the buffers.
+        captured = self.static_forward is not None and not self.static_forward.compiled and bool(self.cache.filled)
+        return self._forward(given, visible_slots, mask, keep=1, hidden=False, embedded=embedded, draft=captured)
 
     @torch.no_grad()
     def read_multimodal(self, inputs: Mapping[str, Any]) -> Output:
@@ -156,7 +161,7 @@ class ModelRunner(CachedRows):
         self,
         tokens: Tensor,
         depth: Tensor,
-        ancestors: Tensor,
+        ancestors: Tensor | None = None,
         *,
         chain: bool = False,
         embedded: bool = False,
@@ -167,8 +172,8 @@ class ModelRunner(CachedRows):
         Args:
             tokens: (B, n) int64; (B, n, H) embeddings if `embedded`.
             depth: (B, M + n) int64, depth of the M pending and the n new nodes: position = length + depth.
-            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included.
-            chain: the nodes form one path in order, in every row.
+            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included. Not needed for a chain.
+            chain: the nodes form one path in order, in every row. `depth` may go on with nodes of later passes.
             embedded: `tokens` holds embeddings.
             hidden_states: also return all hidden states.
 
@@ -179,14 +184,15 @@ class ModelRunner(CachedRows):
             ValueError: the model builds its own masks, and the pass needs others.
         """
         self._require_masks(unless=chain and self.aligned)
-        tokens, depth, ancestors = (t.to(self.device) for t in (tokens, depth, ancestors))
+        tokens, depth = tokens.to(self.device), depth.to(self.device)
+        ancestors = None if chain or ancestors is None else ancestors.to(self.device)
         n = tokens.shape[1]
         if self.sized:
             tokens, depth, ancestors = filled_up(tokens, depth, ancestors)
         unmasked = self._unmasked(n, chain)
-        visible_slots = self.place_draft(depth, ancestors, chain, count=n)
-        mask = self._mask_argument(visible_slots, unmasked)
         size = tokens.shape[1]
+        visible_slots = self.place_draft(depth, ancestors, size, count=n)
+        mask = self._mask_argument(visible_slots, unmasked)
         output = self._forward(
             tokens, visible_slots, mask, keep=size, hidden=hidden_states, embedded=embedded, draft=True
         )
@@ -197,7 +203,7 @@ class ModelRunner(CachedRows):
         B, device = len(self.lengths), device_of(self.model)
         nothing = torch.zeros(B, 1, dtype=torch.long, device=device)
         last = nothing - 1  # the position of the row's last token: there may be none after it
-        self.grow(nothing, last, torch.ones(B, 1, 1, dtype=torch.bool, device=device), chain=True)
+        self.grow(nothing, last, chain=True)
         self.commit([0] * B)
 
     # Masks
@@ -256,7 +262,7 @@ class ModelRunner(CachedRows):
         if self.static_forward is not None and draft and not hidden:
             written = self.cache.written(self.device)
             logits, features = self.static_forward(written, inputs, lambda: self._pass(inputs)[::2])
-            return Output(logits, None, features)
+            return Output(logits[:, -keep:], None, features)
         if hidden:
             inputs["output_hidden_states"] = True
         logits, states, features = self._pass(inputs)

@@ -19,8 +19,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from specdec.models.compat import CACHE
+from specdec.models.decoding_view import DecodingView
 from specdec.models.hidden_states import Taps
-from specdec.models.introspection import is_sharded
+from specdec.models.introspection import device_of, is_sharded
 from specdec.models.positions import counts_positions, has_causal_masks
 from specdec.models.recurrent_layers import has_states
 from specdec.utils.timing import lose
@@ -41,23 +42,24 @@ def nodes_of_size(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
-def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad to the next size with nodes that are visible only to themselves; see `ModelRunner.grow`.
+def filled_up(tokens: Tensor, depth: Tensor, ancestors: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Pad to the next size with nodes that no other node sees; see `ModelRunner.grow`.
 
     Args:
         tokens: (B, n) int64, or embeddings (B, n, H).
         depth: (B, M + n) int64.
-        ancestors: (B, n, M + n) bool.
+        ancestors: (B, n, M + n) bool; None for a chain.
     """
     B, n = tokens.shape[:2]
     more = nodes_of_size(n) - n
     if not more:
         return tokens, depth, ancestors
     pad = torch.nn.functional.pad
-    alone = torch.eye(more, dtype=torch.bool, device=tokens.device).expand(B, more, more)
-    rows = torch.cat([pad(ancestors, (0, more)), pad(alone, (ancestors.shape[2], 0))], 1)
+    if ancestors is not None:
+        alone = torch.eye(more, dtype=torch.bool, device=tokens.device).expand(B, more, more)
+        ancestors = torch.cat([pad(ancestors, (0, more)), pad(alone, (ancestors.shape[2], 0))], 1)
     depth = torch.cat([depth, depth[:, -1:].expand(B, more)], 1)  # repeat the last depth: positions may be limited
-    return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), depth, rows
+    return pad(tokens, (0, 0) * (tokens.dim() - 2) + (0, more)), depth, ancestors
 
 
 def cannot_capture(model: PreTrainedModel) -> str | None:
@@ -85,15 +87,21 @@ class SlottedCache(Cache):
     def __init__(self, written: Written) -> None:
         super().__init__(layers=[])
         self.written = written
+        slots = next(iter(written.values()))[2]
+        self._rows = torch.arange(len(slots), device=slots.device)[:, None]
+
+    def fixed_buffers(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A layer's whole key and value buffers, and the slots (B, n) int64 that this pass writes."""
+        return self.written[layer_idx]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Write (B, heads, n, dim) into the layer's slots; return its whole buffers."""
         keys, values, slots = self.written[layer_idx]
-        at = slots[:, None, :, None].expand_as(key_states)
-        keys.scatter_(2, at, key_states)
-        values.scatter_(2, slots[:, None, :, None].expand_as(value_states), value_states)
+        # Not `scatter_`, for which inductor copies the whole buffer.
+        keys[self._rows, :, slots] = key_states.transpose(1, 2)
+        values[self._rows, :, slots] = value_states.transpose(1, 2)
         return keys, values
 
     # Read by transformers' mask builders, which get finished masks (5.17 to 5.24)
@@ -117,7 +125,8 @@ class StaticForward:
     Args:
         model: the model itself, not a `with_fast_linears` view: the compiler chooses the kernels.
         taps: hidden states to capture in each pass.
-        compiled: compile one full graph per size with `torch.compile`; else run the model's own code.
+        compiled: compile one full graph per size with `torch.compile`; else run the model's own code, on CUDA its
+            `DecodingView`.
 
     Attributes:
         refused: the reason why capture is disabled; empty while it is enabled.
@@ -127,6 +136,8 @@ class StaticForward:
         self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
         self._static_forward: dict[Key, Pass | None] = {}  # None: a size used once
         self._announced = False  # the notice that compilation takes a while
+        on_gpu = not compiled and device_of(model).type == "cuda"
+        self._view = DecodingView(model) if on_gpu else None
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._static_forward.values())
@@ -145,7 +156,8 @@ class StaticForward:
         if key not in self._static_forward:
             self._static_forward[key] = None
             return own()
-        arguments = (self.model, SlottedCache(written), _in_order(inputs), self.taps)
+        model = self.model if self._view is None else self._view.current()
+        arguments = (model, SlottedCache(written), _in_order(inputs), self.taps)
         graph = self._static_forward[key]
         if graph is None:
             return own() if len(self) == MOST else self._captured(key, arguments, own())
@@ -156,7 +168,10 @@ class StaticForward:
             return own()
 
     def _captured(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
-        """Capture a size and check it against `right`, the eager pass. Writing the same keys again changes nothing."""
+        """Capture a size and check it against `right`, the eager pass. Writing the same keys again changes nothing.
+
+        Returns the captured pass if it is right: later ones must not differ from it by rounding.
+        """
         start = perf_counter()
         gc.collect()  # unreferenced generators: their hooks must not be removed while torch reads the model's hooks
         name = type(self.model).__name__
@@ -164,19 +179,24 @@ class StaticForward:
             log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
             self._announced = True
         log.info("capturing %s for %d nodes", name, right[0].shape[1])
+        passed, reason = right, ""
         try:
             graph = _compiled() if self.compiled else _pass
-            ours = graph(*arguments)[0].float()
+            passed = graph(*arguments)
+            apart = _distance(passed[0], right[0])
+            if not apart <= WRONG.get(right[0].dtype, 0.1):
+                reason = f"logits of the captured pass differ by {apart:.2g} standard deviations from the model's"
         except Exception as error:  # models that cannot be captured fail with many types
-            self._refuse(_said(error))
-        else:
-            theirs = right[0].float()
-            apart = float((ours - theirs).abs().mean(-1).max() / theirs.std().clamp(min=1e-6))
-            if apart <= WRONG.get(right[0].dtype, 0.1):
-                self._static_forward[key] = graph
-            else:
-                self._refuse(f"logits of the captured pass differ by {apart:.2g} standard deviations from the model's")
+            reason = _said(error)
         lose(perf_counter() - start)  # a one-time cost
+        if not reason:
+            self._static_forward[key] = graph
+            return passed
+        if arguments[0] is not self.model:
+            log.info("%s runs without its decoding view: %s", name, reason)
+            self._view = None
+            return self._captured(key, (self.model, *arguments[1:]), right)
+        self._refuse(reason)
         return right
 
     def _refuse(self, reason: str) -> None:
@@ -200,6 +220,12 @@ def _compiled() -> Pass:
     """
     own = FunctionType(_pass.__code__.replace(), _pass.__globals__)
     return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
+
+
+def _distance(ours: Tensor, right: Tensor) -> float:
+    """Largest mean distance of a node's logits, in standard deviations."""
+    ours, right = ours.float(), right.float()
+    return float((ours - right).abs().mean(-1).max() / right.std().clamp(min=1e-6))
 
 
 def _said(error: Exception) -> str:

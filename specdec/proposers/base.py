@@ -121,7 +121,7 @@ class Proposer(ABC):
         return draft if draft.size == 1 else replace(draft, confidence_bins=draft.depth)
 
     def sync(self, context: Context) -> None:
-        """Keep up with a round in which another proposer drafts (see `HybridProposer`).
+        """Keep up with a round in which another proposer drafts (see `HybridProposer`), and drop a draft made ahead.
 
         Store `context.fresh` and `context.features` if they are needed: the next context holds only later ones. The
         text stays available. `observe` is not called for such a round.

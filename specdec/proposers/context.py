@@ -19,7 +19,7 @@ from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
-from specdec.utils.device_copies import uploaded
+from specdec.utils.device_copies import HOST, uploaded
 from specdec.utils.moved import warn_of_old_name
 
 # Gumbel scale of the target's log p around the draft's log q: 0.8 for a 0.5B draft of a 1.5B target, 1.0 for a head
@@ -156,6 +156,12 @@ class Context:
         return self.tokens.gather(1, self._ends - 1)[:, 0]
 
     @property
+    def host_roots(self) -> list[int] | None:
+        """`root` on the host, without a host sync; None before every row has a new token."""
+        written = self.call.written
+        return [row[-1] for row in written] if written and all(written) else None
+
+    @property
     def drafting_budget(self) -> list[int]:
         """The `budget` of each row, 0 for finished rows."""
         return [budget if active else 0 for budget, active in zip(self.budget, self.active, strict=True)]
@@ -206,10 +212,21 @@ class Context:
         cut = [list(draft)[: self.budget[b]] if self.active[b] else [] for b, draft in enumerate(drafts)]
         if any(int(token) != token for draft in cut for token in draft):
             raise TypeError(f"chain() takes integer token ids, got {drafts!r}")
-        if any(not 0 <= token < self.vocab_size for draft in cut for token in draft):
-            raise ValueError(f"drafted a token outside of the target's vocabulary of {self.vocab_size}")
+        if outside := [token for draft in cut for token in draft if not 0 <= token < self.vocab_size]:
+            raise ValueError(
+                f"chain() got a token outside of the target's vocabulary of {self.vocab_size}: {outside[0]}"
+            )
         longest = max(map(len, cut), default=0)
         if longest == 0:
             return DraftTree.root_only(self.root)
-        padded = uploaded([[len(draft), *draft, *[0] * (longest - len(draft))] for draft in cut], self.tokens.device)
-        return DraftTree.from_chain(self.root, padded[:, 1:], padded[:, 0])
+        roots = self.host_roots
+        if roots is None or self.call.recorder is None:
+            padded = uploaded(
+                [[len(draft), *draft, *[0] * (longest - len(draft))] for draft in cut], self.tokens.device
+            )
+            return DraftTree.from_chain(self.root, padded[:, 1:], padded[:, 0])
+        # Captured rounds take drafts from the host, and copy all of their inputs to the device at once.
+        tokens = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, cut, strict=True)]
+        parents = [[*range(-1, len(draft)), *[-1] * (longest - len(draft))] for draft in cut]
+        nodes = torch.tensor([tokens, parents], dtype=torch.long, device=HOST)
+        return DraftTree(nodes[0], nodes[1], chain=True)

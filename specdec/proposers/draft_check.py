@@ -19,7 +19,8 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
         draft: what a proposer returned.
         context: the context that it drafted for.
         who: the proposer and its method, for messages.
-        values: True to check tokens and parents also on a device, where this is a host sync.
+        values: True to check tokens and parents wherever they are. False leaves out drafts on a device, where this is
+            a host sync, and those for a captured round, which `Context.chain` has checked.
 
     Raises:
         TypeError: not a `DraftTree`.
@@ -44,19 +45,25 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
             f"{who} returned probs of shape {tuple(draft.probs.shape)}: they need (B, N, V) = "
             f"{(B, N, context.vocab_size)}, a distribution over the target's vocabulary after each node"
         )
-    tokens, parents = (t.to(root.device, torch.long) for t in (draft.tokens, draft.parents))
     if N == 1:
         return DraftTree.root_only(root)
+    roots = context.host_roots
+    on_host = draft.tokens.device.type == HOST.type and context.call.recorder is not None and roots is not None
+    where = HOST if on_host else root.device  # a captured round takes either
+    root = torch.tensor(roots, device=HOST) if on_host else root
+    tokens, parents = (t.to(where, torch.long) for t in (draft.tokens, draft.parents))
     tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
-    if tokens.device.type == HOST.type or values:
+    if values or (tokens.device.type == HOST.type and not on_host):
         _check_values(tokens.to(HOST), parents.to(HOST), draft.chain, context.vocab_size, who)
-    probs = None if draft.probs is None else draft.probs.to(root.device)
+    probs = None if draft.probs is None else draft.probs.to(where)
     return replace(draft, tokens=tokens, parents=parents, probs=probs)
 
 
 def _check_values(tokens: Tensor, parents: Tensor, chain: bool, vocab_size: int, who: str) -> None:
-    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {vocab_size}")
+    least, most = int(tokens.min()), int(tokens.max())
+    if not 0 <= least <= most < vocab_size:
+        outside = least if least < 0 else most
+        raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {vocab_size}: {outside}")
     node = torch.arange(tokens.shape[1])
     if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
         raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")

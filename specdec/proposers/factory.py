@@ -13,14 +13,16 @@ from transformers import PreTrainedModel
 
 from specdec.heads import registry
 from specdec.heads.mtp.loading import at_hand
+from specdec.heads.small_models import advice
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_heads.block import BlockProposer
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.draft_heads.hydra import HydraProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
-from specdec.proposers.draft_models.draft_model import DraftModelProposer, tokenizers_at_hand, what_differs
+from specdec.proposers.draft_models.draft_model import DraftModelProposer
 from specdec.proposers.draft_models.early_exit import EarlyExitProposer
 from specdec.proposers.draft_models.translated import TranslatedDraftProposer
+from specdec.proposers.draft_models.vocabularies import tokenizers_at_hand, what_differs
 from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.lookup.suffix import SuffixProposer
@@ -69,6 +71,10 @@ def as_proposer(
         return _draft_model(proposer, target, tokenizers)
     if isinstance(proposer, PathLike):
         proposer = fspath(proposer)
+    if isinstance(proposer, type) and issubclass(proposer, Proposer):
+        raise ValueError(
+            f"proposer must be an instance, got the class {proposer.__name__}: write {proposer.__name__}()"
+        )
     if not isinstance(proposer, str):
         raise ValueError(
             f"proposer must be an instance of Proposer, a loaded draft model, {PROPOSERS_IN_WORDS}, got "
@@ -96,6 +102,11 @@ def _head_at_hand(target: PreTrainedModel) -> Proposer | None:
     """The head for "auto": the registry's, else the target's own MTP layers. None if there is none that fits."""
     known = registry.known(target)
     if known is None and not at_hand(target):
+        name = registry.name_of(target)
+        warnings.warn(
+            f'"auto" drafts with n-grams: no head is known for {name or type(target).__name__}. What may be faster: '
+            f"{advice(name)}"
+        )
         return None
     try:
         name = "mtp" if known is None else f"{known.kind}:{registry.find(target, known.kind, PATIENCE)}"

@@ -19,10 +19,12 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.context import Context
 from specdec.proposers.lookup.base import Lookup
 from specdec.proposers.lookup.ngram import NgramProposer
-from specdec.proposers.pacing.estimates import Estimates, PassCost
-from specdec.proposers.pacing.pacer import Pacer
+from specdec.proposers.pacing.estimates import Estimates
+from specdec.proposers.pacing.pacer import OUTLIER, Pacer
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.results import RoundResult
+from specdec.sampling.results import NewTokens, RoundResult
+
+AGAIN = 0.9  # share from which drafts are launched ahead: a dropped one costs some ten times what a right guess saves
 
 
 @dataclass
@@ -33,26 +35,31 @@ class ProposerStats:
         estimates: the estimates of these rounds, with their own pace.
         count: the number of rounds.
         tokens: new tokens per row and round.
-        seconds: seconds per round, of the draft and the target's pass.
+        cost: cost per round, of the draft and the target's pass.
+        again: the share of these rounds after which the other proposer drafts again.
     """
 
     estimates: Estimates
     count: int = 0
     tokens: float = 0.0
-    seconds: float = 0.0
+    cost: float = 0.0
+    again: float = 0.66  # measured with a head for a 0.5B target (docs/gpu.md)
 
-    def observe(self, tokens: float, seconds: float) -> None:
+    def observe(self, tokens: float, cost: float) -> None:
         if self.count:
-            seconds = min(seconds, PassCost.OUTLIER * self.seconds)
+            cost = min(cost, OUTLIER * self.cost)
         self.count += 1
         step = max(1 / self.count, 0.1)
         self.tokens += step * (tokens - self.tokens)
-        self.seconds += step * (seconds - self.seconds)
+        self.cost += step * (cost - self.cost)
+
+    def observe_turn(self, again: bool) -> None:
+        self.again += 0.1 * (again - self.again)
 
     @property
     def rate(self) -> float:
-        """Tokens per row and second."""
-        return self.tokens / self.seconds
+        """Tokens per row and unit of cost."""
+        return self.tokens / self.cost
 
 
 class HybridProposer(Proposer):
@@ -113,7 +120,10 @@ class HybridProposer(Proposer):
     def propose(self, context: Context) -> DraftTree:
         rounds = self._stats_of(context.pacer)
         gains = self.ngram.expect(context)
+        followed = None if self._looking_up else self._context
         self._context, self._looking_up = context, self._lookup_pays(gains, rounds, context)
+        if followed is not None:
+            rounds.observe_turn(not self._looking_up)
         if self._looking_up:
             self.sync(context)
             return self.ngram.draft(context, gains)
@@ -135,6 +145,11 @@ class HybridProposer(Proposer):
     def sync(self, context: Context) -> None:
         self.other.sync(context)
 
+    def draft_ahead(self, context: Context, new_tokens: NewTokens) -> None:
+        """Launch the other proposer's next draft if it is likely to draft again. If it does not, `sync` drops it."""
+        if not self._looking_up and self._stats_of(context.pacer).again >= AGAIN:
+            self.other.draft_ahead(replace(context, pacer=self._pacer_of(context)), new_tokens)
+
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         context = self._context
         if self._looking_up or context is None:
@@ -154,10 +169,10 @@ class HybridProposer(Proposer):
         """Record a round of the other proposer with a draft of `size` nodes."""
         rows, verify = context.rows, context.pacer.verify
         if rows and verify.known:
-            seconds = context.pacer.drafting + verify(size)
+            cost = context.pacer.drafting + verify(size)
             new_tokens = len(rows) + sum(accepted[b] for b in rows)
-            rounds.estimates.observe_pace(seconds, new_tokens)
-            rounds.observe(new_tokens / len(rows), seconds)
+            rounds.estimates.observe_pace(cost, new_tokens)
+            rounds.observe(new_tokens / len(rows), cost)
 
     def _lookup_pays(self, gains: Sequence[float], rounds: ProposerStats, context: Context) -> bool:
         """Return whether the n-grams should draft. gains: expected accepted tokens over all rows, per depth."""
@@ -167,8 +182,8 @@ class HybridProposer(Proposer):
             return False
         left, pacer = max(context.budget), self._pacer_of(context)
         rate = rounds.rate if rounds.count else pacer.promise()
-        if self._reads_prompt:  # the remaining tokens have to make up for the seconds of the prefill
-            reading = sum(context.ends) * pacer.seconds_to_read
+        if self._reads_prompt:  # the remaining tokens have to make up for the cost of the prefill
+            reading = sum(context.ends) * pacer.cost_to_read
             rate = left / (left / rate + reading)
         promised = (1 + sum(gains[:length]) / len(rows)) / verify(1 + length)
         return promised > rate

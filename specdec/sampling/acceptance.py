@@ -7,9 +7,11 @@ Pure functions of tensors, independent of models and caches. Terms:
 - bonus token: the token after a fully accepted path; recovered token: the token after a rejection.
 - B rows, N nodes, V vocabulary size, D path length (root included).
 
+`sequential_acceptance` follows choices that are made one node after the other.
+
 | draft | rule | source |
 |---|---|---|
-| any | `accept_sequentially` | the target's own choices: argmax, or argmax under exponential noise (`noise.Noise`) |
+| any | `longest_accepted_path` | the target's own choices: argmax, or argmax under exponential noise (`noise.Noise`) |
 | deterministic, T > 0 | `point_mass` | Leviathan et al. 2211.17192 with q a point mass |
 | drawn chain | `speculative_sampling` | Leviathan et al. 2211.17192, Chen et al. 2302.01318 |
 | drawn chain | `block_verification` | Sun et al. 2403.10444, algorithm 2 |
@@ -18,8 +20,6 @@ Pure functions of tensors, independent of models and caches. Terms:
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -52,57 +52,6 @@ def sample(probs: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold[..., None], right=True)[..., 0]
 
 
-def accept_sequentially(
-    tree: DraftTree,
-    choose: Callable[[Tensor, Tensor], Tensor | None],
-    alive: Tensor,
-    go_on: Callable[[Tensor, Tensor], bool] | None = None,
-) -> RoundResult:
-    """Follow the target's choices from the root for as long as a child carries the chosen token.
-
-    The tokens are the target's choices in their order, independent of the draft. `choose` is called for reached nodes
-    only.
-
-    Args:
-        tree: the draft.
-        choose: maps path (B, d + 1) int64, the nodes from the root to each row's current node, and alive (B,) bool,
-            the rows whose result is used, to the target's tokens (B,) int64. It may return None below the root:
-            verification then stops one node earlier.
-        alive: (B,) bool, rows to verify.
-        go_on: called with path and token (B,) before a child is entered; False stops verification before that child.
-
-    Examples:
-        >>> tree = DraftTree.from_chain(torch.tensor([1]), torch.tensor([[2, 7]]))
-        >>> counting = lambda path, alive: tree.tokens.gather(1, path)[:, -1] + 1  # t is followed by t + 1
-        >>> result = accept_sequentially(tree, counting, torch.tensor([True]))
-        >>> result.accepted, result.next_token
-        (tensor([1]), tensor([3]))
-    """
-    node = torch.zeros_like(tree.tokens[:, 0])
-    accepted, next_token = node, node
-    reached, places = [node], [node]
-    may_sync = node.device.type == "cpu" or go_on is not None  # stopping early is not worth a host sync by itself
-    for depth in range(1, tree.height + 2):
-        path = torch.stack(reached, 1)
-        token = choose(path, alive)
-        if token is None:
-            accepted = accepted - alive.long()
-            del places[-1]
-            break
-        next_token = torch.where(alive, token, next_token)
-        if depth > tree.height:
-            break
-        child = tree.child(node, token)
-        alive = alive & (child >= 0)
-        if (may_sync and not bool(alive.any())) or (go_on is not None and not go_on(path, token)):
-            break
-        node = torch.where(alive, child, node)
-        accepted = accepted + alive
-        reached.append(node)
-        places.append(torch.where(alive, child, depth))
-    return RoundResult.of(tree, torch.stack(places, 1), accepted, next_token)
-
-
 def longest_accepted_path(tree: DraftTree, choice: Tensor) -> RoundResult:
     """The longest path from the root on which every node carries the token that the target chose after its parent.
 
@@ -117,18 +66,17 @@ def longest_accepted_path(tree: DraftTree, choice: Tensor) -> RoundResult:
         (tensor([[0, 2, 3]]), tensor([2]), tensor([5]))
     """
     if tree.chain:
-        hits = (tree.tokens[:, 1:] == choice[:, :-1]) & tree.valid[:, 1:]  # (B, N - 1)
+        hits = (tree.tokens[:, 1:] == choice[:, :-1]) & (tree.parents[:, 1:] >= 0)  # (B, N - 1)
         accepted = hits.long().cumprod(-1).sum(-1)  # (B,) leading hits
-        path = torch.arange(tree.size, device=choice.device).expand_as(tree.tokens)
-        return RoundResult.of(tree, path, accepted, choice.gather(1, accepted[:, None])[:, 0])
+        return _of_chain(tree, accepted, choice.gather(1, accepted[:, None])[:, 0])
     index = torch.arange(tree.size, device=choice.device)
     wanted = choice.gather(1, tree.parents.clamp(min=0))  # (B, N) the target's token after each node's parent
     siblings = tree.parents[:, :, None] == tree.parents[:, None]  # (B, N, N)
     again = siblings & (tree.tokens[:, :, None] == tree.tokens[:, None]) & (index < index[:, None])
     # The first of equal siblings counts.
     missed = ((tree.tokens != wanted) | (tree.parents < 0) | again.any(-1)) & (index > 0)
-    reached = ~(tree.ancestors & missed[:, None]).any(-1)
-    accepted, last = torch.where(reached, tree.depth, -1).max(-1)  # reached nodes form one path: its end is unique
+    lost = (tree.ancestors & missed[:, None]).any(-1)
+    accepted, last = tree.depth.masked_fill(lost, -1).max(-1)  # the others form one path: its end is unique
     return RoundResult.of(tree, _path_to(tree, last), accepted, choice.gather(1, last[:, None])[:, 0])
 
 
@@ -181,18 +129,13 @@ def speculative_sampling(tree: DraftTree, probs: Tensor) -> RoundResult:
         (tensor([1]), tensor([4]))
     """
     q = _drawn(tree)
-    B, N = tree.tokens.shape
-    drafted = tree.tokens[:, 1:, None]  # (B, N - 1, 1)
-    p_x = probs[:, :-1].gather(-1, drafted)[..., 0]  # (B, N - 1)
-    q_x = q[:, :-1].gather(-1, drafted)[..., 0]
+    p_x, q_x = _of_drafted(tree, probs), _of_drafted(tree, q)  # (B, N - 1)
     u = torch.rand_like(p_x)
     accept = (u * q_x < p_x) & tree.valid[:, 1:]  # u < p / q without the division by zero
     accepted = accept.long().cumprod(-1).sum(-1)  # (B,)
     # q is zero where nothing was drawn, so after a full acceptance the residual is p, which gives the bonus token.
-    rows = torch.arange(B, device=probs.device)
-    residual = _residual(probs[rows, accepted], q[rows, accepted])
-    path = torch.arange(N, device=probs.device).expand(B, N)
-    return RoundResult.of(tree, path, accepted, sample(residual))
+    rows = torch.arange(len(probs), device=probs.device)
+    return _of_chain(tree, accepted, sample(_residual(probs[rows, accepted], q[rows, accepted])))
 
 
 def block_verification(tree: DraftTree, probs: Tensor) -> RoundResult:
@@ -217,9 +160,7 @@ def block_verification(tree: DraftTree, probs: Tensor) -> RoundResult:
     """
     q = _drawn(tree)
     B, N = tree.tokens.shape
-    drafted = tree.tokens[:, 1:, None]
-    p_x = probs[:, :-1].gather(-1, drafted)[..., 0]  # (B, N - 1)
-    q_x = q[:, :-1].gather(-1, drafted)[..., 0]
+    p_x, q_x = _of_drafted(tree, probs), _of_drafted(tree, q)  # (B, N - 1)
     ratio = torch.where(tree.valid[:, 1:], p_x / q_x.clamp(min=torch.finfo(q.dtype).tiny), torch.zeros_like(p_x))
     weight = torch.ones(B, N, device=probs.device, dtype=probs.dtype)  # w_i, one at the root
     for i in range(1, N):
@@ -233,9 +174,7 @@ def block_verification(tree: DraftTree, probs: Tensor) -> RoundResult:
     accepted = (taken * index).amax(-1) if N > 1 else torch.zeros(B, dtype=torch.long, device=probs.device)
     rows = torch.arange(B, device=probs.device)
     w = weight[rows, accepted][:, None]
-    residual = _residual(w * probs[rows, accepted], q[rows, accepted])
-    path = torch.arange(N, device=probs.device).expand(B, N)
-    return RoundResult.of(tree, path, accepted, sample(residual))
+    return _of_chain(tree, accepted, sample(_residual(w * probs[rows, accepted], q[rows, accepted])))
 
 
 def recursive_rejection(tree: DraftTree, probs: Tensor) -> RoundResult:
@@ -327,6 +266,17 @@ def _drawn(tree: DraftTree) -> Tensor:
     if tree.probs is None:
         raise ValueError("this rule needs the draft's distributions: DraftTree.probs is None (a deterministic draft)")
     return tree.probs
+
+
+def _of_drafted(tree: DraftTree, probs: Tensor) -> Tensor:
+    """(B, N - 1): the probability of each token of a chain by the distributions (B, N, V) after each node."""
+    return probs[:, :-1].gather(-1, tree.tokens[:, 1:, None])[..., 0]
+
+
+def _of_chain(tree: DraftTree, accepted: Tensor, next_token: Tensor) -> RoundResult:
+    """The result of accepting the first `accepted` (B,) tokens of a chain."""
+    path = torch.arange(tree.size, device=accepted.device).expand_as(tree.tokens)
+    return RoundResult.of(tree, path, accepted, next_token)
 
 
 def _residual(p: Tensor, q: Tensor) -> Tensor:

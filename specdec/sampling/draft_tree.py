@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from specdec.utils.device_copies import moved
 from specdec.utils.moved import renamed_argument, warn_of_old_name
 
 
@@ -93,7 +94,7 @@ class DraftTree:
         """
         B, K = drafts.shape
         tokens = torch.cat([root[:, None].to(drafts.device), drafts], dim=1)  # (B, K + 1)
-        parents = torch.arange(-1, K, device=drafts.device).expand(B, K + 1)
+        parents = torch.arange(-1, K, device=drafts.device)[None].expand(B, K + 1)
         if lengths is not None:
             index = torch.arange(K + 1, device=drafts.device)
             parents = parents.masked_fill(index > lengths[:, None], -1)
@@ -104,6 +105,15 @@ class DraftTree:
         if confidence_bins is not None:
             confidence_bins = torch.cat([torch.zeros_like(confidence_bins[:, :1]), confidence_bins], dim=1)
         return cls(tokens, parents.contiguous(), probs, chain=True, confidence_bins=confidence_bins)
+
+    def on(self, device: torch.device) -> DraftTree:
+        """The draft on a device, without waiting for the copy."""
+        if self.tokens.device == device:
+            return self
+        tokens, parents = moved(torch.stack([self.tokens, self.parents]), device)
+        probs, bins = (given if given is None else given.to(device) for given in (self.probs, self.confidence_bins))
+        notes = {name: note.to(device) for name, note in self.notes.items()}
+        return replace(self, tokens=tokens, parents=parents, probs=probs, confidence_bins=bins, notes=notes)
 
     def first(self, size: int) -> DraftTree:
         """The tree of the first `size` nodes, the root included."""

@@ -226,7 +226,8 @@ def follows_the_text(processor: Any) -> bool:
     """Return whether a processor may keep state, so that a call on drafted text could change its later results.
 
     False for transformers' stateless processors. True for all others, functions included, unless their attribute
-    `stateless` is True, which declares that results depend on the arguments only.
+    `stateless` is True, which declares that a row's results depend on that row of the arguments only. Other rows may
+    be at another length: what is passed for them is an earlier text, or another row's.
 
     Examples:
         >>> follows_the_text(hf.TemperatureLogitsWarper(0.7))

@@ -21,7 +21,7 @@ from specdec.utils.device_copies import uploaded
 
 KEPT_BYTES = 256 * 2**20  # memory for drawn columns; others are drawn again from the generator state kept for them
 _active: list[tuple[str, int]] = []  # (device, thread) of the calls that are sampling
-_lock = threading.Lock()
+generator_lock = threading.Lock()  # held while the state of a default generator is replaced
 
 
 class Noise:
@@ -114,7 +114,7 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
         torch.Size([2, 10])
     """
     me = (str(device), threading.get_ident())
-    with _lock:
+    with generator_lock:
         noise = Noise(batch_size, vocab_size, device)
         elsewhere = int(torch.randint(2**62, (), device=device))
         set_generator_state(device, torch.Generator(device).manual_seed(elsewhere).get_state())
@@ -122,7 +122,7 @@ def noise_of_call(batch_size: int, vocab_size: int, device: torch.device) -> Ite
     try:
         yield noise
     finally:
-        with _lock:
+        with generator_lock:
             _active.remove(me)
             if all(thread == me[1] for where, thread in _active if where == me[0]):
                 noise.advance_generator()

@@ -113,9 +113,9 @@ class Plan:
             "",
             f"at {self.speed / 1e9:,.0f} billion a second, measured here for one product, training takes at least "
             f"{_time(training)}",
-            f"evaluations of {self.evaluation.texts} held-out texts take up to {_time(evaluating)} more: by decoding: "
-            f"{self.evaluation.decodings} (at {self.decoding_speed / 1e9:,.0f} billion a second, for a product of "
-            f"{ROWS} rows), by loss: {self.evaluation.losses}",
+            f"evaluations of {self.evaluation.texts} held-out texts take up to {_time(evaluating)} more. Their number, "
+            f"by decoding: {self.evaluation.decodings} (at {self.decoding_speed / 1e9:,.0f} billion a second, for a "
+            f"product of {ROWS} rows), by loss: {self.evaluation.losses}",
         ]
         return "\n".join(lines)
 
@@ -254,4 +254,6 @@ def _short(number: int) -> str:
 def _time(seconds: float) -> str:
     if seconds >= 2 * 3600:
         return f"{seconds / 3600:.0f} hours"
-    return f"{seconds / 60:.0f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} minutes"
+    return "1 second" if round(seconds) == 1 else f"{seconds:.0f} seconds"

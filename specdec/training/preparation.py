@@ -129,7 +129,8 @@ class Preparation:
         return load_model(name, distributed_config=DistributedConfig(**parts))
 
     def _cached(self) -> CachedTeacher:
-        self.processes.print(f"states are read from {self.folder.states}: the target is loaded for decoding only")
+        loaded = ": the target is loaded for decoding only" if self.recipe.evaluate_every else ""
+        self.processes.print(f"states are read from {self.folder.states}{loaded}")
         return CachedTeacher(self.folder.teacher, self._load, collective=self.recipe.shard in ("tp", "fsdp"))
 
     def _checked_identity(self, weights: str) -> dict[str, str]:

@@ -115,6 +115,8 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
     if recipe.max_minutes is not None:
         trainer.add_callback(Deadline(limit))
     trainer.add_callback(evaluation)
+    if checkpoint is not None:
+        processes.print(f"resuming from {checkpoint}")
     with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime):
         trainer.train(resume_from_checkpoint=checkpoint)
     if not evaluation.is_finished():

@@ -22,7 +22,8 @@ MOVED = {  # old module -> name -> new module
         "DFlashHead": "specdec.heads.dflash.head",
         "load": "specdec.heads.loading",
     },
-    "specdec.chat": {"Chat": "specdec.cli.chat_session"},
+    "specdec.chat": {"Chat": "specdec"},
+    "specdec.cli.chat_session": {"Chat": "specdec"},
     "specdec.diagnosis": {"Diagnosis": "specdec.evaluation.diagnosis"},
     "specdec.doctor": {"diagnose": "specdec.evaluation.doctor"},
     "specdec.eagle3": {

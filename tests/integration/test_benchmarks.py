@@ -21,6 +21,7 @@ from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_
 from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, spread, summarise
 from benchmarks.regression import (
+    kernels,
     long_prompts,
     lookups,
     overhead,
@@ -35,6 +36,7 @@ from specdec.evaluation.methods import PLAIN, Method
 from specdec.heads.eagle3.checkpoint import load
 from specdec.heads.eagle3.export import save
 from specdec.models.compat import ASSISTED_STATIC
+from specdec.models.kernels.launch import available
 from specdec.training.evaluate import accepted_lengths
 from specdec.training.initialization.eagle3 import initialize
 from tests.support.tiny import randomised
@@ -687,3 +689,17 @@ class TestTeacherForcing:
         assert first.exit_code == 0, first.output
         assert first.stdout == again.stdout
         assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(QUESTIONS)
+
+
+@pytest.mark.slow
+def test_kernels_against_modules():
+    """Every case runs and differs in few last bits; a case that fails is a row that says so."""
+    pytest.importorskip("triton")
+    if not available(torch.device("cpu")):
+        pytest.skip("Triton compiles its kernels here")
+    result = CliRunner().invoke(kernels.app, ["--small"])
+    assert result.exit_code == 0, result.output
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.output.splitlines() if "|" in line][2:]
+    assert len(rows) == 2 * (5 + 5 + 6)
+    assert all(float(row[3]) < 0.01 and float(row[4].rstrip("%")) < 1 for row in rows)
+    assert result.output.count("DecoderLayer") == 3

@@ -1,5 +1,7 @@
 """The pages: links lead somewhere, Python blocks run, commands exist, notebooks are whole, the site builds."""
 
+import copy
+import inspect
 import json
 import re
 import shlex
@@ -32,7 +34,7 @@ FENCED = re.compile(r"^```.*?^```|^    .*?$|`[^`\n]*`", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"^    (specdec .*?)(?:\s{2,}#.*)?$", re.M)
 WITH_PYTHON = [  # a head's card shows how to use the head, which belongs to one model
-    page for page in PAGES if "heads" not in page.parts and BLOCK.search(page.read_text(encoding="utf-8"))
+    page for page in PAGES if not page.is_relative_to(ROOT / "heads") and BLOCK.search(page.read_text(encoding="utf-8"))
 ]
 MOST_BYTES = 400_000  # of a notebook with its pictures
 
@@ -110,7 +112,7 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
         "torch": torch,
         "model": target,
         "draft_model": tiny.model("llama", seed=1),
-        "tokenizer": tokenizer,
+        "tokenizer": with_chat_template(tokenizer),
         "inputs": tiny.prompts(9),
         "whisper": encoded.model("whisper"),
         "input_features": encoded.inputs("whisper")["input_features"],
@@ -123,6 +125,13 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
         exec(compile(block, f"a block of {name(page)}", "exec"), names)
     if pyplot is not None:
         pyplot.close("all")
+
+
+def with_chat_template(tokenizer):
+    """A copy of the tokenizer, as one that was tuned for conversations."""
+    copied = copy.deepcopy(tokenizer)
+    copied.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return copied
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -182,8 +191,8 @@ def test_every_integration_of_the_readme_is_tested_and_every_test_is_in_the_read
         assert f"def {function}" in text
 
 
-def test_the_readme_is_read_in_ten_minutes():
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1000
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 800
 
 
 def test_every_public_name_is_on_the_api_page():
@@ -196,7 +205,6 @@ def test_every_public_name_is_on_the_api_page():
         "specdec.heads.eagle3.export.save",
         "specdec.training.recipe.Recipe",
         "specdec.training.run.train",
-        "specdec.cli.chat_session.Chat",
         "specdec.cli.streamer.ColourStreamer",
         "specdec.cli.server.serve",
         "specdec.evaluation.bench.bench",
@@ -207,6 +215,8 @@ def test_every_public_name_is_on_the_api_page():
         module, _, last = name.rpartition(".")
         found = import_module(name) if name == "specdec.evaluation.plots" else getattr(import_module(module), last)
         assert found.__doc__, name
+        first = " ".join(inspect.getdoc(found).partition("\n\n")[0].split())
+        assert f"| `{name}` | {first} |" in page  # for readers of the file, where directives are not expanded
 
 
 @pytest.mark.slow

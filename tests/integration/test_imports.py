@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 import pytest
 
 import specdec
-from docs.structure import INNER_ORDERS, ORDER, PACKAGE, PURPOSES, arrows, imports_of, picture, violations
+from docs.structure import INNER_ORDERS, ORDER, PACKAGE, PURPOSES, arrows, imports_of, main, picture, violations
 
 
 def test_no_import_goes_upwards():
@@ -42,6 +42,14 @@ def test_the_picture_shows_every_arrow():
     drawn = picture(counts)
     assert all(f"<title>{importer} imports {imported}<" in drawn for importer, imported in counts)
     assert (PACKAGE.parent / "docs" / "images" / "structure.svg").read_text() == drawn, "run `make structure`"
+
+
+def test_an_option_is_no_file_to_draw_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["--help"], ["a.svg", "b.svg"]):
+        with pytest.raises(SystemExit, match="usage"):
+            main(arguments)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_no_file_imports_itself_through_others():

@@ -57,7 +57,7 @@ def test_docstrings_name_their_subject():
 
 def test_identifiers_use_the_fields_words():
     found = set()
-    for path in (path for path in FILES if "specdec" in path.parts):
+    for path in (path for path in FILES if path.is_relative_to(ROOT / "specdec")):
         for name in identifiers(path):
             for word in re.findall(r"[a-z]+|[A-Z][a-z]*", name):
                 if word.lower() in WORDS and name != "watch":

@@ -22,7 +22,7 @@ def test_notebook_runs(notebook, monkeypatch):
         pytest.importorskip("lm_eval")
     downloaded = (cache_folder() / weights.DRAFT / "config.json").exists()
     if f'MODEL = \\"{weights.DRAFT}\\"' in source and not downloaded:
-        pytest.skip(f"needs {weights.DRAFT}, which `make demo SMALL=1` downloads")
+        pytest.skip(f"needs {weights.DRAFT}, which `make demo` downloads")
     monkeypatch.setenv("TQDM_DISABLE", "1")
     result = nb_run.NotebookRun(notebook, SECONDS).execute()
     assert result.error is None, result.error.trace

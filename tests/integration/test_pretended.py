@@ -8,6 +8,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from specdec import NgramProposer, SpeculativeGenerator
+from specdec.models.draft_attention import with_draft_attention
 from tests.support import launches, pretend, tiny
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu" or torch.cuda.is_available(), reason="pytest --device pretend")
@@ -93,6 +94,23 @@ def test_a_proposer_of_ones_own_on_either_device(where):
     target, given = launches.models()[0], launches.prompts(3)
     spec = SpeculativeGenerator(target, Elsewhere(), draft_length=4, on_unsupported="error")
     assert written(spec.generate, False, **given) == written(target.generate, False, **given)
+
+
+def test_attention_to_drafts_launches_less_per_layer():
+    """Keys and values are not copied for each query head. torch's conversions of masks are not counted."""
+    ids = torch.ones(1, 5, dtype=torch.long, device="cuda")
+
+    def launched(layers, changed):
+        mask = torch.ones(1, 1, 5, 5, dtype=torch.bool, device="cuda")
+        model = changed(tiny.model("llama", num_hidden_layers=layers))
+        with torch.no_grad(), pretend.ledger() as book:
+            model(ids, attention_mask=mask, use_cache=False)
+        return book.count("launches")
+
+    def per_layer(changed):
+        return (launched(6, changed) - launched(2, changed)) / 4
+
+    assert per_layer(with_draft_attention) == per_layer(lambda model: model) - 1
 
 
 def written(generate, sampling, **kwargs):

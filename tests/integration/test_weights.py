@@ -187,11 +187,11 @@ def test_too_little_memory_is_said_before_the_download(shop, tmp_path, monkeypat
 def test_the_large_model_points_to_the_small_one(tmp_path, monkeypatch):
     monkeypatch.setattr(room, "free_disk", lambda folder: 0)
     monkeypatch.setattr(room, "available_memory", lambda: 0)
-    with pytest.raises(room.NoRoom, match="of disk .* and .* of memory.*make demo SMALL=1"):
+    with pytest.raises(room.NoRoom, match="of disk .* and .* of memory.*make demo`, without PAIR=1"):
         weights.require_room([weights.TARGET, weights.DRAFT], tmp_path)
     with pytest.raises(room.NoRoom) as error:
         weights.require_room([weights.DRAFT], tmp_path)
-    assert "SMALL" not in str(error.value)
+    assert "PAIR" not in str(error.value)
 
 
 def test_room_for_two_models_is_that_of_one_after_the_other(tmp_path, monkeypatch):

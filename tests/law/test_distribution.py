@@ -32,8 +32,9 @@ from specdec import (
 )
 from specdec.engine import draft_session
 from specdec.models.hidden_states import FINAL
-from specdec.proposers.pacing.estimates import BUCKETS, DraftCost, Estimates, PassCost
+from specdec.proposers.pacing.estimates import DraftCost, Estimates
 from specdec.proposers.pacing.pacer import Pacer
+from specdec.proposers.pacing.pass_cost import BUCKETS, PassCost
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.teacher.target_logits import TargetLogits
 from tests.support import blocks, eagle3, naive, tiny
@@ -289,14 +290,14 @@ class Free(Estimates):
 
     draft_step = 0.0
 
-    def observe_pace(self, seconds: float, new_tokens: float) -> None:
+    def observe_pace(self, cost: float, new_tokens: float) -> None:
         pass
 
 
 class Flat(PassCost):
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(BUCKETS, (1.0, self.FAMILIAR)))
-        self._to_level = 0
+        self.known = True
 
     def observe(self, size: int, seconds: float) -> None:
         pass

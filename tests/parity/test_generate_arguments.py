@@ -942,10 +942,10 @@ class Saying(Proposer):
     [
         (lambda c: c.chain([1, 2, 3]), TypeError, "one list of tokens for each of the 2 rows, got .1, 2, 3."),
         (lambda c: [[1, 2]], TypeError, "Saying.propose must return a DraftTree, got list"),
-        (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
-        (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64"),
+        (lambda c: c.chain([[10**7], [1]]), ValueError, "token outside of the target's vocabulary of 64: 10000000"),
+        (lambda c: c.chain([[-5], [1]]), ValueError, "token outside of the target's vocabulary of 64: -5"),
         (lambda c: DraftTree.root_only(c.root[:1]), ValueError, "returned 1 rows of 1 nodes for a batch of 2 rows"),
-        (lambda c: tree(c, [-1, 0], token=64), ValueError, "Saying.propose drafted a token outside of the target's"),
+        (lambda c: tree(c, [-1, 0], token=64), ValueError, "Saying.propose drafted a token outside of .* of 64: 64"),
         (lambda c: tree(c, [-1, 0, 3, 0]), ValueError, "a node before its parent"),
         (lambda c: tree(c, [0, 0, 1, 2]), ValueError, "the root's is -1"),
         (lambda c: tree(c, [-1, -1, 1, 2]), ValueError, "whose parent is padding"),

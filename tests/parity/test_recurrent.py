@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
-from specdec.models.cache import linear_recurrence, recurrent_states
+from specdec.models.cache import recurrent_passes, recurrent_states
 from specdec.models.capability import probe
 from specdec.models.compat import CACHE, cache_in
 from tests.support import families, fuzz, tiny
@@ -144,8 +144,8 @@ def test_a_state_that_is_off_by_one_shows(name, fault, monkeypatch):
 
         monkeypatch.setattr(recurrent_states, "Taken", short)
     else:
-        slid = linear_recurrence.slid
-        monkeypatch.setattr(linear_recurrence, "slid", lambda line, by, width: slid(line, (by - 1).clamp(min=0), width))
+        slid = recurrent_passes.slid
+        monkeypatch.setattr(recurrent_passes, "slid", lambda line, by, width: slid(line, (by - 1).clamp(min=0), width))
     model = tiny.model(name)
     assert "wrong by" in probe(model).reason
 

@@ -6,13 +6,11 @@ import copy
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
-import specdec
 from specdec import (
     BlockProposer,
     DraftModelProposer,
@@ -27,13 +25,14 @@ from specdec.engine.loop import Loop
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.mtp.head import MtpHead
-from specdec.models import cuda_graphs, static_forward
+from specdec.models import static_forward
 from specdec.models.runner import ModelRunner
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.initialization.mtp import initialize_mtp
 from tests.support import blocks, eagle3, pretend, tiny
 
 OUTSIDE, TARGET, DRAFT = "outside", "target", "draft"  # of the models; the target's pass; the draft's own passes
+COMPARISON = "comparison"  # of a compiled pass with the plain one, once per size
 PROPOSERS = ("ngram", "draft chain", "eagle3 chain", "eagle3 tree", "block chain", "block tree", "mtp chain", "hybrid")
 LENGTH = 5  # tokens drafted per round, where that is set
 LARGE = DynamicTree(depth=8, top_k=8, size=60)
@@ -100,10 +99,8 @@ def counted(spec: SpeculativeGenerator, **kwargs: Any) -> list[pretend.Ledger]:
 
 
 def settled(books: list[pretend.Ledger]) -> list[pretend.Ledger]:
-    """The rounds in which no CUDA graph was captured: a capture waits for the device."""
-    package = Path(specdec.__file__).parent
-    making = tuple(str(Path(module.__file__).relative_to(package)) for module in (cuda_graphs, static_forward))
-    return [book for book in books if not any(place.startswith(making) for _, _, place in book.waits)]
+    """The rounds in which no CUDA graph was captured and no compiled pass was compared with the plain one."""
+    return [book for book in books if not book.captures and not book.count("waits", COMPARISON)]
 
 
 def replaying(books: list[pretend.Ledger], name: str) -> list[pretend.Ledger]:
@@ -138,15 +135,17 @@ def _in_regions(books: list[pretend.Ledger]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(Loop, "_round", in_round))
         stack.enter_context(patch.object(ModelRunner, "_forward", in_pass))
-        for name in ("forward", "fuse", "logits", "append_kv"):
-            stack.enter_context(patch.object(Eagle3Head, name, _in_draft(getattr(Eagle3Head, name))))
+        compared = _in_region(COMPARISON, static_forward._distance)
+        stack.enter_context(patch.object(static_forward, "_distance", compared))
+        for name in ("forward", "fuse", "logits", "append_kv", "rotation"):
+            stack.enter_context(patch.object(Eagle3Head, name, _in_region(DRAFT, getattr(Eagle3Head, name))))
         yield
 
 
-def _in_draft(method: Any) -> Any:
+def _in_region(name: str, method: Any) -> Any:
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with pretend.region(DRAFT):
+        with pretend.region(name):
             return method(*args, **kwargs)
 
     return wrapped

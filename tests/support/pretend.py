@@ -2,7 +2,7 @@
 
     pretend.install()                                # once per process, before the first tensor goes to "cuda"
     with pretend.ledger() as book: spec.generate(ids.to("cuda"))
-    book.waits, book.launches, book.uploads          # Counters by (what, region, "file.py:line")
+    book.waits, book.launches, book.uploads, book.captures      # Counters by (what, region, "file.py:line")
 
 A CPU build has no kernels for CUDA tensors, so a Python function may be registered as all of them. It runs each
 operation on the CPU tensors inside of its arguments. Mixing devices raises as on CUDA. What makes the host wait there
@@ -56,9 +56,10 @@ class Ledger:
     waits: Counter = field(default_factory=Counter)
     launches: Counter = field(default_factory=Counter)
     uploads: Counter = field(default_factory=Counter)
+    captures: Counter = field(default_factory=Counter)
 
     def count(self, kind: str, *regions: str) -> int:
-        """Of "waits", "launches" or "uploads", in these regions; without any: in all."""
+        """Of "waits", "launches", "uploads" or "captures", in these regions; without any: in all."""
         return sum(times for (_, where, _), times in getattr(self, kind).items() if not regions or where in regions)
 
 
@@ -95,9 +96,10 @@ def region(name: str) -> Iterator[None]:
 
 
 def _book(kind: str, what: str) -> None:
-    if _capturing() is not None:
-        if kind == "launches":
+    if (graph := _capturing()) is not None:
+        if kind in ("launches", "captures"):
             return
+        graph.spoiled = True
         raise RuntimeError(f"operation not permitted while a graph is captured: {what}")
     for book in list(_ledgers):
         getattr(book, kind)[what, getattr(_here, "region", ""), _place()] += 1
@@ -133,6 +135,9 @@ class Pretended(torch.Tensor):
 
     def tolist(self):
         return self.cpu().tolist()
+
+    def data_ptr(self):
+        return self.carried.data_ptr()
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"Pretended({self.carried!r})"
@@ -281,6 +286,7 @@ class Event:
         self._before: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def record(self, stream: Any = None) -> None:
+        self.device = (stream or _current_stream()).device
         self._at, self._over = now(), False
         self._before = list(_on_their_way)
         _events.append(self)
@@ -332,6 +338,7 @@ class CUDAGraph:
     def __init__(self) -> None:
         self.steps: list[tuple[Any, Any, Any, Any]] = []
         self.neighbours: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()  # of its pool, itself among them
+        self.spoiled = False
 
     def take(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self.steps.append((func, args, kwargs, result))
@@ -342,6 +349,28 @@ class CUDAGraph:
             for made in _tensors(result):
                 if made.untyped_storage().data_ptr() not in embeddings and made.dtype != torch.bool:
                     made.fill_(float("nan") if made.is_floating_point() else -RUBBISH >> 20)
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        """Only one capture at a time, on a stream of its own: on the default stream it is an error."""
+        if not _one_at_a_time.acquire(blocking=False):
+            raise RuntimeError("another capture is under way")
+        if _current_stream() is _default_streams.get(_device()):
+            _one_at_a_time.release()
+            raise RuntimeError("CUDA graphs must be captured on a non-default stream")
+        if pool is not None:
+            self.neighbours = _pools.setdefault(pool, weakref.WeakSet())
+            self.neighbours.add(self)
+        _book("captures", "begins")
+        self.stream = _current_stream()
+        _here.graph = self
+
+    def capture_end(self) -> None:
+        """As on a device, an operation that was not permitted makes the end of its capture an error as well."""
+        graph, _here.graph = _here.graph, None
+        _one_at_a_time.release()
+        if graph.spoiled:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        graph.spoil()
 
     def replay(self) -> None:
         _book("launches", "replay")
@@ -370,18 +399,56 @@ def _capturing() -> CUDAGraph | None:
     return getattr(_here, "graph", None)
 
 
+_one_at_a_time = threading.Lock()
+
+
+# Devices and streams
+
+
+class Stream:
+    """`torch.cuda.Stream`: work is done at once, so that it only tells where work would go."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = _device(device)
+
+    def wait_stream(self, other: Stream) -> None:
+        pass
+
+
+def _device(given: Any = None) -> torch.device:
+    """The device that is meant, the thread's current one by default."""
+    if given is None or torch.device(given).index is None:
+        return torch.device("cuda", getattr(_here, "device", 0))
+    return torch.device(given)
+
+
 @contextmanager
-def _capture(graph: CUDAGraph, pool: object = None, capture_error_mode: str = "global") -> Iterator[None]:
-    _synchronize()
-    if pool is not None:
-        graph.neighbours = _pools.setdefault(pool, weakref.WeakSet())
-        graph.neighbours.add(graph)
-    _here.graph = graph
+def _current_device(device: Any) -> Iterator[None]:
+    before, _here.device = getattr(_here, "device", 0), _device(device).index
     try:
         yield
     finally:
-        _here.graph = None
-    graph.spoil()
+        _here.device = before
+
+
+def _current_stream(device: Any = None) -> Stream:
+    """The stream of the innermost `torch.cuda.stream` of this thread on the device, or the device's default stream."""
+    device = _device(device)
+    mine = [stream for stream in getattr(_here, "streams", ()) if stream.device == device]
+    return mine[-1] if mine else _default_streams.setdefault(device, Stream(device))
+
+
+_default_streams: dict[torch.device, Stream] = {}
+
+
+@contextmanager
+def _on_stream(stream: Stream) -> Iterator[None]:
+    _here.streams = [*getattr(_here, "streams", ()), stream]
+    try:
+        with _current_device(stream.device):
+            yield
+    finally:
+        _here.streams = _here.streams[:-1]
 
 
 # Generators: the pretended device's numbers are the CPU's
@@ -429,7 +496,7 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("there is a real CUDA device here: nothing is pretended beside it")
     _lend_guard()
-    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")`: made on the CPU, then copied
+    in_this_thread()
     torch.__future__.set_swap_module_params_on_conversion(True)
     kernels, factories = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     _libraries.extend((kernels, factories))
@@ -444,14 +511,24 @@ def install() -> None:
     cuda.manual_seed_all = lambda seed: None  # `torch.manual_seed` sees to the CPU's
     cuda.synchronize = accelerator.synchronize = _synchronize
     cuda.Event = Event
-    cuda.CUDAGraph, cuda.graph, cuda.graph_pool_handle = CUDAGraph, _capture, object
-    cuda.current_device = lambda: 0
+    cuda.CUDAGraph, cuda.graph_pool_handle = CUDAGraph, object
+    cuda.is_current_stream_capturing = lambda: _capturing() is not None
+    cuda.Stream, cuda.stream, cuda.current_stream, cuda.device = Stream, _on_stream, _current_stream, _current_device
+    cuda.mem_get_info = lambda device=None: (60 * 2**30, 80 * 2**30)
+    cuda.memory_reserved = cuda.memory_allocated = lambda device=None: 0
+    cuda.empty_cache = lambda: None
+    cuda.current_device = lambda: _device().index
     cuda.get_device_name = lambda device=None: "pretended"
     cuda.get_device_capability = lambda device=None: (9, 0)
     torch.nn.functional.scaled_dot_product_attention = _attention
     torch.Generator = Generator
     torch.Tensor.pin_memory = lambda self, device=None: _pin(self)
     torch.Tensor.is_pinned = lambda self, device=None: _pinned(self)
+
+
+def in_this_thread() -> None:
+    """Set what torch keeps per thread: `torch.tensor(..., device="cuda")` is made on the CPU, then copied."""
+    torch._C._set_only_lift_cpu_tensors(True)
 
 
 def _made(factory: Any, *args: Any, **kwargs: Any) -> Any:

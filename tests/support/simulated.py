@@ -5,7 +5,7 @@ Owns the simulated machine, its texts and its proposers. Seconds are in passes o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -18,6 +18,7 @@ from specdec.proposers.hybrid import HybridProposer
 from specdec.proposers.lookup.base import LIKELY, kind_of
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
+from tests.support.slowdowns import quiet
 
 # A target pass over n tokens, recorded: on two cores with AVX2 (float32, its products transposed, bfloat16), two
 # with AVX-512 BF16, a GPU that is never full, and a machine that works in powers of two.
@@ -50,16 +51,16 @@ class Clock:
     """What pacing sees of the time: with a machine's noise. exact: without."""
 
     machine: Machine
-    now: float = 0.0
     exact: float = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+    @property
+    def now(self) -> float:
+        return self.machine.now
 
     def spend(self, seconds: float) -> float:
         """Returns what was seen."""
         seen = self.machine.noisy(seconds)
-        self.exact, self.now = self.exact + seconds, self.now + seen
+        self.exact += seconds
         return seen
 
 
@@ -144,7 +145,9 @@ class Machine:
     reading: float = 0.0
     looking: float = 0.0
     noise: float = 0.03
+    slowdown: Callable[[float], float] = quiet
     random: Random = field(default_factory=lambda: Random(1))
+    now: float = 0.0
 
     def seconds(self, tokens: int) -> float:
         sizes = sorted(self.table)
@@ -155,10 +158,12 @@ class Machine:
         return self.table[sizes[-1]] * tokens / sizes[-1]
 
     def noisy(self, seconds: float) -> float:
-        if not self.noise:
-            return seconds
-        slow = 3.0 if self.random.random() < 0.005 else 1.0
-        return seconds * slow * max(0.5, self.random.gauss(1, self.noise))
+        """Seconds that work takes now, by a machine that other programs use."""
+        if self.noise:
+            slow = 3.0 if self.random.random() < 0.005 else 1.0
+            seconds *= self.slowdown(self.now) * slow * max(0.5, self.random.gauss(1, self.noise))
+        self.now += seconds
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -343,8 +348,9 @@ def decode(
     *,
     prompt: int = 40,
     length: int | None = None,
+    sizes: list[int] | None = None,
 ) -> float:
-    """Seconds of one call after its prefill; without a proposer, of plain decoding."""
+    """Seconds of one call after its prefill; without a proposer, of plain decoding. sizes: gets each pass's nodes."""
     if proposer is None:
         return (len(text) - 1) * machine.seconds(1)
     clock, pacer, place = Clock(machine), Pacer(length, estimates), 0
@@ -356,12 +362,14 @@ def decode(
         draft: Any = proposer.propose(Context(text, place, pacer, machine, clock, prompt))  # type: ignore[arg-type]
         drafting = clock.now - start
         clock.spend(machine.seconds(draft.size))
+        if sizes is not None:
+            sizes.append(draft.size)
         accepted = min(draft.accepted, len(text) - 2 - place)
-        pacer.observe_drafting(drafting)
+        pacer.observe_passes(draft.size, drafting, clock.now - start - drafting)
         proposer.observe(draft, SimpleNamespace(), [accepted])  # type: ignore[arg-type]
         if draft.keys:
             pacer.observe_confidence(draft.keys, accepted)
-        pacer.observe_round(draft.size, 1, drafting, clock.now - start, 1 + accepted)
+        pacer.observe_round(draft.size, 1, 1 + accepted)
         place += 1 + accepted
     return clock.exact
 
@@ -384,14 +392,17 @@ def speedups(
     prompt: int = 40,
     noise: float = 0.03,
     looking: float = 0.0,
+    slowdown: Callable[[float], float] = quiet,
     estimates: Estimates | None = None,
+    sizes: list[int] | None = None,
 ) -> list[float]:
     """Of each call over plain decoding, one after the other in one process."""
     make, step = KINDS[kind]
-    machine = Machine(TABLES[table], step, 0.08 * step if step else 0.0, looking, noise)
+    machine = Machine(TABLES[table], step, 0.08 * step if step else 0.0, looking, noise, slowdown)
     proposer, estimates = make(), estimates or Estimates()
     return [
-        decode(None, t, machine, estimates) / decode(proposer, t, machine, estimates, length=length, prompt=prompt)
+        decode(None, t, machine, estimates)
+        / decode(proposer, t, machine, estimates, length=length, prompt=prompt, sizes=sizes)
         for t in texts
     ]
 

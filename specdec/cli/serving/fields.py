@@ -43,7 +43,7 @@ SHARED = {
     "stream_options": honoured("`include_usage`; only with `stream`"),
     "n": honoured(f"1 to {MAX_CHOICES}: choice i is generated with seed + i, one after the other"),
     "seed": honoured(
-        "the text is that of `generate()` after `torch.manual_seed(seed)`. Default: `--seed`, else random"
+        "in float32, the text is that of `generate()` after `torch.manual_seed(seed)`. Default: `--seed`, else random"
     ),
     "temperature": honoured("0 to 2: 0 is greedy. Default: the model's generation config"),
     "top_p": honoured("0 to 1, where the model samples"),

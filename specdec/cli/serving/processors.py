@@ -24,7 +24,7 @@ class Penalties(LogitsProcessor):
         tensor([[-2.,  0.,  0.]])
     """
 
-    stateless = True  # the result depends on the arguments only: may be called at any node of a draft
+    stateless = True  # a row's result depends on its arguments only: may be called at any node of a draft
 
     def __init__(self, prompt_length: int, frequency: float = 0.0, presence: float = 0.0):
         self.prompt_length, self.frequency, self.presence = prompt_length, frequency, presence

@@ -15,7 +15,7 @@ from specdec.engine.records import Records
 from specdec.engine.transcript import Transcript
 from specdec.models.cache.ragged_rows import pads_of_part
 from specdec.models.compat import CACHE, pad_token
-from specdec.models.encoder import EncoderOutputs
+from specdec.models.encoder import EncoderOutputs, encoder_outputs_of
 from specdec.models.introspection import device_of
 from specdec.models.output import Output, joined
 from specdec.models.positions import counts_positions
@@ -45,6 +45,23 @@ class Call:
     model_kwargs: dict[str, Any]
     encoder_outputs: EncoderOutputs | None
     text_kwargs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Any = None,
+        inputs_tensor: Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Call:
+        """The call of a `custom_generate` callable, by the names of its arguments; inputs_tensor: the encoder's."""
+        read = encoder_outputs_of(model, input_ids, inputs_tensor, model_kwargs)
+        return cls(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, *read)
 
     @property
     def samples(self) -> bool:

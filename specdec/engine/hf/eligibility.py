@@ -141,14 +141,15 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return capability.message(f"{type(model).__name__} in a batch")
     unknown = NodeProcessors(processors).unknown
     if unknown and not (uses_target_choices and len(input_ids) == 1):
-        why = (
-            "in a batch, whose rows grow at different speeds"
+        why, remedy = (
+            ("in a batch, whose rows grow at different speeds", "pass one prompt per call")
             if uses_target_choices
-            else "under a rule that needs the scores of all nodes"
+            else ("under a rule that needs the scores of all nodes", 'use rule="coupled"')
         )
         return (
-            f"{unknown[0]} may follow the text with a state of its own, so it cannot be called on drafts {why}: set "
-            "its attribute `stateless` to True if its result depends on its arguments only"
+            f"{unknown[0]} may follow the text with a state of its own, as a grammar's does, so it cannot be called on "
+            f"drafts {why}: {remedy}, or set its attribute `stateless` to True if its scores of a row depend on that "
+            "row's text and scores only"
         )
     return None
 

@@ -208,7 +208,10 @@ def problem(
     if have and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
         return f"{CACHE} holds recurrent states only, from which the number of tokens cannot be read"
     if have >= columns:
-        crop = f", or crop the cache: {CACHE}.crop(-{have - columns + 1})"
+        crop = (
+            f", or, if these tokens begin the text that the cache holds, {CACHE}.crop(-{have - columns + 1}). After an "
+            "edit crop it to the tokens that both texts begin with, as specdec.Chat does"
+        )
         return (
             f"{CACHE} holds {have} tokens, but the text has only {columns}: no new token is left to read. Pass the "
             f"whole conversation as input_ids{'' if states else crop}"

@@ -96,6 +96,7 @@ class Eagle3Head(StateHead):
         positions: Tensor,
         visible: Visible,
         cache: Cache | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Run one pass over n tokens per row.
 
@@ -106,11 +107,12 @@ class Eagle3Head(StateHead):
             visible: (B, n, slots) bool, the cache slots that each token attends to. A BlockMask selects flex
                 attention. None is causal attention over these n tokens.
             cache: keys and values of earlier tokens. Those of this pass are appended.
+            rotation: `rotation` of the positions, if it is known.
 
         Returns:
             Features (B, n, H), for `logits` and for the next pass.
         """
-        rotation = self.rotation(embeds, positions)
+        rotation = self.rotation(embeds, positions) if rotation is None else rotation
         if self.config.version == 1:
             h = self.fc(torch.cat([embeds, features], -1))
             h = self.layers[0](h, rotation, visible, cache)

@@ -40,7 +40,6 @@ class ParallelRunner(BlockDrafts, HeadRunner):
         assert head.mask_hidden is not None
         tokens = torch.full((rows, n), head.config.mask_token_id, device=device)
         features = self._fused(head.mask_hidden).expand(rows, n, -1)
-        ancestors = torch.ones(rows, n, n, dtype=torch.bool, device=device).tril()
-        visible_slots = self.place_draft(torch.arange(n, device=device).expand(rows, -1), ancestors)
+        visible_slots = self.place_draft(torch.arange(n, device=device).expand(rows, -1))
         h = self._pass(tokens, features, visible_slots, sees_all=False)
         return self._logits(h)

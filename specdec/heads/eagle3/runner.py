@@ -64,15 +64,17 @@ class HeadRunner(CachedRows):
         return self._logits(self._last)
 
     @torch.no_grad()
-    def grow(self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor, chain: bool) -> Tensor:
+    def grow(
+        self, tokens: Tensor, parents: Tensor | None, depth: Tensor, ancestors: Tensor | None, chain: bool
+    ) -> Tensor:
         """Run the head over n drafted nodes after the rows and the M nodes already pending.
 
         Args:
             tokens: (B, n) int64.
             parents: (B, n) int64, index of each node's parent among the pending nodes. Its output is the node's
                 feature. None for the last pending node, or the last known token if there is none.
-            depth: (B, M + n) int64, depth of all nodes.
-            ancestors: (B, n, M + n) bool, the nodes that each new node attends to.
+            depth: (B, M + n) int64, depth of all nodes; of a chain also of those to come.
+            ancestors: (B, n, M + n) bool, the nodes that each new node attends to. Not needed for a chain.
             chain: whether all nodes form a chain.
 
         Returns:
@@ -81,17 +83,18 @@ class HeadRunner(CachedRows):
         assert self._last is not None
         n = tokens.shape[1]
         device = self.head.device
-        if parents is None or self._pending_features is None:
+        if chain or parents is None or self._pending_features is None:
             before = self._last if self._pending_features is None else self._pending_features[:, -1:]
             features = before.expand(-1, n, -1)
         else:
             index = parents.to(device)[..., None].expand(-1, -1, self._last.shape[-1])
             features = self._pending_features.gather(1, index)
         sees_all = not self.sized and self.sees_all(n, chain)
-        visible_slots = self.place_draft(depth.to(device), ancestors.to(device))
+        seen = None if chain or ancestors is None else ancestors.to(device)
+        visible_slots = self.place_draft(depth.to(device), seen, n)
         h = self._pass(tokens, features, visible_slots, sees_all)
         pending = self._pending_features
-        self._pending_features = h if pending is None else torch.cat([pending, h], 1)
+        self._pending_features = h if chain or pending is None else torch.cat([pending, h], 1)
         return self._logits(h)
 
     def drop_draft(self) -> None:
@@ -119,7 +122,9 @@ class HeadRunner(CachedRows):
         unmasked = causal or (sees_all and self.head.device.type != "cpu")
         visible = None if unmasked else visible_slots.visible(span).expand(len(tokens), -1, -1)
         embeds = self.embeddings.embedded(tokens, self.head)
-        return self._fast(embeds, features, visible_slots.positions, visible, self.cache)
+        cos, sin = visible_slots.once("rotation", lambda placed: self._fast.rotation(embeds, placed.positions))
+        rotation = cos[:, visible_slots.part], sin[:, visible_slots.part]
+        return self._fast(embeds, features, visible_slots.positions, visible, self.cache, rotation)
 
     def _logits(self, h: Tensor) -> Tensor:
         if self.lm_head is None:

@@ -98,7 +98,14 @@ class MtpRunner:
 
     @torch.no_grad()
     def grow(
-        self, tokens: Tensor, n: int, parents: Tensor | None, depth: Tensor, seen: Tensor, level: int, chain: bool
+        self,
+        tokens: Tensor,
+        n: int,
+        parents: Tensor | None,
+        depth: Tensor,
+        seen: Tensor | None,
+        level: int,
+        chain: bool,
     ) -> Tensor:
         """Run a layer over the newest n nodes of a draft, or over all M nodes if it has not run in this draft yet.
 
@@ -106,8 +113,8 @@ class MtpRunner:
             tokens: (B, M) int64, all nodes without the root.
             n: number of the newest nodes.
             parents: (B, n) int64, index of each new node's parent. None for the node before, or the root.
-            depth: (B, M) int64, depth of all nodes.
-            seen: (B, n, M) bool, the nodes that each new node attends to.
+            depth: (B, M) int64, depth of all nodes; of a chain also of those to come.
+            seen: (B, n, M) bool, the nodes that each new node attends to. None for a chain.
             level: level of the new nodes, 1 for the root's children.
             chain: whether all nodes form a chain.
 
@@ -118,8 +125,9 @@ class MtpRunner:
         device = self.head.device
         above = torch.full_like(tokens[:, :n], M - n) if parents is None else parents + 1
         self._parents = above.to(device) if self._parents is None else torch.cat([self._parents, above.to(device)], 1)
-        seen = seen.to(device)
-        self._seen = seen if self._seen is None else torch.cat([pad(self._seen, (0, n)), seen], 1)
+        if seen is not None:
+            seen = seen.to(device)
+            self._seen = seen if self._seen is None else torch.cat([pad(self._seen, (0, n)), seen], 1)
         k = min(level, len(self.layers) - 1)
         fresh = level == k  # this layer has not run in this draft yet
         source, run = (k - 1, M) if fresh else (k, n)
@@ -127,7 +135,8 @@ class MtpRunner:
         index = self._parents[:, M - run :, None].expand(-1, -1, outputs.shape[-1])
         embeds = self._embedded(tokens[:, M - run :])
         x = self.head.layers[k].fused(embeds, outputs.gather(1, index))
-        out = self.layers[k].grow(x, depth, self._seen[:, M - run :], chain=chain, embedded=True).features
+        seen = None if self._seen is None else self._seen[:, M - run :]
+        out = self.layers[k].grow(x, depth, seen, chain=chain, embedded=True).features
         assert out is not None
         self._drafted[k] = out if fresh else torch.cat([self._drafted[k], out], 1)
         return apply_lm_head(self.head.lm_head, out[:, -n:])

@@ -47,6 +47,7 @@ class Slots:
     def __init__(self, window: int | None, sized: bool = False):
         self.window, self.sized = window, sized
         self.count = 0
+        self.part = slice(None)  # of the placed tokens, those that the pass runs
         self._slots: dict[torch.device, tuple[Tensor, slice, Tensor]] = {}
         self.buffers: dict[int, list[Tensor]] = {}  # keys and values by layer, (B, heads, count, dim) each
         self.indexed: dict[int, list[Tensor]] = {}  # indexer keys by layer, one (B, 1, count, D) each
@@ -65,7 +66,7 @@ class Slots:
     ) -> None:
         """Set the slots of the next pass, see `SpeculativeCache.place`; ahead: tokens that a row may be rolled back."""
         self._lengths, self._pending, self._order, self._pads, self._n = lengths, pending, order, pads, count
-        self._base, self._slots = base, {}
+        self._base, self._slots, self.part = base, {}, slice(None)
         end = max(lengths) + pending + count
         # A long prefill is not stored whole: its tokens see one another outside the buffer, which keeps the last ones.
         self._passing = not draft and self.window is not None and count > self._spare
@@ -77,9 +78,9 @@ class Slots:
             self._resize(self._roomy(needed))
         self._end = self.count if self.sized and draft else min(end, self.count)
 
-    def reserve(self, lengths: Sequence[int], more: int) -> None:
+    def reserve(self, lengths: Sequence[int], more: int, end: int) -> None:
         self._lengths, self._pending = lengths, 0
-        needed = max(lengths) + more
+        needed = max(max(lengths) + more, end)
         if self.window is not None:
             needed = min(needed, self.window - 1 + max(self._spare, more))
         if needed > self.count:
@@ -100,7 +101,7 @@ class Slots:
     def slots(self, device: torch.device) -> Tensor:
         """Slots (B, n) int64 that this pass writes."""
         assert self._order is not None
-        return self._placed(self._order, device)[2]
+        return self._placed(self._order, device)[2][:, self.part]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if layer not in self.buffers:
@@ -124,7 +125,8 @@ class Slots:
         """Write `states` to their slots; return the part of the buffer that attention sees."""
         first = (self._lengths[0] + self._pending) % self.count
         if self._order is not None:
-            buffer[self._placed(self._order, states.device)] = states.transpose(1, 2)
+            rows, dims, slots = self._placed(self._order, states.device)
+            buffer[rows, dims, slots[:, self.part]] = states.transpose(1, 2)
         elif first + self._n <= self.count:
             buffer[:, :, first : first + self._n] = states
         else:
@@ -214,6 +216,14 @@ class Slots:
                     ours[layer] = [states.new_zeros(*shape, states.shape[3]) for states in buffers]
                 for buffer, states in zip(ours[layer], buffers, strict=True):
                     buffer[row, :, slots] = states[0, :, held]
+
+    def take_over(self, other: Slots) -> None:
+        """Take over the buffers of `other`, emptied; it has none afterwards."""
+        self.count, self.buffers, self.indexed = other.count, other.buffers, other.indexed
+        other.count, other.buffers, other.indexed = 0, {}, {}
+        for buffers in self.all_buffers:
+            for buffer in buffers:
+                buffer.zero_()  # a value that is not finite would reach the tokens that do not see it
 
     def keep(self, rows: Sequence[int]) -> None:
         for buffers in self.all_buffers:

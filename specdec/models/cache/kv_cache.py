@@ -74,15 +74,30 @@ class SpeculativeCache(Cache):
         if not draft:
             self.states.place_known(pads, count, self.lengths)
 
-    def reserve(self, more: int) -> None:
-        """Allocate slots for `more` tokens per row. Until these are used, buffers keep their addresses."""
+    def run_part(self, part: slice) -> None:
+        """Let the next pass run only these of the placed tokens."""
         for kind in self._kinds.values():
-            kind.reserve(self.lengths, more)
+            kind.part = part
+
+    def reserve(self, more: int, end: int = 0) -> None:
+        """Allocate slots for `more` tokens per row, and at least `end`. Until these are used, buffers stay in place."""
+        for kind in self._kinds.values():
+            kind.reserve(self.lengths, more, end)
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Number of slots per kind of layers."""
         return tuple(kind.count for kind in self._kinds.values())
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of all buffers: a captured pass is valid for these alone."""
+        return tuple(buffer.data_ptr() for kind in self._kinds.values() for held in kind.all_buffers for buffer in held)
+
+    def take_over(self, other: SpeculativeCache) -> None:
+        """Take over the buffers of an earlier cache for the same model and batch size; it has none afterwards."""
+        for span, kind in self._kinds.items():
+            kind.take_over(other._kinds[span])
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object

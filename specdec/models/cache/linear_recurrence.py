@@ -15,81 +15,10 @@ advances over them without another pass.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sees:
-    """Nodes that each of n new nodes sees, among M waiting ones and the new ones.
-
-    Attributes:
-        nodes: (B, n, M + n) bool, a node's ancestors and itself.
-        last: (B, n) int64, the last waiting node that it sees, -1 for none; None if M is 0.
-    """
-
-    nodes: Tensor
-    last: Tensor | None
-
-    @cached_property
-    def new(self) -> Tensor:
-        """Mask (B, 1, n, n) float32 of the new nodes that each new node sees."""
-        n = self.nodes.shape[1]
-        return self.nodes[:, None, :, -n:].float()
-
-    @cached_property
-    def hidden(self) -> Tensor:
-        """Mask (B, 1, n, M + n, 1) bool of the nodes that each new node does not see."""
-        return ~self.nodes[:, None, ..., None]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Nodes among M waiting ones that states take, and nodes that keep waiting. Computed once for all layers.
-
-    Attributes:
-        nodes: (B, M) bool, the nodes of a path; all False for a row whose state stays.
-        path: (B, D) int64, the same nodes in order, padded with arbitrary ones.
-        last: (B,) int64, last node of the path, -1 for none.
-        waiting: (B, R) int64, nodes after the path that keep waiting, in order, padded with arbitrary ones.
-        idle: True if the state of some row may stay.
-    """
-
-    nodes: Tensor
-    path: Tensor
-    last: Tensor
-    waiting: Tensor
-    idle: bool = True
-    _columns: dict[int, Tensor] = field(default_factory=dict)
-
-    def columns(self, width: int) -> Tensor:
-        """Return the columns (B, width + R) int64 to keep of a line: a window's `width` inputs, then all nodes' inputs.
-
-        The first `width` columns are the new window, the others the inputs of nodes that keep waiting.
-        """
-        if width not in self._columns:
-            window = torch.arange(width, device=self.path.device).expand(len(self.path), -1)
-            kept = slid(torch.cat([window, width + self.path], 1)[:, None], self.nodes.sum(1), width)[:, 0]
-            self._columns[width] = torch.cat([kept, width + self.waiting], 1)
-        return self._columns[width]
-
-    @cached_property
-    def end(self) -> Tensor:
-        """Last node taken, (B, 1, 1, 1) int64; arbitrary if there is none."""
-        return self.last.clamp(min=0)[:, None, None, None]
-
-    @cached_property
-    def some(self) -> Tensor:
-        """Mask (B, 1, 1, 1) bool of the rows that take any node."""
-        return (self.last >= 0)[:, None, None, None]
-
-    @cached_property
-    def left(self) -> Tensor:
-        """Mask (B, 1, M, 1) bool of the nodes that are not taken."""
-        return ~self.nodes[:, None, :, None]
+from specdec.models.cache.recurrent_passes import Drafted, Taken
 
 
 class Recurrence:
@@ -104,35 +33,31 @@ class Recurrence:
         self.state, self.turned = state, turned
         self.drop()
 
-    def empty(self, batch_size: int) -> Recurrence:
-        """Return zero states of `batch_size` rows."""
-        return Recurrence(_zeros(self.state, batch_size), self.turned)
-
     def drop(self) -> None:
         """Drop all waiting nodes."""
         self._keys: Tensor | None = None  # (B, H, M, K)
         self._values: Tensor | None = None  # (B, H, M, V), u in the module's docstring
         self._decay: Tensor | None = None  # (B, H, M, G), c in the module's docstring; G is 1 or K
 
-    def read(self, sees: Sees, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None):
+    def read(self, step: Drafted, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor | None):
         """Return the outputs (B, H, n, V) of n new nodes, each after its own update; the nodes then wait.
 
         Args:
-            sees: nodes that each new node sees.
+            step: the pass over these nodes.
             query: (B, H, n, K) float32.
             key: (B, H, n, K) float32.
             value: (B, H, n, V), u in the module's docstring; v there if `beta` is given.
             log_decay: (B, H, n, G), g in the module's docstring.
             beta: (B, H, n, 1), of a delta rule.
         """
-        if sees.nodes.shape[1:] == (1, 1):
+        if step.nodes.shape[1:] == (1, 1):
             return self._read_one(query, key, value, log_decay, beta)
-        state, M = self._upright, sees.nodes.shape[-1] - key.shape[2]
-        decay = sees.new @ log_decay
-        if sees.last is not None:
-            decay = decay + _at(self._decay, sees.last)
+        state, M = self._upright, step.before
+        decay = step.new @ log_decay
+        if step.last is not None:
+            decay = decay + _at(self._decay, step.last)
         keys, decays = _joined(self._keys, key), _joined(self._decay, decay)
-        between = (decay[:, :, :, None] - decays[:, :, None]).masked_fill_(sees.hidden, -torch.inf)
+        between = (decay[:, :, :, None] - decays[:, :, None]).masked_fill_(step.hidden, -torch.inf)
         between, since = between.exp_(), decay.exp()  # (B, H, n, M + n, G), (B, H, n, G)
         if beta is not None:
             overlap = beta * _products(key, keys, between)
@@ -186,24 +111,20 @@ class Scan:
         self.state = state  # (B, I, S)
         self.drop()
 
-    def empty(self, batch_size: int) -> Scan:
-        return Scan(_zeros(self.state, batch_size))
-
     def drop(self) -> None:
         self._after: Tensor | None = None  # (B, M, I, S)
 
-    def read(self, sees: Sees, query: Tensor, decay: Tensor, added: Tensor) -> Tensor:
+    def read(self, step: Drafted, query: Tensor, decay: Tensor, added: Tensor) -> Tensor:
         """Return (B, n, I): products of `query` (B, n, S) and the state after each node.
 
         A node's state is decay * its parent's state + added; decay and added are (B, n, I, S).
         """
-        B, n = decay.shape[:2]
-        M = sees.nodes.shape[-1] - n
+        (B, n), M = decay.shape[:2], step.before
         states = decay.new_empty(B, 1 + M + n, *decay.shape[2:])  # first the one before all nodes
         states[:, 0] = self.state
         if self._after is not None:
             states[:, 1 : 1 + M] = self._after
-        rows, parents = torch.arange(B, device=decay.device), _parents(sees.nodes, M)
+        rows, parents = torch.arange(B, device=decay.device), _parents(step.nodes, M)
         for i in range(n):
             states[:, 1 + M + i] = decay[:, i] * states[rows, parents[:, i]] + added[:, i]
         self._after = states[:, 1:]
@@ -215,60 +136,6 @@ class Scan:
         after = self._after[rows, taken.last.clamp(min=0)]
         self.state = torch.where((taken.last >= 0)[:, None, None], after, self.state.to(after))
         self._after = self._after[rows[:, None], taken.waiting] if taken.waiting.shape[1] else None
-
-
-class Window:
-    """Last inputs (B, C, W) of a layer's causal convolution, and the inputs of its waiting nodes."""
-
-    def __init__(self, state: Tensor):
-        self.state = state
-        self.drop()
-
-    def empty(self, batch_size: int) -> Window:
-        return Window(_zeros(self.state, batch_size))
-
-    def drop(self) -> None:
-        self._line: Tensor | None = None  # (B, C, W + M)
-
-    @property
-    def latest(self) -> Tensor:
-        """Last W inputs (B, C, W), including those of waiting nodes, which must form one path in order."""
-        line = self.state if self._line is None else self._line
-        return line[..., -self.state.shape[-1] :]
-
-    def extend(self, inputs: Tensor) -> Tensor:
-        """Append the inputs (B, C, n) of new nodes, which then wait; return all inputs (B, C, W + M + n)."""
-        self._line = torch.cat([self.state if self._line is None else self._line, inputs], -1)
-        return self._line
-
-    def take(self, taken: Taken) -> None:
-        assert self._line is not None
-        width = self.state.shape[-1]
-        line = _columns(self._line, taken.columns(width))
-        self.state = line[..., :width]
-        self._line = line if taken.waiting.shape[1] else None
-
-
-def slid(line: Tensor, by: Tensor, width: int) -> Tensor:
-    """Return `width` columns of each row of `line` (B, C, T), from column `by` (B,) on."""
-    return _columns(line, by[:, None] + torch.arange(width, device=line.device))
-
-
-def paths(nodes: Tensor, window: int, width: int) -> Tensor:
-    """Index the last `width` inputs of each node in a line of a window and all nodes: (B, n, width) int64.
-
-    Args:
-        nodes: (B, n, M) bool, each node's ancestors and itself.
-        window: number of inputs before the nodes, at least `width`.
-        width: inputs per output of the convolution.
-    """
-    B, n, M = nodes.shape
-    count = nodes.sum(-1, keepdim=True)
-    place = width - count + nodes.cumsum(-1) - 1  # index among the last `width` inputs, negative if too far back
-    place = torch.where(nodes & (place >= 0), place, width)
-    index = window - width + count + torch.arange(width + 1, device=nodes.device)  # inputs from the window
-    node = (window + torch.arange(M, device=nodes.device)).expand(B, n, M)
-    return index.clamp(max=window - 1).scatter(2, place, node)[..., :width]
 
 
 def _parents(nodes: Tensor, M: int) -> Tensor:
@@ -299,12 +166,3 @@ def _at(decay: Tensor | None, nodes: Tensor) -> Tensor:
 def _picked(states: Tensor, nodes: Tensor) -> Tensor:
     """Gather states (B, H, M, D) at nodes (B, n): (B, H, n, D)."""
     return states.gather(2, nodes[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
-
-
-def _columns(line: Tensor, columns: Tensor) -> Tensor:
-    """Gather the columns (B, n) of line (B, C, T): (B, C, n)."""
-    return line.gather(2, columns[:, None].expand(-1, line.shape[1], -1))
-
-
-def _zeros(state: Tensor, batch_size: int) -> Tensor:
-    return state.new_zeros(batch_size, *state.shape[1:])

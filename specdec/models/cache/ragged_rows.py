@@ -6,9 +6,10 @@ text, or over *draft nodes*, which may be rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.utils.device_copies import uploaded
+
+MOST_AHEAD = 2**14  # slots of all rows that are allocated before they are needed
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,12 @@ class VisibleSlots:
         cache: the cache that they are placed in.
         positions: (B, n) int64, positions of the tokens.
         base: (B, 1) int64, the rows' lengths; (1, 1) if all are equal.
-        depth: (B, M + n) int64, see `CachedRows.place_draft`; None for known tokens, which see all tokens before them.
+        depth: (B, M + n) int64, see `CachedRows.place_draft`. None for known tokens and for a chain, which see all
+            tokens before them.
         ancestors: (B, n, M + n) bool, likewise.
         alone: True if plain causal attention over these tokens gives the same result, sliding windows aside.
+        whole: all nodes of a chain that were placed together with these, if passes run them one by one.
+        part: these nodes among them.
     """
 
     cache: SpeculativeCache
@@ -37,9 +44,27 @@ class VisibleSlots:
     depth: Tensor | None = None
     ancestors: Tensor | None = None
     alone: bool = False
+    whole: VisibleSlots | None = None
+    part: slice = field(default_factory=lambda: slice(None))
+    _made: dict[Hashable, Any] = field(default_factory=dict)  # by `once`
+
+    def once(self, name: Hashable, made: Callable[[VisibleSlots], Made]) -> Made:
+        """Compute something for all nodes that were placed together, once; `part` selects those of this pass."""
+        if self.whole is None:
+            return made(self)  # not kept, since masks of prompts are large
+        if name not in self.whole._made:
+            self.whole._made[name] = made(self.whole)
+        return self.whole._made[name]
+
+    def nodes(self, part: slice) -> VisibleSlots:
+        """Some of the nodes, which a pass runs."""
+        return VisibleSlots(self.cache, self.positions[:, part], self.base, whole=self, part=part)
 
     def visible(self, span: Span) -> Tensor:
         """Mask (B, n, S) bool over the slots that layers of this span read. No intermediate is larger."""
+        return self.once(span, lambda placed: placed._visible(span))[:, self.part]
+
+    def _visible(self, span: Span) -> Tensor:
         here = self.positions[..., None]
         if self.depth is None or self.ancestors is None:
             seen = self.held(span)[:, None] <= here
@@ -90,6 +115,7 @@ class CachedRows:
 
     sized = False
     device_lengths: Tensor | None = None
+    _chain: VisibleSlots | None = None  # placed as a whole by the first of the passes over its nodes
 
     def __init__(self, spans: Sequence[Span] = (Span(),)) -> None:
         self.spans = spans
@@ -152,35 +178,60 @@ class CachedRows:
         try:
             yield
         finally:
-            self.device_lengths, self.pending = None, 0
+            self.device_lengths, self._chain, self.pending = None, None, 0
 
     def place_draft(
-        self, depth: Tensor, ancestors: Tensor, chain: bool = False, count: int | None = None
+        self, depth: Tensor, ancestors: Tensor | None = None, width: int | None = None, count: int | None = None
     ) -> VisibleSlots:
         """Place n draft nodes after the rows and after the M nodes already pending. They are pending from now on.
 
         Args:
-            depth: (B, M + n) int64, depth of the pending and the new nodes: position = length + depth.
-            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included.
-            chain: all nodes form one path in order, in every row.
+            depth: (B, M + n) int64, depth of the pending and the new nodes: position = length + depth. Of a chain also
+                of nodes to come.
+            ancestors: (B, n, M + n) bool, nodes that each new node sees, itself included. None if all nodes form one
+                path in order, in every row.
+            width: n. None: all nodes that are not pending.
             count: number of these nodes that count; the others only fill up the pass. None: all.
         """
-        n = ancestors.shape[1]
+        start, n = self.pending, depth.shape[1] - self.pending if width is None else width
+        self.pending += n if count is None else count
+        if self.device_lengths is None or ancestors is not None:
+            return self._placed(depth[:, : start + n], ancestors, start)
+        if not start:
+            self._chain = self._placed(depth, None, 0)
+        assert self._chain is not None
+        self.cache.run_part(slice(start, start + n))
+        return self._chain.nodes(slice(start, start + n))
+
+    def _placed(self, depth: Tensor, ancestors: Tensor | None, pending: int) -> VisibleSlots:
+        """Place the nodes after the `pending` ones, see `place_draft`."""
+        n = depth.shape[1] - pending
         together = self.aligned and not self.sized
         if self.device_lengths is None:
             base = uploaded(self.lengths[:1] if together else self.lengths, depth.device)[:, None]
         else:
             base = self.device_lengths
-        order = None if together else base + self.pending + torch.arange(n, device=depth.device)
-        self.cache.place(base, self.pending, order, [0] * len(depth), n, draft=True)
-        self.cache.states.place_draft(ancestors, chain, self.lengths, self.cache.floors)
-        placed = VisibleSlots(self.cache, base + depth[:, self.pending :], base, depth, ancestors)
-        self.pending += n if count is None else count
-        return placed
+        order = None if together else base + torch.arange(pending, pending + n, device=depth.device)
+        self.cache.place(base, pending, order, [0] * len(depth), n, draft=True)
+        if self.cache.states.parts:
+            path = torch.ones(len(depth), n, pending + n, dtype=torch.bool, device=depth.device).tril(pending)
+            seen, chain = (path, True) if ancestors is None else (ancestors, False)
+            self.cache.states.place_draft(seen, chain, self.lengths, self.cache.floors)
+        positions = base + depth[:, pending:]
+        return VisibleSlots(self.cache, positions, base, None if ancestors is None else depth, ancestors)
 
-    def reserve(self, more: int) -> Hashable:
-        """Allocate slots for `more` tokens per row, which replayed passes cannot do; return the buffers' sizes."""
-        self.cache.reserve(more)
+    def reserve(self, more: int, left: Sequence[int] | None = None) -> Hashable:
+        """Allocate slots, which replayed passes cannot do; return the buffers' sizes.
+
+        Args:
+            more: tokens that the next passes write to each row.
+            left: tokens by which each row may still grow in this call. Slots for all of them are allocated at once, up
+                to `MOST_AHEAD`: with buffers of another size passes would have to be captured again.
+        """
+        end = 0
+        if left is not None:
+            end = max(length + tokens for length, tokens in zip(self.lengths, left, strict=True)) + more
+        self.cache.reserve(more, min(end, MOST_AHEAD // max(1, len(self.lengths))))
         return self.cache.sizes
 
     def replayed(self, growth: Sequence[int], pending: int) -> None:

@@ -6,61 +6,24 @@ using what the layers computed for each node (`linear_recurrence`). No weight is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from specdec.models.cache.linear_recurrence import Recurrence, Scan, Sees, Taken, Window, paths, slid
+from specdec.models.cache.buffers import as_column
+from specdec.models.cache.convolution_window import Window
+from specdec.models.cache.linear_recurrence import Recurrence, Scan
+from specdec.models.cache.recurrent_passes import Drafted, Known, Taken
 
 R = TypeVar("R", Recurrence, Scan)
+P = TypeVar("P", Window, Recurrence | Scan)
 Place = tuple[int, int]  # a layer and the index of its state
 Part = tuple[int, int, int]  # also the index of a part of the state: Zamba's layers read one part per head
-
-
-@dataclass(frozen=True)
-class Known:
-    """Pass over n known tokens. The first `pads[b]` of row b are padding, which must not change a state."""
-
-    pads: Sequence[int]
-
-    def real(self, x: Tensor) -> Tensor | None:
-        """Mask (B, T) bool of the tokens of x (B, T, ...) that are not padding; None if there is no padding."""
-        if not any(self.pads):
-            return None
-        return torch.arange(x.shape[1], device=x.device) >= _column(self.pads, x.device)
-
-    def turned(self, x: Tensor, back: bool = False) -> Tensor:
-        """Rotate x (B, C, T) so that padding comes last; `back`: so that it comes first again."""
-        pads = _column(self.pads, x.device)
-        return _in_order(x, (torch.arange(x.shape[-1], device=x.device) + (-pads if back else pads)) % x.shape[-1])
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """Pass over n draft nodes after M waiting ones.
-
-    Attributes:
-        nodes: (B, n, M + n) bool, nodes that each new node sees.
-        before: M.
-        straight: all nodes form one path in order, in each row.
-    """
-
-    nodes: Tensor
-    before: int
-    straight: bool
-
-    @cached_property
-    def sees(self) -> Sees:
-        if not self.before:
-            return Sees(self.nodes, None)
-        seen = self.nodes[..., : self.before] * torch.arange(1, self.before + 1, device=self.nodes.device)
-        return Sees(self.nodes, seen.amax(-1) - 1)
 
 
 class States:
@@ -115,10 +78,9 @@ class States:
             self.settle(lengths, floors)
         held = max(self._waiting)
         if held:
-            real = torch.arange(held, device=ancestors.device) < _column(self._waiting, ancestors.device)
+            real = torch.arange(held, device=ancestors.device) < as_column(self._waiting, ancestors.device)
             ancestors = torch.cat([real[:, None].expand(-1, ancestors.shape[1], -1), ancestors], -1)
-        before = held + self._pending
-        self._pass = Drafted(ancestors, before, chain and len(set(self._waiting)) == 1)
+        self._pass = Drafted(ancestors, chain and len(set(self._waiting)) == 1)
         self._pending = ancestors.shape[-1] - held
 
     def commit(self, source: Tensor | None) -> None:
@@ -156,7 +118,7 @@ class States:
         else:
             chosen = self._chosen.to(device)
         chosen = (held + chosen).expand(len(self._waiting), -1)
-        own = _column(self._waiting, device)
+        own = as_column(self._waiting, device)
         column = torch.arange(held + chosen.shape[1], device=device)
         behind = chosen.gather(1, (column - own).clamp(0, chosen.shape[1] - 1))
         return torch.where(column < own, column, behind)
@@ -164,7 +126,7 @@ class States:
     def _taken(self, taken: Sequence[int], rest: int) -> Taken:
         """Take the first `taken[b]` waiting nodes of each row's path; at most `rest` nodes keep waiting."""
         device, count = self.parts[0].state.device, max(self._waiting) + self._pending
-        line, many = self._line(device), _column(taken, device)
+        line, many = self._line(device), as_column(taken, device)
         column = torch.arange(count, device=device)
         if line is None:
             line, last, nodes = column.expand(len(taken), -1), many[:, 0] - 1, column < many
@@ -202,17 +164,8 @@ class States:
         inputs = inputs[:, None] if inputs.dim() == 2 else inputs
         if place not in self.windows:
             self.windows[place] = Window(inputs.new_zeros(*inputs.shape[:2], width))
-        self._window, window = place, self.windows[place]
-        if isinstance(self._pass, Drafted):
-            return window.extend(inputs)
-        n = inputs.shape[-1]
-        if not any(self._pass.pads):
-            line = torch.cat([window.state, inputs], -1)
-            window.state = line[..., n:].contiguous()
-            return line
-        line = torch.cat([window.state, self._pass.turned(inputs)], -1)
-        window.state = slid(line, n - _column(self._pass.pads, line.device)[:, 0], window.state.shape[-1])
-        return line
+        self._window = place
+        return self.windows[place].read(self._pass, inputs)
 
     def convolved(self, line: Tensor, width: int, native: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply a layer's convolution to the inputs that `convolve` returned.
@@ -225,17 +178,7 @@ class States:
         Returns:
             (B, C, >= n). The last n columns are the outputs of the new tokens.
         """
-        step = self._pass
-        if isinstance(step, Known):
-            if not any(step.pads):
-                return native(line)
-            n = line.shape[-1] - self.windows[self._window].state.shape[-1]
-            return step.turned(native(line)[..., -n:], back=True)
-        if step.straight:
-            return native(line)
-        # The inputs of all nodes are concatenated, `width` for each, so every `width`-th output is a node's.
-        index = paths(step.nodes, self.windows[self._window].state.shape[-1], width).flatten(1)  # (B, n * K)
-        return native(_in_order(line, index))[..., width - 1 :: width]
+        return self.windows[self._window].convolved(self._pass, line, width, native)
 
     def ask(self, place: Place) -> None:
         """Called when a layer is about to read its recurrent state."""
@@ -318,12 +261,12 @@ class States:
         self._at[row] = other._at[0]
         for place, window in other.windows.items():
             if place not in self.windows:
-                self.windows[place] = window.empty(len(self._at))
+                self.windows[place] = _zeros_like(window, len(self._at))
             self.windows[place].state[row] = window.state[0]
         self._dims |= other._dims
         for part, memory in other.memories.items():
             if part not in self.memories:
-                self.memories[part] = memory.empty(len(self._at))
+                self.memories[part] = _zeros_like(memory, len(self._at))
             self.memories[part].state[row] = memory.state[0]
 
     @property
@@ -340,9 +283,8 @@ def passing_states() -> States | None:
     return _passing.get()
 
 
-def _column(numbers: Sequence[int], device: torch.device | None) -> Tensor:
-    return torch.tensor(list(numbers), device=device)[:, None]
-
-
-def _in_order(line: Tensor, columns: Tensor) -> Tensor:
-    return line.gather(2, columns[:, None].expand(-1, line.shape[1], -1))
+def _zeros_like(part: P, batch_size: int) -> P:
+    """A part of the same kind with zero states of `batch_size` rows; `part` has no waiting nodes."""
+    other = copy.copy(part)
+    other.state = part.state.new_zeros(batch_size, *part.state.shape[1:])
+    return other

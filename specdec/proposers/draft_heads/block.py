@@ -19,7 +19,6 @@ from specdec.heads.loading import load
 from specdec.heads.medusa import MedusaHeads, MedusaRunner
 from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.head_proposer import HeadProposer
-from specdec.proposers.draft_models.acceptance_estimates import bin_of
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -90,9 +89,8 @@ class BlockProposer(HeadProposer):
     def deepest(self, pacer: Pacer) -> int:
         return min(super().deepest(pacer), self.drafted)
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
-        return logits.to(stepped.tokens.device)
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        return self.runner.logits_after(stepped.levels, stepped.newest, stepped.parents)
 
     @property
     def widest_pass(self) -> int:
@@ -107,13 +105,14 @@ class BlockProposer(HeadProposer):
         """Record the reading of one more token out of the block, which needs no pass."""
         context.pacer.observe_read_out(seconds + building if context.host_sync_is_free else 0.0)
 
-    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
+    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, k: int) -> tuple[Tensor, Tensor]:
         """See `HeadProposer`. Without a Markov head, all nodes of a depth have the same children."""
+        n = logits.shape[1]
         if n == 1 or self.runner.block.markov is not None or not context.call.processors.read_scores_alone:
-            return super()._children(context, logits, stepped, n, k)
-        tokens, log_probs = super()._children(context, logits[:, :1], stepped, 1, k)
+            return super()._children(context, logits, stepped, k)
+        tokens, log_probs = super()._children(context, logits[:, :1], stepped, k)
         return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
         acceptance = self.runner.block.acceptance
-        return super()._confidence(scores, q) if acceptance is None else bin_of(acceptance[:, -1]).to(scores.device)
+        return super()._confidence(scores, q) if acceptance is None else acceptance[:, -1].to(scores.device)

@@ -55,6 +55,5 @@ class Eagle3Proposer(HeadProposer):
     def _runner(self, embeddings: BorrowedEmbeddings, sized: bool) -> HeadRunner:
         return HeadRunner(self.head, embeddings, self._fast, sized)
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.grow(stepped.tokens[:, -n:], parents, stepped.depth, stepped.seen, chain)
-        return logits.to(stepped.tokens.device)
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        return self.runner.grow(stepped.newest, stepped.parents, stepped.depth, stepped.seen, stepped.is_chain)

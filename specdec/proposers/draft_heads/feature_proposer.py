@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
-from specdec.proposers.pacing.pacer import FEW_TOKENS
+from specdec.proposers.draft_models.cuda_graph_drafts import WIDTHS
+from specdec.proposers.pacing.draft_passes import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult
 from specdec.utils.timing import clock
@@ -69,13 +70,21 @@ class FeatureProposer(AutoregressiveProposer):
         # per row, the target's states that are still to be processed, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
 
+    def _lend(self, context: Context) -> None:
+        if self.recordable is not None:
+            super()._lend(context)
+
     def propose(self, context: Context) -> DraftTree:
-        self.sync(context)
+        self._keep_states(context)
         if not any(self._waiting):  # rows that waited for others have no new tokens to draft after
             return DraftTree.root_only(context.root)
         return super().propose(context)
 
     def sync(self, context: Context) -> None:
+        self._captured.forget()
+        self._keep_states(context)
+
+    def _keep_states(self, context: Context) -> None:
         assert context.features is not None
         for b, count in enumerate(context.fresh):
             if count and context.active[b] and context.pacer.limit:
@@ -110,10 +119,17 @@ class FeatureProposer(AutoregressiveProposer):
         )
         # Only the last token is known of a prompt given as embeddings.
         known = all(count <= length for count, length in zip(missing, context.lengths, strict=True))
-        if self.recordable is None or not last or not known or not 0 < max(missing) <= most:
+        if self.recordable is None or not last or not known or not max(missing):
             return None
+        features = context.features
+        assert features is not None
+        if max(missing) > most:  # prompts, of which a captured draft processes the end
+            if min(missing) <= WIDTHS[0]:
+                return None
+            self._read(context, missing, features, max(missing) - WIDTHS[0])
+            features, missing = features[:, -WIDTHS[0] :], [WIDTHS[0]] * len(missing)
         self._waiting = [[] for _ in missing]
-        return missing, context.features
+        return missing, features
 
     def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
         assert self.recordable is not None
@@ -127,19 +143,23 @@ class FeatureProposer(AutoregressiveProposer):
     # Eager drafts
 
     def _catch_up(self, context: Context) -> Tensor:
-        start, B = clock(), context.batch_size
         assert context.features is not None
         states = []
         for b, (parts, known) in enumerate(zip(self._waiting, context.lengths, strict=True)):
             waiting = torch.cat(parts) if len(parts) > 1 else parts[0] if parts else context.features[b, :0]
             states.append(waiting[max(0, len(waiting) - known) :])
         missing = [len(part) for part in states]
-        width = max(missing)
         if all(len(parts) < 2 for parts in self._waiting) and missing == list(context.fresh):
             padded = context.features  # without a copy, since long prompts have large states
         else:
             padded = pad_sequence(states, batch_first=True, padding_side="left")
-        self._waiting = [[] for _ in range(B)]
-        logits = self.follower.extend(context.last_tokens(width), padded, [width - m for m in missing])
-        self._book_pass(context, logits, clock() - start, padded.shape[0] * width if width > FEW_TOKENS else 1)
+        self._waiting = [[] for _ in missing]
+        return self._read(context, missing, padded, max(missing))
+
+    def _read(self, context: Context, missing: Sequence[int], states: Tensor, count: int) -> Tensor:
+        """Process the first `count` columns of the `missing` tokens with their states (B, W, C); logits (B, 1, K)."""
+        start, width = clock(), max(missing)
+        tokens, states = context.last_tokens(width)[:, :count], states[:, -width:][:, :count]
+        logits = self.follower.extend(tokens, states, [width - m for m in missing])
+        self._book_pass(context, logits, clock() - start, tokens.numel() if count > FEW_TOKENS else 1)
         return logits.to(context.tokens.device)

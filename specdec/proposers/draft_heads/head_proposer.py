@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.heads.base import StateHead
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.dflash.runner import DFlashRunner
 from specdec.heads.eagle3.head import Eagle3Head
@@ -24,14 +24,13 @@ from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.hydra.head import HydraHeads
 from specdec.heads.hydra.runner import HydraRunner
 from specdec.heads.medusa import MedusaHeads, MedusaRunner
+from specdec.models.fused_layers import with_fused_layers
 from specdec.models.hidden_states import Taps
 from specdec.models.int8_linear import FEW_TOKENS as FEW_INT8_TOKENS
 from specdec.models.int8_linear import int8_pays, with_int8_linears
 from specdec.models.introspection import decoder_layers, device_of, is_sharded
 from specdec.proposers.context import LARGEST_PADDING, Context
 from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
-from specdec.proposers.draft_models.autoregressive import top_children
-from specdec.proposers.draft_models.draft_nodes import DraftNodes
 from specdec.sampling.dynamic_tree import DynamicTree
 
 Head = Eagle3Head | DFlashHead | MedusaHeads | HydraHeads
@@ -72,10 +71,8 @@ class HeadProposer(FeatureProposer):
             tree = self._tree(DynamicTree().top_k)
         super().__init__(branching=branching, tree=tree, draw=draw)
         self._fast = self.head
-        self._embeddings: WeakKeyDictionary[PreTrainedModel, BorrowedEmbeddings] = (
-            WeakKeyDictionary()
-        )  # by sharded target
-        self._ids: Tensor | None = None  # `known_tokens`, on the device where they were last used
+        # By sharded target
+        self._embeddings: WeakKeyDictionary[PreTrainedModel, BorrowedEmbeddings] = WeakKeyDictionary()
 
     # Implemented by subclasses
 
@@ -101,12 +98,16 @@ class HeadProposer(FeatureProposer):
         self._check_fit(target)
         if self._loaded:
             self.head.to(device_of(target))
+        if isinstance(self.head, StateHead):
+            self.head.move_frequencies()  # now, so that all calls find the same tensors
         if self._automatic and device_of(target).type == "cpu":
             self.tree = self._tree(FEW_INT8_TOKENS)
         if is_sharded(target):
             self._embeddings[target] = BorrowedEmbeddings.by(target, self.head)
         self.taps(target)  # raises if the target has no such layers
         self._fast = with_int8_linears(self.head) if int8_pays(self.head) else self.head
+        if device_of(target).type == "cuda":
+            self._fast = with_fused_layers(self._fast)
 
     def _check_fit(self, target: PreTrainedModel) -> None:
         """Raise ValueError if the head's shape does not fit the target."""
@@ -153,10 +154,10 @@ class HeadProposer(FeatureProposer):
 
     def begin(self, context: Context) -> None:
         assert context.target is not None
-        self._ids = None
         embeddings = self._embeddings.get(context.target) or BorrowedEmbeddings.by(context.target, self.head)
         self.runner = self._runner(embeddings, sized=context.call.recorder is not None)
         self.runner.start(context.batch_size)
+        self._lend(context)
         super().begin(context)
 
     @property
@@ -170,30 +171,3 @@ class HeadProposer(FeatureProposer):
 
     def known_tokens(self) -> Tensor | None:
         return self.head.draft_to_target
-
-    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """See `AutoregressiveProposer`. Works in the draft's vocabulary if no processor reads text or names tokens.
-
-        Processors that suppress end tokens are skipped then: an end token drafted too early is rejected.
-        """
-        ids = self._targets(logits.device)
-        if ids is None or not context.call.processors.fit_any_vocabulary:
-            return super()._children(context, logits, stepped, n, k)
-        scores = context.coupled_scores(context.call.processors.in_any_vocabulary(logits.float()), stepped.levels, ids)
-        tokens, log_probs = top_children(scores, k)
-        return ids[tokens], log_probs
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        ids = self._targets(logits.device)
-        if ids is None:
-            missing = vocab_size - logits.shape[-1]
-            return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
-        full = logits.new_full((*logits.shape[:-1], max(vocab_size, self.head.config.vocab_size)), float("-inf"))
-        return full.index_copy_(-1, ids, logits)[..., :vocab_size]
-
-    def _targets(self, device: torch.device) -> Tensor | None:
-        """The target's ids (K,) int64 of the draft's vocabulary, on this device; None if they are the same."""
-        if self._ids is None or self._ids.device != device:
-            ids = self.head.draft_to_target
-            self._ids = None if ids is None else ids.to(device)
-        return self._ids

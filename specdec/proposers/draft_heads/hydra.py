@@ -60,6 +60,5 @@ class HydraProposer(HeadProposer):
     def deepest(self, pacer: Pacer) -> int:
         return min(super().deepest(pacer), self.head.config.drafted)
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.logits_after(stepped.levels, stepped.tokens[:, -n:], parents)
-        return logits.to(stepped.tokens.device)
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        return self.runner.logits_after(stepped.levels, stepped.newest, stepped.parents)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
@@ -72,6 +71,7 @@ class MtpProposer(FeatureProposer):
         head = self._of(context.target)
         self.runner = MtpRunner(head, sized=context.call.recorder is not None and len(head.layers) == 1)
         self.runner.start(context.batch_size)
+        self._lend(context)
         super().begin(context)
 
     def _of(self, target: PreTrainedModel) -> MtpHead:
@@ -87,12 +87,6 @@ class MtpProposer(FeatureProposer):
         """The runner if there is a single layer: several layers have separate rows, which are not captured."""
         return self.runner if len(self.runner.layers) == 1 else None
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        logits = self.runner.grow(stepped.tokens, n, parents, stepped.depth, stepped.seen, stepped.levels, chain)
-        return logits.to(stepped.tokens.device)
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        missing = vocab_size - logits.shape[-1]
-        if missing <= 0:
-            return logits[..., :vocab_size]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        tokens, n, level = stepped.tokens, stepped.newest.shape[1], stepped.levels
+        return self.runner.grow(tokens, n, stepped.parents, stepped.depth, stepped.seen, level, stepped.is_chain)

@@ -20,18 +20,18 @@ RECENT = 0.3  # weight of the last tree in the moving average
 
 
 def bin_of(chances: Tensor) -> Tensor:
-    """Bins (B,) int64 of probabilities (B,): 1 to CONFIDENCES."""
+    """Bins int64 of probabilities, in their shape: 1 to CONFIDENCES."""
     return 1 + (chances.nan_to_num(0.0) * (CONFIDENCES - 1e-3)).long()
 
 
-def confidence_bins(scores: Tensor, q: Tensor | None) -> Tensor:
-    """The bins (B,) int64 of a draft's confidence in its next token: its top probability.
+def confidence(scores: Tensor, q: Tensor | None) -> Tensor:
+    """The draft's confidence (B,) float32 in its next token: its top probability.
 
     Args:
-        scores: (B, V) float32, log q up to a constant.
-        q: (B, V) float32, the softmax of `scores`; None: computed as far as needed.
+        scores: (B, K) float32, log q up to a constant.
+        q: (B, K) float32, the softmax of `scores`; None: computed.
     """
-    return bin_of(q.amax(-1) if q is not None else (scores.amax(-1) - scores.logsumexp(-1)).exp())
+    return (scores.softmax(-1) if q is None else q).amax(-1)
 
 
 def chances(context: Context, rate: float) -> list[float]:
@@ -41,18 +41,18 @@ def chances(context: Context, rate: float) -> list[float]:
     ]
 
 
-def along_chain(context: Context, before: Sequence[float], confidence_bins: Tensor, drafted: int) -> list[float]:
+def along_chain(context: Context, before: Sequence[float], confidence: Tensor, drafted: int) -> list[float]:
     """The probability of each row that a chain's next token and all before it are accepted.
 
     Args:
         context: the state of the batch.
         before: the probability of each row that all tokens before it are accepted.
-        confidence_bins: (B,) int64, the confidence bins of the next token.
+        confidence: (B,) float32, the confidence in the next token.
         drafted: the number of tokens before it.
     """
     acceptance, rows = context.pacer.acceptance, context.rows
     if context.host_sync_is_free:
-        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in confidence_bins.tolist()]
+        rates = [acceptance.rate(key, prior=key / CONFIDENCES) for key in bin_of(confidence).tolist()]
         context.pacer.observe_expectation(sum(rates[b] for b in rows) / len(rows))
     else:  # recorded after the round, see `record_chain`
         rates = [context.pacer.expected_rate] * context.batch_size

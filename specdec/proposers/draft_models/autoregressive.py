@@ -17,13 +17,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.models.cache.ragged_rows import CachedRows
-from specdec.proposers.base import Proposer
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models import acceptance_estimates
-from specdec.proposers.draft_models.acceptance_estimates import TreeGains
+from specdec.proposers.draft_models.acceptance_estimates import TreeGains, bin_of
 from specdec.proposers.draft_models.cuda_graph_drafts import CapturedDraft
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
+from specdec.proposers.draft_models.draft_scores import DraftScores, top_children
+from specdec.proposers.draft_models.drafter import Drafter
 from specdec.proposers.draft_models.fixed_tree import draw_without_replacement, fitted, top
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.acceptance import sample
@@ -37,7 +37,7 @@ Read = TypeVar("Read")
 Same = TypeVar("Same", bound="AutoregressiveProposer")
 
 
-class AutoregressiveProposer(Proposer):
+class AutoregressiveProposer(Drafter):
     """Drafts by running a model step by step. Without `branching` and `tree`, drafts are chains.
 
     At T = 0 a draft consists of the best tokens of the draft's distribution q, after temperature, top-k and penalties.
@@ -53,8 +53,6 @@ class AutoregressiveProposer(Proposer):
     Raises:
         ValueError: `branching` is empty or has an entry below 1, or both `branching` and `tree` are given.
     """
-
-    paces_itself = True
 
     def __init__(self, *, branching: Sequence[int] | None = None, tree: DynamicTree | None = None, draw: bool = True):
         if branching is not None and (not branching or any(not isinstance(n, int) or n < 1 for n in branching)):
@@ -83,47 +81,25 @@ class AutoregressiveProposer(Proposer):
         """Process the new tokens since the last draft, including the root; logits (B, 1, K) after them."""
 
     @abstractmethod
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        """Run the model over the last n nodes of `stepped`; the others are in its cache. Returns logits (B, n, K)."""
-
-    @abstractmethod
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Map logits (..., K) to the target's vocabulary (..., V), with -inf for tokens the draft does not have."""
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        """Run the model over the n newest nodes; the others are in its cache. Returns logits (B, n, K)."""
 
     def known_tokens(self) -> Tensor | None:
         """The target's token ids that the draft can propose, (K,) int64. None: all."""
         return None
 
-    def deepest(self, pacer: Pacer) -> int:
-        """The largest depth of a draft."""
-        return pacer.limit
-
-    # Implemented by subclasses whose drafts can be captured, see `Drafter`
-
-    @property
-    def rows(self) -> CachedRows:
-        raise NotImplementedError
-
-    @property
-    def widest_pass(self) -> int:
-        return 0
-
-    def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        return None
-
-    def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def count_passes(self, context: Context, depth: int) -> None:
-        for _ in range(depth):
-            context.pacer.launched_draft_pass()
-
     # Drafting
 
     def begin(self, context: Context) -> None:
         super().begin(context)
+        self._scores = DraftScores(self.known_tokens(), context.tokens.device)
         self._gains = TreeGains()
         self._captured = CapturedDraft()
+
+    def _lend(self, context: Context) -> None:
+        """Let the cache of a call take over the buffers of an earlier one, with which drafts are captured."""
+        if context.call.recorder is not None:
+            context.call.recorder.lend("draft", self.rows.cache)
 
     def propose(self, context: Context) -> DraftTree:
         draft = self._proposed(context)
@@ -137,9 +113,6 @@ class AutoregressiveProposer(Proposer):
         chances, left = acceptance_estimates.chances(context, pacer.expected_rate), max(context.budget)
         if limit == 0 or not pacer.may_start(chances, 1, backlog=self._backlog(context), tokens_left=left):
             return DraftTree.root_only(context.root)
-        return self._draft(context, limit)
-
-    def _draft(self, context: Context, limit: int) -> DraftTree:
         draft = self._captured(self, context)
         if draft is None:
             return self.grow_draft(context, self._catch_up(context), limit)
@@ -147,7 +120,6 @@ class AutoregressiveProposer(Proposer):
         return draft
 
     def grow_draft(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
-        """Grow the draft from the logits (B, 1, K) after the roots, down to depth `limit`."""
         if self.drafts_chains(context):
             return self._grow_chain(context, logits, limit)
         if self.branching is not None:
@@ -156,7 +128,6 @@ class AutoregressiveProposer(Proposer):
         return self._grow_dynamic(context, logits, min(limit, self.tree.depth), self.tree)
 
     def drafts_chains(self, context: Context) -> bool:
-        """Return whether to draft chains."""
         return context.chains_only or (self.branching is None and self.tree is None)
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
@@ -194,24 +165,26 @@ class AutoregressiveProposer(Proposer):
     def _grow_chain(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
         pacer = context.pacer
         draw = self.draws_from_q(context)
-        stepped = DraftNodes.none(context.root, context.short_budget(limit))
+        ids = None if draw else self._scores.own_vocabulary(context)
+        stepped = DraftNodes.chain(context.root, context.short_budget(limit), limit)
         drafts: list[Tensor] = []
         probs: list[Tensor] = []
-        confidence_bins: list[Tensor] = []
+        confidence: list[Tensor] = []
         chances = acceptance_estimates.chances(context, 1.0)
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor | None]:
-            scores = self._processed(context, logits, stepped, 1)[:, 0]  # (B, V)
+            scores = self._scores(context, logits, stepped, ids)[:, 0]  # (B, K)
             return scores, scores.softmax(-1) if draw else None
 
         scores, q = read(logits)
         while True:
             if pacer.length is None:
-                confidence_bins.append(self._confidence(scores, q))
-                chances = acceptance_estimates.along_chain(context, chances, confidence_bins[-1], len(drafts))
+                confidence.append(self._confidence(scores, q))
+                chances = acceptance_estimates.along_chain(context, chances, confidence[-1], len(drafts))
             if not pacer.worth(chances, len(drafts)):
                 break
             token = sample(q) if q is not None else scores.max(-1).indices  # (B,)
+            token = token if ids is None else ids[token]
             drafts.append(token)
             if q is not None:
                 probs.append(q)
@@ -219,7 +192,7 @@ class AutoregressiveProposer(Proposer):
             if len(drafts) >= limit or not pacer.worth(onward, len(drafts), draft_steps=1):
                 break
             stepped = stepped.and_then(token[:, None], None)
-            scores, q = self._step_and(read, context, stepped, 1, None, chain=True)
+            scores, q = self._step_and(read, context, stepped)
         if not drafts:
             return DraftTree.root_only(context.root)
         self._stepped = stepped.levels
@@ -228,12 +201,12 @@ class AutoregressiveProposer(Proposer):
             torch.stack(drafts, 1),
             context.short_budget(len(drafts)),
             probs=torch.stack(probs, 1) if probs else None,
-            confidence_bins=torch.stack(confidence_bins[: len(drafts)], 1) if confidence_bins else None,
+            confidence_bins=bin_of(torch.stack(confidence[: len(drafts)], 1)) if confidence else None,
         )
 
     def _confidence(self, scores: Tensor, q: Tensor | None) -> Tensor:
-        """Confidence bins (B,) int64, see `acceptance_estimates.confidence_bins`."""
-        return acceptance_estimates.confidence_bins(scores, q)
+        """The confidence (B,) float32 in the next token, see `acceptance_estimates.confidence`."""
+        return acceptance_estimates.confidence(scores, q)
 
     def _grow_fixed(self, context: Context, logits: Tensor, limit: int, branching: Sequence[int]) -> DraftTree:
         """Grow a tree of the same shape in every row. The shape must not depend on the tokens drawn."""
@@ -245,7 +218,7 @@ class AutoregressiveProposer(Proposer):
         level = [0]  # indices of the nodes whose logits are known
 
         def read(logits: Tensor) -> tuple[Tensor, Tensor]:
-            probs = self._processed(context, logits, stepped, len(level)).softmax(-1)  # (B, n, V)
+            probs = self._scores(context, logits, stepped).softmax(-1)  # (B, n, V)
             width = branching[depth[-1]]
             return probs, draw_without_replacement(probs, width) if draw else top(probs, width)
 
@@ -267,7 +240,7 @@ class AutoregressiveProposer(Proposer):
             if above is not None and stepped.dead is not None:
                 missing = missing | stepped.dead.gather(1, above - (stepped.tokens.shape[1] - stepped.dead.shape[1]))
             stepped = stepped.and_then(tokens[:, first:].clamp(min=0), above, missing)
-            probs, children = self._step_and(read, context, stepped, len(level), above)
+            probs, children = self._step_and(read, context, stepped)
         q = None
         if q_rows:
             leaves = q_rows[0].new_zeros(B, len(level), q_rows[0].shape[-1])
@@ -279,7 +252,7 @@ class AutoregressiveProposer(Proposer):
         """Expand the most probable nodes of each depth, then keep the most probable ones of all depths (EAGLE-2)."""
         pacer = context.pacer
         stepped = DraftNodes.none(context.root, context.short_budget(limit))
-        candidates = Candidates.of_root(*self._children(context, logits, stepped, 1, tree.top_k))
+        candidates = Candidates.of_root(*self._children(context, logits, stepped, tree.top_k))
         for depth in range(1, limit):
             if not pacer.worth(acceptance_estimates.below(context, candidates, depth), depth, draft_steps=1):
                 break
@@ -288,9 +261,8 @@ class AutoregressiveProposer(Proposer):
             if not context.call.processors.read_scores_alone:
                 ruled_out = candidates.scores.gather(1, frontier) == float("-inf")
             stepped = stepped.and_then(candidates.tokens.gather(1, frontier), above, ruled_out)
-            read = partial(self._children, context, stepped=stepped, n=frontier.shape[1], k=tree.top_k)
-            children = self._step_and(read, context, stepped, frontier.shape[1], above)
-            candidates = candidates.expanded(frontier, *children)
+            read = partial(self._children, context, stepped=stepped, k=tree.top_k)
+            candidates = candidates.expanded(frontier, *self._step_and(read, context, stepped))
         best = candidates.ranked(tree.most_nodes - 1, context.short_budget(limit))
         size = self.tree_size(context, tree, best.nodes.shape[1], best)
         if size == 0:
@@ -298,9 +270,11 @@ class AutoregressiveProposer(Proposer):
         notes = {"chances": best.probabilities(), "steps": best.steps(size)}
         return replace(best.tree(context.root, size, levels=limit), notes=notes)
 
-    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int, k: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities (B, n, k) of the most probable children of the n newest nodes."""
-        return top_children(self._processed(context, logits, stepped, n), k)
+    def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, k: int) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities (B, n, k) of the most probable children of the newest nodes."""
+        ids = self._scores.own_vocabulary(context)
+        tokens, log_probs = top_children(self._scores(context, logits, stepped, ids), k)
+        return tokens if ids is None else ids[tokens], log_probs
 
     def tree_size(self, context: Context, tree: DynamicTree, count: int, best: Ranking | None = None) -> int:
         """The number of candidates to verify, out of `count`. best: the candidates, if their values may be read."""
@@ -308,18 +282,11 @@ class AutoregressiveProposer(Proposer):
         return count if fixed else self._gains.size(context, count, best)
 
     def _step_and(
-        self,
-        read: Callable[[Tensor], tuple[Tensor, Read]],
-        context: Context,
-        stepped: DraftNodes,
-        n: int,
-        parents: Tensor | None,
-        *,
-        chain: bool = False,
+        self, read: Callable[[Tensor], tuple[Tensor, Read]], context: Context, stepped: DraftNodes
     ) -> tuple[Tensor, Read]:
         """Run `_step`, apply `read` to its logits (B, n, K), and record the time of both."""
         start = clock()
-        logits = self._step(stepped, n, parents, chain)
+        logits = self._step(stepped).to(context.tokens.device)
         passed = clock()
         out = read(logits)
         self._book_step(context, logits, passed - start, clock() - passed)
@@ -337,33 +304,3 @@ class AutoregressiveProposer(Proposer):
             context.pacer.observe_draft_pass(seconds, tokens, building)
         else:
             context.pacer.launched_draft_pass(tokens)
-
-    def _processed(self, context: Context, logits: Tensor, stepped: DraftNodes, n: int) -> Tensor:
-        """Apply the call's processors to logits (B, n, K) of the n newest nodes, or of the root if there are none."""
-
-        def texts() -> list[list[Tensor]]:
-            so_far = [context.tokens[b, : context.ends[b]] for b in range(context.batch_size)]
-            if stepped.tokens.shape[1] == 0:
-                return [[text] for text in so_far]
-            return [
-                [torch.cat([text, stepped.tokens[b, seen]]) for seen in stepped.seen[b]]
-                for b, text in enumerate(so_far)
-            ]
-
-        full = self._full(logits, context.vocab_size)
-        try:
-            scores = context.call.processors(full, texts, stepped.dead)
-        except Exception:  # plain decoding may never reach this text; if it does, verification raises the error
-            scores = full.float()
-        if context.call.processors.processors:
-            # If the processors allow none of the draft's tokens, any token will do: it is going to be rejected.
-            nothing = (scores == float("-inf")).all(-1, keepdim=True)
-            scores = scores.masked_fill(nothing, 0.0)
-        return context.coupled_scores(scores, stepped.levels)
-
-
-def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k most probable entries of scores (..., K): indices and log-probabilities, (..., k) each."""
-    top = scores.topk(min(k, scores.shape[-1]), -1)
-    log_probs = top.values - scores.logsumexp(-1, keepdim=True)
-    return top.indices, log_probs.nan_to_num(nan=float("-inf"), neginf=float("-inf"))  # a processor gave +inf

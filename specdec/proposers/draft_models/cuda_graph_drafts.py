@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from specdec.models.cache.ragged_rows import CachedRows
+from specdec.models.draft_attention import skips_empty_slots
 from specdec.proposers.context import Context
+from specdec.proposers.draft_models.drafter import Drafter
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
@@ -27,53 +27,6 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24)  # depths that are captured when the dra
 WIDTHS = (8, 16)  # padded numbers of new tokens per row that a captured draft processes first
 
 
-class Drafter(Protocol):
-    """Methods of an `AutoregressiveProposer` that a captured draft calls."""
-
-    tree: DynamicTree | None
-
-    @property
-    def rows(self) -> CachedRows:
-        """The cached rows of the drafting model or head."""
-
-    @property
-    def widest_pass(self) -> int:
-        """Cache slots that one pass writes after the text, if more than the draft's nodes: a block's size."""
-
-    def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
-        """Take each row's number of unprocessed tokens, and the target's states (B, W, C) for them, left-padded.
-
-        They count as processed afterwards. None if there are more than `most`, or if the draft cannot be captured.
-        """
-
-    def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
-        """Process tokens (B, W) after the rows, whose lengths are `device_lengths`; logits (B, 1, K) after them.
-
-        Args:
-            tokens: (B, W) int64, row b left-padded by pads[b].
-            states: (B, W, C), the target's states for the tokens; None for a draft model.
-            pads: (B, 1) int64.
-        """
-
-    def grow_draft(self, context: Context, logits: Tensor, limit: int) -> DraftTree:
-        """Grow the draft from the logits (B, 1, K) after the roots, down to depth `limit`."""
-
-    def drafts_chains(self, context: Context) -> bool:
-        """Return whether to draft chains."""
-
-    def draws_from_q(self, context: Context) -> bool:
-        """Return whether tokens are drawn, which is not captured."""
-
-    def deepest(self, pacer: Pacer) -> int:
-        """The largest depth of a draft."""
-
-    def tree_size(self, context: Context, tree: DynamicTree, count: int) -> int:
-        """The number of candidates to verify, out of `count`."""
-
-    def count_passes(self, context: Context, depth: int) -> None:
-        """Report the passes of a captured draft to the pacer."""
-
-
 @dataclass(frozen=True)
 class LaunchedDraft:
     """A draft launched on the device.
@@ -81,12 +34,26 @@ class LaunchedDraft:
     Attributes:
         made: its tensors, by name.
         depth: its depth.
-        key: the key of the captured function, see `CapturedDraft._pending`.
+        tree: the settings of a dynamic tree; None for a chain.
+        key: the key of the captured function.
     """
 
     made: Mapping[str, Tensor]
     depth: int
+    tree: DynamicTree | None
     key: object
+
+    def draft(self) -> DraftTree:
+        """The draft of these tensors: the inverse of `_as_tensors`."""
+        notes = {name.removeprefix("note "): note for name, note in self.made.items() if name.startswith("note ")}
+        return DraftTree(
+            self.made["tokens"],
+            self.made["parents"],
+            chain=self.tree is None,
+            confidence_bins=self.made.get("confidence_bins"),
+            levels=None if self.tree is None else self.depth,
+            notes=notes,
+        )
 
 
 class CapturedDraft:
@@ -96,49 +63,44 @@ class CapturedDraft:
     """
 
     def __init__(self) -> None:
-        self._pending: dict[object, int] = {}  # nodes in the draft's cache by key, since a replay does not count them
         self._ahead: LaunchedDraft | None = None
         self._width = WIDTHS[0]  # current padded width; it only grows, which keeps captures few
 
     def __call__(self, drafter: Drafter, context: Context) -> DraftTree | None:
         """Return the draft of a round, launched ahead or now; None if it has to be drafted eagerly."""
-        chain, ahead = drafter.drafts_chains(context), self._ahead
-        depth = self._depth(drafter, context, chain) if ahead is None else ahead.depth
+        depth = self._depth(drafter, context) if self._ahead is None else self._ahead.depth
         newest = drafter.newest(context, WIDTHS[-1]) if depth else None
         if newest is None:
             return None
         missing, states = newest
-        inputs = {} if ahead else self._inputs(drafter, context, depth, missing, states)
-        launched = ahead or self._replayed(drafter, context, depth, chain, inputs)
-        return self._taken(drafter, context, launched, chain, missing)
+        launched = self._ahead
+        if launched is None:
+            launched = self._replayed(drafter, context, depth, self._inputs(drafter, context, depth, missing, states))
+        return self._taken(drafter, context, launched, missing)
 
     def draft_ahead(self, drafter: Drafter, context: Context, new_tokens: NewTokens) -> None:
         """Launch the next draft, see `Proposer.draft_ahead`. For proposers that drop their drafts after a round."""
-        chain = drafter.drafts_chains(context)
-        depth = self._depth(drafter, context, chain) if new_tokens.tokens.shape[1] <= WIDTHS[-1] else 0
+        depth = self._depth(drafter, context) if new_tokens.tokens.shape[1] <= WIDTHS[-1] else 0
         if depth:
             inputs = self._inputs_ahead(drafter, context, depth, new_tokens)
-            self._ahead = self._replayed(drafter, context, depth, chain, inputs)
+            self._ahead = self._replayed(drafter, context, depth, inputs)
 
     def forget(self) -> None:
         """Drop the draft that was launched ahead: it belongs to one round."""
         self._ahead = None
 
-    def _depth(self, drafter: Drafter, context: Context, chain: bool) -> int:
+    def _depth(self, drafter: Drafter, context: Context) -> int:
         """The depth of the next captured draft, estimated from past rounds; 0: it cannot be captured."""
-        recorder, pacer = context.call.recorder, context.pacer
+        recorder, pacer, chain = context.call.recorder, context.pacer, drafter.drafts_chains(context)
         if (
             recorder is None
             or recorder.refused
             or drafter.draws_from_q(context)
             or not context.call.processors.read_scores_alone
+            or not (chain or drafter.tree)
         ):
             return 0
-        limit = drafter.deepest(pacer)
-        if not chain:
-            if drafter.tree is None:
-                return 0
-            limit = min(limit, drafter.tree.depth)
+        limit = drafter.deepest(pacer) if chain else min(drafter.deepest(pacer), drafter.tree.depth)
         depth, rate = 0 if chain else 1, pacer.expected_rate
         while depth < limit:
             reaching = [rate ** (depth + 1) if active else 0.0 for active in context.active]
@@ -150,74 +112,69 @@ class CapturedDraft:
     def _inputs(
         self, drafter: Drafter, context: Context, depth: int, missing: Sequence[int], states: Tensor | None
     ) -> dict[str, Tensor]:
-        """The tensor inputs of `_made`, by name."""
-        width = self._wide_enough(max(missing))
-        pads = [width - count for count in missing]
+        """The tensor inputs of `_made`, by name, for a draft after the `missing` tokens of each row."""
+        width, noise, drawn = self._wide_enough(max(missing)), context.call.noise, None
         budget = [budget + count for budget, count in zip(context.drafting_budget, missing, strict=True)]
-        begins, device_budget, device_pads = uploaded([_begins(drafter, context), budget, pads], context.tokens.device)
-        inputs = {"tokens": context.last_tokens(width), "begins": begins, "budget": device_budget, "pads": device_pads}
+        numbers = [_begins(drafter, context), budget, [width - count for count in missing]]
+        begins, device_budget, pads = uploaded(numbers, context.tokens.device)
         if states is not None:
-            more = width - states.shape[1]
-            inputs["states"] = nn.functional.pad(states, (0, 0, more, 0)) if more >= 0 else states[:, -width:]
-        if context.call.noise is not None:
-            first = [end - context.call.start for end in context.ends]
-            inputs["noise"] = context.call.noise.ahead(first, depth)
-        return inputs
+            states = nn.functional.pad(states, (0, 0, width - states.shape[1], 0))  # or cut on the left
+        if noise is not None:
+            drawn = noise.ahead([end - context.call.start for end in context.ends], depth)
+        return _named(NewTokens(context.last_tokens(width), pads, states), begins, device_budget, drawn)
 
     def _inputs_ahead(self, drafter: Drafter, context: Context, depth: int, new_tokens: NewTokens) -> dict[str, Tensor]:
-        """The tensor inputs of `_made` for a draft after this round's new tokens."""
-        most = self._wide_enough(new_tokens.tokens.shape[1])
-        new_tokens = new_tokens.padded(most)
+        """The same for a draft after this round's new tokens, whose number only the device knows."""
+        width, noise, drawn = self._wide_enough(new_tokens.tokens.shape[1]), context.call.noise, None
+        new_tokens = new_tokens.padded(width)
         begins, budget = uploaded([_begins(drafter, context), context.drafting_budget], new_tokens.pads.device)
-        inputs = {"tokens": new_tokens.tokens, "begins": begins, "budget": budget, "pads": new_tokens.pads}
-        if new_tokens.states is not None:
-            inputs["states"] = new_tokens.states
-        if context.call.noise is not None:
-            first = [end - context.call.start + 1 for end in context.ends]
-            noise = context.call.noise.ahead(first, most - 1 + depth)
-            place = torch.arange(depth, device=noise.device) + (most - 1 - new_tokens.pads)[:, None]
-            inputs["noise"] = noise.gather(1, place[..., None].expand(-1, -1, noise.shape[-1]))
-        return inputs
+        if noise is not None:
+            every = noise.ahead([end - context.call.start + 1 for end in context.ends], width - 1 + depth)
+            place = torch.arange(depth, device=every.device) + (width - 1 - new_tokens.pads)[:, None]
+            drawn = every.gather(1, place[..., None].expand(-1, -1, every.shape[-1]))
+        return _named(new_tokens, begins, budget, drawn)
 
     def _wide_enough(self, most: int) -> int:
         """The padded width for `most` new tokens per row."""
         self._width = min(size for size in WIDTHS if size >= max(most, self._width))
         return self._width
 
-    def _replayed(
-        self, drafter: Drafter, context: Context, depth: int, chain: bool, inputs: Mapping[str, Tensor]
-    ) -> LaunchedDraft:
+    def _replayed(self, drafter: Drafter, context: Context, depth: int, inputs: Mapping[str, Tensor]) -> LaunchedDraft:
         """Launch a draft with the call's recorder."""
         assert context.call.recorder is not None
-        wide = 1 if chain or drafter.tree is None else drafter.tree.top_k
-        sizes = drafter.rows.reserve(inputs["tokens"].shape[1] + max(depth * wide, drafter.widest_pass))
-        key = (type(drafter).__name__, context.call.processors.names, chain, depth, sizes)
-        function = partial(self._made, drafter, context, depth, chain, key)
+        tree = _tree(drafter, context)
+        more = inputs["tokens"].shape[1] + max(depth * (1 if tree is None else tree.top_k), drafter.widest_pass)
+        left = _left(drafter, context) if skips_empty_slots(context.tokens.device) else None
+        sizes = drafter.rows.reserve(more, left)
+        key = (type(drafter).__name__, context.call.processors.names, tree, depth, sizes)
+        still = replace(context, features=None)  # kept as long as the graph, and those of a prompt are large
+        function = partial(self._made, drafter, still, depth, tree, key)
         if drafter.rows.cache.filled:
-            return LaunchedDraft(context.call.recorder(drafter.rows, key, function, inputs), depth, key)
-        return LaunchedDraft(function(**inputs), depth, key)  # the first run allocates the buffers for replays
+            made = context.call.recorder(drafter.rows.cache.addresses, key, function, inputs)
+        else:
+            made = function(**inputs)  # the first run allocates the buffers for replays
+        return LaunchedDraft(made, depth, tree, key)
 
-    def _taken(
-        self, drafter: Drafter, context: Context, launched: LaunchedDraft, chain: bool, missing: Sequence[int]
-    ) -> DraftTree:
+    def _taken(self, drafter: Drafter, context: Context, launched: LaunchedDraft, missing: Sequence[int]) -> DraftTree:
         """Return the launched draft for this round. missing: tokens of each row that were processed for it."""
         rows, drafting = drafter.rows, set(context.rows)
-        rows.replayed(missing, self._pending[launched.key])
+        assert context.call.recorder is not None
+        rows.replayed(missing, context.call.recorder.pending[launched.key])
         drafter.count_passes(context, launched.depth)
-        draft = _as_draft(launched.made, chain, launched.depth)
+        draft = launched.draft()
         if len(drafting) < len(rows.lengths):
             done = uploaded([b not in drafting for b in range(len(rows.lengths))], draft.parents.device).bool()
             draft = replace(draft, parents=draft.parents.masked_fill(done[:, None], -1))
-        if chain or drafter.tree is None:
+        if launched.tree is None:
             return draft
-        return _first(draft, drafter.tree_size(context, drafter.tree, draft.size - 1), context)
+        return _first(draft, drafter.tree_size(context, launched.tree, draft.size - 1), context)
 
     def _made(
         self,
         drafter: Drafter,
         context: Context,
         depth: int,
-        chain: bool,
+        tree: DynamicTree | None,
         key: object,
         tokens: Tensor,
         begins: Tensor,
@@ -232,7 +189,7 @@ class CapturedDraft:
             drafter: the proposer.
             context: the state of the batch, whose tensors are replaced by the arguments below.
             depth: the depth of the draft.
-            chain: True for a chain, False for a dynamic tree.
+            tree: the settings of a dynamic tree; None for a chain.
             key: the key of the captured function.
             tokens: (B, W) int64, the new tokens, left-padded.
             begins: (B,) int64, the length of each row before the new tokens.
@@ -249,7 +206,7 @@ class CapturedDraft:
             ends=[W] * B,
             active=[True] * B,
             budget=[depth] * B,
-            pacer=FixedDepth(depth, chain),
+            pacer=FixedDepth(depth, chain=tree is None),
             features=None,
             call=replace(
                 context.call,
@@ -261,8 +218,27 @@ class CapturedDraft:
         with rows.on_device(begins[:, None]):
             logits = drafter.read_after(tokens, states, pads[:, None])
             draft = drafter.grow_draft(still, logits, depth)
-            self._pending[key] = rows.pending
+            assert context.call.recorder is not None
+            context.call.recorder.pending[key] = rows.pending  # a replay does not count them
         return _as_tensors(draft)
+
+
+def _tree(drafter: Drafter, context: Context) -> DynamicTree | None:
+    """The settings of the dynamic tree to draft; None for a chain."""
+    return None if drafter.drafts_chains(context) else drafter.tree
+
+
+def _named(new_tokens: NewTokens, begins: Tensor, budget: Tensor, noise: Tensor | None) -> dict[str, Tensor]:
+    """The inputs of `CapturedDraft._made` that there are, by name."""
+    inputs = {"tokens": new_tokens.tokens, "begins": begins, "budget": budget, "pads": new_tokens.pads}
+    more = {"states": new_tokens.states, "noise": noise}
+    return inputs | {name: given for name, given in more.items() if given is not None}
+
+
+def _left(drafter: Drafter, context: Context) -> list[int]:
+    """Number of tokens by which each of the drafter's rows may grow until the end of the call."""
+    sizes = zip(context.ends, context.pads, context.budget, drafter.rows.lengths, strict=True)
+    return [end - pad + budget - length for end, pad, budget, length in sizes]
 
 
 def _begins(drafter: Drafter, context: Context) -> list[int]:
@@ -297,20 +273,6 @@ def _as_tensors(draft: DraftTree) -> dict[str, Tensor]:
     confidence_bins = {} if draft.confidence_bins is None else {"confidence_bins": draft.confidence_bins}
     notes = {f"note {name}": note for name, note in draft.notes.items()}
     return {"tokens": draft.tokens, "parents": draft.parents, **confidence_bins, **notes}
-
-
-def _as_draft(made: Mapping[str, Tensor], chain: bool, depth: int) -> DraftTree:
-    """The inverse of `_as_tensors`."""
-    notes = {name.removeprefix("note "): note for name, note in made.items() if name.startswith("note ")}
-    levels = None if chain else depth
-    return DraftTree(
-        made["tokens"],
-        made["parents"],
-        chain=chain,
-        confidence_bins=made.get("confidence_bins"),
-        levels=levels,
-        notes=notes,
-    )
 
 
 def _first(draft: DraftTree, size: int, context: Context) -> DraftTree:

@@ -17,21 +17,23 @@ from transformers import PreTrainedModel
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.capability import Capability, capability, draft_positions
 from specdec.models.encoder import EncoderOutputs, unfit
-from specdec.models.int8_linear import FEW_TOKENS, int8_pays, with_int8_linears, with_trimmed_head
+from specdec.models.int8_linear import int8_pays, with_int8_linears, with_trimmed_head
 from specdec.models.introspection import device_of, end_tokens, is_sharded, require_lm_head, unwrap_model
 from specdec.models.loading import load
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
-from specdec.proposers.context import LARGEST_PADDING, Context
+from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
+from specdec.proposers.draft_models.cuda_graph_drafts import WIDTHS
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
+from specdec.proposers.draft_models.vocabularies import what_differs
+from specdec.proposers.pacing.draft_passes import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.timing import clock
-from specdec.utils.tokenizer_files import load_tokenizer
 
 
 class DraftModelProposer(AutoregressiveProposer):
@@ -139,14 +141,10 @@ class DraftModelProposer(AutoregressiveProposer):
             sized: True if drafts may be captured as CUDA graphs, which needs padded sizes.
             encoder_outputs: the encoder outputs of an encoder-decoder draft model.
         """
-        view = in_eval_mode(self._view)
-        static_forward = (
-            self._static_forward if self._static_forward is not None and not self._static_forward.refused else None
-        )
-        if masks == "own" or view is not self._view:
-            static_forward = None
-        sized = sized and masks != "own"
-        return ModelRunner(view, masks, static_forward=static_forward, encoder_outputs=encoder_outputs, sized=sized)
+        view, captured, fits = in_eval_mode(self._view), self._static_forward, masks != "own"
+        if captured is not None and (captured.refused or not fits or view is not self._view):
+            captured = None
+        return ModelRunner(view, masks, static_forward=captured, encoder_outputs=encoder_outputs, sized=sized and fits)
 
     def capture(self, compiled: bool) -> None:
         if self._view is self.model and cannot_capture(self.model) is None:
@@ -169,7 +167,12 @@ class DraftModelProposer(AutoregressiveProposer):
         return self.runner
 
     def newest(self, context: Context, most: int) -> tuple[Sequence[int], Tensor | None] | None:
+        if not self._captures:
+            return None
         missing = self._missing(context)
+        if max(missing) > most and min(missing) > WIDTHS[0]:  # prompts, of which a captured draft processes the end
+            self._read(context, missing, max(missing) - WIDTHS[0])
+            missing = [WIDTHS[0]] * len(missing)
         return (missing, None) if 0 < max(missing) <= most else None
 
     def read_after(self, tokens: Tensor, states: Tensor | None, pads: Tensor) -> Tensor:
@@ -189,8 +192,11 @@ class DraftModelProposer(AutoregressiveProposer):
         source = context.call.encoder_outputs
         if source is not None:
             source = source.for_model(in_eval_mode(self.model))
-        self.runner = self.new_runner(masks, context.call.recorder is not None, source)
+        self._captures = context.call.recorder is not None and cannot_capture(self.model) is None
+        self.runner = self.new_runner(masks, self._captures, source)
         self.runner.start(context.batch_size)
+        if self._captures:
+            self._lend(context)
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         super().observe(draft, result, accepted)
@@ -217,81 +223,39 @@ class DraftModelProposer(AutoregressiveProposer):
 
     def _missing(self, context: Context) -> list[int]:
         """Tokens of each row that the draft model has not processed; 0 for finished rows."""
-        return [
-            max(0, end - pad - have) if active else 0
-            for end, pad, have, active in zip(
-                context.ends, context.pads, self.runner.lengths, context.active, strict=True
-            )
-        ]
+        rows = zip(context.lengths, self.runner.lengths, context.active, strict=True)
+        return [max(0, length - have) if active else 0 for length, have, active in rows]
 
     def _backlog(self, context: Context) -> int:
         width = max(self._missing(context))
         return width * context.batch_size if width > FEW_TOKENS else 0
 
     def _catch_up(self, context: Context) -> Tensor:
-        """Process the new tokens since the last draft, including the root; logits (B, 1, V) after them."""
         missing = self._missing(context)
-        width, start = max(missing), clock()
-        tokens = self._readable(context.last_tokens(width))
-        logits = self.runner.extend(tokens, [width - m for m in missing]).logits
-        self._book_pass(context, logits, clock() - start, tokens.numel() if width > FEW_TOKENS else 1)
-        return logits.to(tokens.device)
+        return self._read(context, missing, max(missing))
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        tokens, depth, most = self._readable(stepped.tokens[:, -n:]), stepped.depth, self._positions
+    def _read(self, context: Context, missing: Sequence[int], count: int) -> Tensor:
+        """Process the first `count` columns of the `missing` tokens, left-padded; logits (B, 1, V) after them."""
+        width, start = max(missing), clock()
+        tokens = self._unread_tokens(context, missing)[:, :count]
+        logits = self.runner.extend(tokens, [width - m for m in missing]).logits
+        self._book_pass(context, logits, clock() - start, tokens.numel() if count > FEW_TOKENS else 1)
+        return logits.to(context.tokens.device)
+
+    def _unread_tokens(self, context: Context, missing: Sequence[int]) -> Tensor:
+        """The `missing` tokens of each row in the draft model's vocabulary, left-padded to (B, W)."""
+        return self._readable(context.last_tokens(max(missing)))
+
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        tokens, depth, most = self._readable(stepped.newest), stepped.depth, self._positions
         if most is not None and self.runner.device_lengths is None and max(self.runner.lengths) >= most:
             # A row without a budget may be at the last position already: its nodes are placed there.
             left = [most - 1 - length for length in self.runner.lengths]
             depth = torch.minimum(depth, uploaded(left, depth.device)[:, None])
-        return self.runner.grow(tokens, depth, stepped.seen, chain=chain).logits.to(tokens.device)
+        return self.runner.grow(tokens, depth, stepped.seen, chain=stepped.is_chain).logits
 
     def known_tokens(self) -> Tensor | None:
         return self.vocab
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Logits over the target's vocabulary, -inf for tokens that the draft does not have."""
-        if self.vocab is not None:
-            full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-            return full.index_copy_(-1, self.vocab.to(logits.device), logits)
-        missing = vocab_size - logits.shape[-1]
-        return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
-
-
-def what_differs(model: PreTrainedModel, target: PreTrainedModel) -> str | None:
-    """Describe how the vocabularies of a draft model and a target differ; None if they are the same."""
-    ours, theirs = (m.config.get_text_config(decoder=True).vocab_size for m in (model, target))
-    if abs(ours - theirs) > LARGEST_PADDING:
-        return f"the draft model's vocabulary has {ours} tokens and the target's {theirs}: they don't share a tokenizer"
-    differing = _first_difference(_vocabulary_of(model), _vocabulary_of(target))
-    if differing is None:
-        return None
-    return (
-        f"the draft model's tokenizer ({model.name_or_path}) and the target's ({target.name_or_path}) differ, at token "
-        f"id {differing} first"
-    )
-
-
-def tokenizers_at_hand(model: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Return whether both models' tokenizers are available locally, next to their weights."""
-    return _vocabulary_of(model) is not None and _vocabulary_of(target) is not None
-
-
-def _vocabulary_of(model: PreTrainedModel) -> dict[int, str] | None:
-    """The tokens of the tokenizer next to the model's weights, by id; None if it is not available locally."""
-    if not model.name_or_path:
-        return None
-    try:
-        tokenizer = load_tokenizer(model.name_or_path, local_files_only=True)
-    except Exception:  # no tokenizer, or one that needs a package which is not installed: nothing to compare
-        return None
-    return {index: token for token, index in tokenizer.get_vocab().items()}
-
-
-def _first_difference(ours: dict[int, str] | None, theirs: dict[int, str] | None) -> int | None:
-    """The lowest token id whose tokens differ, or None."""
-    if ours is None or theirs is None:
-        return None
-    return min((index for index in ours.keys() & theirs.keys() if ours[index] != theirs[index]), default=None)
 
 
 def decide_int8(int8: bool | None, model: PreTrainedModel) -> bool:

@@ -109,17 +109,14 @@ class EarlyExitProposer(AutoregressiveProposer):
         self._book_pass(context, logits, clock() - start)
         return logits.to(root.device)
 
-    def _step(self, stepped: DraftNodes, n: int, parents: Tensor | None, chain: bool) -> Tensor:
-        depth, seen = pad(stepped.depth + 1, (1, 0)), pad(stepped.seen, (1, 0), value=True)  # the root is a node here
-        logits = self.runner.grow(stepped.tokens[:, -n:], self._placed(depth), seen, chain=chain).logits
-        return logits.to(stepped.tokens.device)
+    def _step(self, stepped: DraftNodes) -> Tensor:
+        depth = pad(stepped.depth + 1, (1, 0))  # the root is a node here
+        seen = None if stepped.seen is None else pad(stepped.seen, (1, 0), value=True)
+        return self.runner.grow(stepped.newest, self._placed(depth), seen, chain=stepped.is_chain).logits
 
     def _placed(self, depth: Tensor) -> Tensor:
         """Depths (B, M) int64, capped so that rows without a budget stay within the target's positions."""
         return depth if self._deepest_nodes is None else torch.minimum(depth, self._deepest_nodes)
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        return logits
 
 
 def shorter(target: PreTrainedModel, layers: int) -> PreTrainedModel:

@@ -18,12 +18,10 @@ from specdec.models.int8_linear import with_int8_linears, with_trimmed_head
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.draft_model import DraftModelProposer, decide_int8
 from specdec.proposers.draft_models.token_translation import Translation
-from specdec.proposers.pacing.pacer import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
-from specdec.utils.timing import clock
 from specdec.utils.tokenizer_files import load_tokenizer
 
 
@@ -129,24 +127,15 @@ class TranslatedDraftProposer(DraftModelProposer):
     def newest(self, context: Context, most: int) -> None:
         """Return None: spelled tokens are not part of the text, so catching up is not captured."""
 
-    def _catch_up(self, context: Context) -> Tensor:
-        start, missing = clock(), self._missing(context)
-        width = max(missing)
-        rows = [[0] * (width - count) + unread[:count] for count, unread in zip(missing, self._unread, strict=True)]
-        logits = self.runner.extend(uploaded(rows, self.runner.device), [width - count for count in missing]).logits
-        self._unread = [unread[count:] for count, unread in zip(missing, self._unread, strict=True)]
-        self._book_pass(context, logits, clock() - start, width * len(rows) if width > FEW_TOKENS else 1)
-        return logits.to(context.tokens.device)
+    def _unread_tokens(self, context: Context, missing: Sequence[int]) -> Tensor:
+        pairs, width = list(zip(missing, self._unread, strict=True)), max(missing)
+        self._unread = [unread[count:] for count, unread in pairs]
+        return uploaded([[0] * (width - count) + unread[:count] for count, unread in pairs], self.runner.device)
 
     def _readable(self, tokens: Tensor) -> Tensor:
         if self._in_draft.device != tokens.device:
             self._in_draft = self._in_draft.to(tokens.device)
         return self._in_draft[tokens]
-
-    def _full(self, logits: Tensor, vocab_size: int) -> Tensor:
-        assert self._shared is not None
-        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-        return full.index_copy_(-1, self._shared.to(logits.device), logits)
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:

@@ -137,6 +137,13 @@ class TextMemory:
         with self._lock:
             return iter([list(text) for text in self._texts.values()])
 
+    def copy(self) -> TextMemory:
+        """Return a memory of the same texts. What is written to one of them later is not in the other."""
+        made = TextMemory(self.capacity)
+        for text in self.texts():
+            made.write(made.new(), text)
+        return made
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the texts to a safetensors file. A file of older texts is replaced atomically.
 

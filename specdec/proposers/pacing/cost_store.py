@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from specdec.models.hardware import name_of
-from specdec.proposers.pacing.estimates import BUCKETS, SIZES, DraftCost, PassCost
+from specdec.proposers.pacing.estimates import DraftCost
+from specdec.proposers.pacing.pass_cost import BUCKETS, SIZES, PassCost
 from specdec.utils.paths import cache_folder
 
-FORMAT = 1  # version of the file format
+FORMAT = 2  # version of the file format: costs are relative to a pass over one node
 CHANGE = 1.25  # factor by which a cost must differ from the stored one before the file is rewritten
 UNSURE = 2  # largest count of passes taken from a file, so that new observations weigh more
 
@@ -66,7 +67,7 @@ class CostStore:
         """Write the measured costs, if they differ enough from the stored ones."""
         if not passes.known or not _wanted():
             return
-        found, step = _relative(passes), draft.step(passes.plain) / passes.plain if draft.known else self._step
+        found, step = _relative(passes), draft.step if draft.known else self._step
         if not self._draft:
             step = 0.0
         news = len(found) > 1 and any(_changed(cost, self._passes.get(size)) for size, cost in found.items())
@@ -138,7 +139,7 @@ def _wanted() -> bool:
 
 
 def _relative(passes: PassCost) -> dict[int, float]:
-    return {size: seconds / passes.plain for size, (seconds, _) in passes.seen().items()}
+    return {size: cost for size, (cost, _) in passes.seen().items()}
 
 
 def _changed(now: float, before: float | None) -> bool:

@@ -4,47 +4,32 @@ Proposers label each token with a *confidence bin* (how sure the draft was), and
 is worth its cost. Estimates use past rounds only. Bins depend on the draft's distribution, never on the token sampled
 from it. Pacing therefore cannot bias the output.
 
-Sensitivity of the speed-up to each constant here and in `estimates`: benchmarks/results/pacing-constants.md.
+All costs are in target passes over one node per row, at the speed that the machine has at that time. Sensitivity of the
+speed-up to each constant here, in `estimates` and in `pass_cost`: benchmarks/results/pacing-constants.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from statistics import fmean, median
 
-from specdec.proposers.pacing.estimates import Acceptance, Estimates, PassCost
+from specdec.proposers.pacing.balance import Balance
+from specdec.proposers.pacing.draft_passes import DraftPasses
+from specdec.proposers.pacing.estimates import Acceptance, Estimates
+from specdec.proposers.pacing.pass_cost import PassCost
 
-FEW_TOKENS = 16  # a draft pass over up to this many tokens takes about as long as one over a single token
-CALL_SHARE, CALL_LENGTH = 0.02, 64  # share of a call's passes for exploration; passes assumed for every call
 LARGEST_BATCH = 1 << 20
 LONGEST = 24  # most tokens drafted per row when the length is automatic
-
-
-@dataclass
-class DraftPasses:
-    """Forward passes of a draft model in one call.
-
-    Attributes:
-        count: number of passes.
-        seconds: seconds that they took.
-        reading: the part of these seconds spent on passes over long texts.
-        launched: passes enqueued in this round whose duration is not yet known.
-        long: tokens of the pass among these that reads a long text.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-    reading: float = 0.0
-    launched: int = 0
-    long: int = 0
+OUTLIER = 1.25  # times the expected cost of a draft, cut off above: another program was running
+ROUNDS = 15  # recent drafts in the running median of their costs
 
 
 class Pacer:
     """Decides in one call how far to draft, by comparing expected accepted tokens with their cost.
 
-    Throughput is highest where the last drafted token costs as many seconds as a token costs on average. An additional
-    token is therefore worth `chance * seconds_per_token`. Drafts that are not expected to pay are explored as far as
+    Throughput is highest where the last drafted token costs as much as a token costs on average. An additional token is
+    therefore worth `chance * cost_per_token`. Drafts that are not expected to pay are explored as far as
     `Budget` allows, because texts change and costs are only known from passes.
 
     Args:
@@ -53,7 +38,8 @@ class Pacer:
 
     Attributes:
         passes: the passes of a draft model in this call.
-        drafting: the seconds of the last round's draft.
+        balance: what drafting cost and saved in this call.
+        drafting: the cost of the last round's draft.
     """
 
     def __init__(self, length: int | None = None, estimates: Estimates | None = None):
@@ -61,16 +47,18 @@ class Pacer:
         self.estimates = Estimates() if estimates is None else estimates
         self.passes = DraftPasses()
         self.drafting = 0.0
-        self._read = 0.0  # seconds of `passes.reading` in recorded rounds
-        self._ran = 0  # number of `passes` in recorded rounds
         self._rows = LARGEST_BATCH  # unfinished rows in the last round
-        self._took = self._behind = 0.0  # duration of the call and its loss by drafting, in target passes
+        self.balance = Balance()
+        self._plain = (0.0, 0)  # seconds that a pass over one node would have taken in each round, and the rounds
+        self._prefill = (0.0, 0)  # seconds and tokens of a prefill whose cost is not known yet
+        self._drafts: tuple[float, ...] = ()  # costs of recent drafts
+        self._drafted, self._reading = False, 0.0  # this round: is there a draft; its cost of reading long texts
         self._exploring = False  # this round's draft is for exploration
 
     def apart(self, estimates: Estimates) -> Pacer:
         """A pacer for a proposer that drafts in some of the call's rounds. estimates: from `Estimates.apart`."""
         other = Pacer(self.length, estimates)
-        other.passes = self.passes
+        other.passes, other.balance = self.passes, self.balance
         return other
 
     @property
@@ -86,6 +74,12 @@ class Pacer:
         return self.estimates.expected_rate
 
     @property
+    def plain_seconds(self) -> float:
+        """Mean seconds that a target pass over one node per row would have taken in this call's rounds."""
+        seconds, rounds = self._plain
+        return seconds / rounds if rounds else 0.0
+
+    @property
     def limit(self) -> int:
         """The largest number of tokens to draft per row."""
         return LONGEST if self.length is None else self.length
@@ -99,13 +93,13 @@ class Pacer:
         """
         if self.length is not None:
             return min(self.length, len(gains))
-        if not gains or not self.verify.known:
+        if not gains or not self.verify.known or self._needs_plain:
             return 0
-        price, plain = self._price(rows), self.verify.plain
+        price = self._price(rows)
         sums = accumulate(gain * price for gain in gains[: self.verify.explored - 1])
-        profits = [won - self.verify(2 + i) + plain for i, won in enumerate(sums)]
+        profits = [won - self.verify(2 + i) + 1 for i, won in enumerate(sums)]
         best = max(range(len(profits)), key=profits.__getitem__)
-        if profits[best] > 0:
+        if profits[best] > 0 and not self._losing:
             return best + 1
         worth_exploring = self._exploring or not self.verify.familiar(2 + best)
         return best + 1 if worth_exploring and self._affords(-profits[best]) else 0
@@ -120,6 +114,8 @@ class Pacer:
         """
         if self.length is not None:
             return drafted < self.length
+        if self._needs_plain:
+            return False
         if not drafted and (self._exploring or self._tests()):  # a trial drafts one token
             return True
         return drafted < LONGEST and self._outlook(sum(chances), len(chances), drafted, draft_steps) > 0
@@ -137,34 +133,29 @@ class Pacer:
         self._exploring = False
         if self.length is not None or not self.verify.known:
             return (self.length or 0) > 0
-        reading = backlog * self.seconds_to_read
+        if self._needs_plain:
+            return False
+        reading = backlog * self.cost_to_read
         outlook = self._outlook(sum(chances), len(chances), 0, draft_steps)
-        if outlook * max(1, tokens_left / 2) > reading and not self._overdrawn:
+        if outlook * max(1, tokens_left / 2) > reading and not self._losing:
             return True
-        leaving_plain = self.verify(2) - self.verify.plain
-        self._exploring = self._affords(reading + draft_steps * self.estimates.draft_step + leaving_plain)
+        self._exploring = self._affords(reading + draft_steps * self.estimates.draft_step + self.verify(2) - 1)
         return self._exploring
 
     @property
-    def seconds_to_read(self) -> float:
-        """Seconds of the draft per token of a long text: as measured, but not more than expected from the target.
+    def cost_to_read(self) -> float:
+        """Cost of the draft per token of a long text: as measured, but not more than expected from the target.
 
         The draft is expected to read as much faster than the target as it decodes, or half as much, since its decoding
         may be quantized.
         """
-        likely = self.verify.reading * min(1.0, 2 * self.estimates.draft_step / self.verify.plain)
+        likely = self.verify.reading * min(1.0, 2 * self.estimates.draft_step)
         reading = self.estimates.draft.reading
         return min(reading, likely) if reading else likely
 
     def promise(self) -> float:
-        """Expected tokens per row and second of a draft of the best length."""
-        verify, drafting, best, new_tokens, chance = (
-            self.verify,
-            self.estimates.draft_step,
-            1 / self.verify.plain,
-            1.0,
-            1.0,
-        )
+        """Expected tokens per row and unit of cost of a draft of the best length; plain decoding has 1."""
+        verify, drafting, best, new_tokens, chance = self.verify, self.estimates.draft_step, 1.0, 1.0, 1.0
         for length in range(1, 1 + LONGEST):
             chance *= self.expected_rate
             new_tokens += chance
@@ -173,28 +164,32 @@ class Pacer:
         return best
 
     def _price(self, rows: int) -> float:
-        """Seconds per token in recent rounds, at most those of plain decoding."""
-        plain = self.verify.plain / min(rows, self._rows)
-        pace = self.estimates.seconds_per_token
+        """Cost per token in recent rounds, at most that of plain decoding."""
+        plain = 1 / min(rows, self._rows)
+        pace = self.estimates.cost_per_token
         return plain if pace is None else min(pace, plain)
 
     @property
-    def _overdrawn(self) -> bool:
-        """True if drafts that were expected to pay are slower than plain decoding."""
-        pace, plain = self.estimates.seconds_per_token, self.verify.plain / min(self._rows, LARGEST_BATCH)
-        return self.estimates.budget.overdrawn and (pace is None or pace > plain)
+    def _losing(self) -> bool:
+        """True if this call has lost its share by drafting, and recent rounds were not faster than plain decoding."""
+        pace = self.estimates.cost_per_token
+        return self.balance.may_lose <= 0 and (pace is None or pace > 1 / self._rows)
 
-    def _affords(self, seconds: float) -> bool:
-        """Return whether the exploration budget, and the share of it for one call, allow a loss of so many seconds."""
-        passes = seconds / self.verify.plain
-        return passes <= min(self.estimates.budget.left, CALL_SHARE * (CALL_LENGTH + self._took) - self._behind)
+    @property
+    def _needs_plain(self) -> bool:
+        """True if this round should decode plainly, to learn what passes with drafts cost in comparison."""
+        return self.verify.needs_plain(1 / (self._price(self._rows) * self._rows))
+
+    def _affords(self, cost: float) -> bool:
+        """Return whether the exploration budget and this call's balance allow such a loss."""
+        return cost <= min(self.estimates.budget.left, self.balance.may_try)
 
     def _tests(self) -> bool:
         """Return whether to verify a first token to test the draft's confidence, which has not been tested yet."""
-        return not self.acceptance.tested and self._affords(self.verify(2) - self.verify.plain)
+        return not self.acceptance.tested and self._affords(self.verify(2) - 1)
 
     def _outlook(self, gain: float, rows: int, drafted: int, draft_steps: int) -> float:
-        """Seconds that further drafting saves at best, if tokens after the next are accepted as expected."""
+        """Cost that further drafting saves at best, if tokens after the next are accepted as expected."""
         verify, price, rate, further = self.verify, self._price(rows), self.expected_rate, self.estimates.further_token
         step = further if drafted else self.estimates.draft_step
         best, won, cost = float("-inf"), 0.0, draft_steps * step - verify(1 + drafted)
@@ -211,70 +206,74 @@ class Pacer:
 
     def observe_draft_pass(self, seconds: float, tokens: int = 1, building: float = 0.0) -> None:
         """Record a draft pass over so many tokens. building: seconds to turn its logits into nodes."""
-        self.passes.count += 1
-        self.passes.seconds += seconds
-        if tokens <= FEW_TOKENS:
-            self.estimates.draft.observe(seconds + building)
-        else:
-            self.passes.reading += seconds
-            self.estimates.draft.reading = seconds / tokens
+        self.passes.observe(seconds, tokens, building)
 
     def observe_read_out(self, seconds: float) -> None:
         """Record the seconds to read one more token out of a pass that drafts several."""
-        self.estimates.draft.observe_read_out(seconds)
+        self.passes.read_outs.append(seconds)
 
     def launched_draft_pass(self, tokens: int = 1) -> None:
-        """Record a draft pass enqueued on a device. Its duration follows with `observe_drafting`."""
-        self.passes.count += 1
-        self.passes.launched += 1
-        if tokens > FEW_TOKENS:
-            self.passes.long = tokens
-
-    def observe_drafting(self, seconds: float) -> None:
-        """Record the seconds of this round's draft, which its launched passes share."""
-        passes, self.drafting = self.passes, seconds
-        if passes.launched:
-            self._share(seconds, passes.launched, passes.long)
-        passes.launched = passes.long = 0
-
-    def _share(self, seconds: float, launched: int, long: int) -> None:
-        steps = launched - (long > 0)
-        stepping = min(seconds, steps * self.estimates.draft_step) if long else seconds
-        self.passes.seconds += seconds
-        for _ in range(steps):
-            self.estimates.draft.observe(stepping / steps)
-        if long:
-            self.passes.reading += seconds - stepping
-            self.estimates.draft.reading = (seconds - stepping) / long
+        """Record a draft pass enqueued on a device. Its duration follows with `observe_passes`."""
+        self.passes.launch(tokens)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record the target's prefill. tokens: of all rows, including padding."""
-        self.verify.reading = seconds / tokens
-        if self.verify.known:
-            self._took = seconds / self.verify.plain
+        self.verify.begin()
+        self._prefill = seconds, tokens
 
-    def observe_round(self, size: int, rows: int, drafting: float, seconds: float, new_tokens: int) -> None:
-        """Record a round.
+    def observe_passes(self, size: int, drafting: float, verifying: float) -> None:
+        """Record the passes of a round.
+
+        Args:
+            size: nodes per row in the target pass, including the root.
+            drafting: seconds of the draft.
+            verifying: seconds of the target pass up to its result on the host.
+        """
+        self.verify.observe(size, verifying)
+        plain = verifying / self.verify(size)  # seconds that a pass over one node would have taken
+        self._plain = self._plain[0] + plain, self._plain[1] + 1
+        seconds, tokens = self._prefill
+        if tokens:
+            self._prefill = 0.0, 0
+            self.balance.took = min(seconds / plain, tokens)
+            self.verify.reading = self.balance.took / tokens
+        self._observe_draft(size, drafting, plain)
+
+    def _observe_draft(self, size: int, seconds: float, plain: float) -> None:
+        """Record the cost of this round's draft. plain: seconds of a target pass over one node at that time."""
+        draft, passes = self.estimates.draft, self.passes
+        passes.share(seconds, draft.step * plain)
+        if passes.steps:
+            draft.observe(fmean(passes.steps) / plain)
+        if passes.read_outs:
+            draft.observe_read_out(fmean(passes.read_outs) / plain)
+        for reading, tokens in passes.texts:
+            draft.observe_text(reading / plain, tokens)
+        self._reading = sum(tokens for _, tokens in passes.texts) * draft.reading
+        self._drafted = size > 1 or bool(passes.steps or passes.texts)
+        self.drafting = seconds / plain
+        expected = max(self._reading + len(passes.steps) * draft.step, median(self._drafts) if self._drafts else 0.0)
+        if self._drafted and expected:
+            self.drafting = min(self.drafting, OUTLIER * expected)
+        if self._drafted:
+            self._drafts = (*self._drafts[1 - ROUNDS :], self.drafting)
+        passes.end_round()
+
+    def observe_round(self, size: int, rows: int, new_tokens: int) -> None:
+        """Record the result of a round, after `observe_passes`.
 
         Args:
             size: nodes per row in the target pass, including the root.
             rows: the number of unfinished rows.
-            drafting: seconds of the draft.
-            seconds: seconds of the round up to its result on the host, including the draft.
             new_tokens: new tokens over all rows.
         """
         self._rows = rows
-        self.verify.observe(size, seconds - drafting)
-        passing = min(seconds - drafting, PassCost.OUTLIER * self.verify(size))
-        read, self._read = self.passes.reading - self._read, self.passes.reading
-        ran, self._ran = self.passes.count - self._ran, self.passes.count
-        self.estimates.observe_pace(passing + max(0.0, drafting - read), new_tokens)
-        if self.verify.known:
-            plain = self.verify.plain
-            took = (passing + drafting) / plain
-            behind = took - new_tokens / rows if size > 1 or ran else 0.0  # a lookup without a draft loses nothing
-            self._took, self._behind = self._took + took, max(0.0, self._behind + behind)
-            self.estimates.budget.observe(took, -behind)
+        took = self.verify(size) + self.drafting
+        self.estimates.observe_pace(max(self.verify(size), took - self._reading), new_tokens)
+        behind = took - new_tokens / rows if self._drafted else 0.0  # a lookup without a draft loses nothing
+        self.balance.took += took
+        self.balance.saved += self._reading - behind
+        self.estimates.budget.observe(took, -behind)
 
     def observe_confidence(self, confidence_bins: Sequence[Hashable], accepted: int) -> None:
         """Record the confidence bins of a row's drafted tokens in order; the first `accepted` ones were accepted."""

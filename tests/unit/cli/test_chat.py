@@ -9,10 +9,9 @@ import torch
 from jinja2 import TemplateError
 from rich.console import Console
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, TextStreamer
 
-from specdec import SpeculativeGenerator
-from specdec.cli.chat_session import Chat
+from specdec import Chat, SpeculativeGenerator
 from specdec.cli.streamer import ColourStreamer
 from specdec.models.capability import Capability
 from specdec.models.introspection import decoder_layers
@@ -154,3 +153,19 @@ def test_interrupted_within_a_pass_each_layer_is_cut_to_the_same_text(name, way,
 def test_without_a_chat_template_it_says_so(spec):
     with pytest.raises(ValueError, match="no chat template"):
         Chat(spec, PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))))
+
+
+def test_it_says_its_answer_without_a_streamer_and_with_transformers_own(spec, chat_tokenizer, capsys):
+    chat = chat_of(spec, chat_tokenizer)
+    answers = [chat.say("abcabc"), chat.say("xyx", TextStreamer(chat_tokenizer, skip_prompt=True))]
+    for turn, answer in enumerate(answers):
+        assert answer == alone(spec, chat_tokenizer, chat.messages[: 2 * turn + 1])
+        assert chat.messages[2 * turn + 1] == {"role": "assistant", "content": answer}
+    assert capsys.readouterr().out.rstrip("\n") == answers[1]
+
+
+def test_after_an_edit_it_reads_again_from_there(spec, chat_tokenizer):
+    chat = chat_of(spec, chat_tokenizer)
+    chat.say("abcabc")
+    chat.messages[0]["content"] = "abxabx"
+    assert chat.say("no") == alone(spec, chat_tokenizer, chat.messages[:-1])

@@ -23,6 +23,13 @@ from specdec.utils import releases
 from tests.support import eagle3, tiny
 
 
+def test_help_is_wrapped_to_the_terminal():
+    """Not where the docstring's lines end: they are longer than a terminal of 80 columns."""
+    for command in app.registered_commands:
+        assert command.help
+        assert "\n" not in command.help.replace("\n\n", "")
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -187,6 +194,26 @@ def test_a_prompt_from_standard_input_and_a_report_as_json(files):
     assert report["num_output_tokens"] == 8
     assert "num_output_tokens" not in result.stdout
     assert re.search(r"\dx plain decoding, .* tokens/s: (from one call each it is too noisy|next to)", result.stderr)
+    assert "yes, token for token" in result.stderr
+
+
+def test_a_comparison_stands_in_the_report(files):
+    asked = ["generate", str(files / "model"), "a b a b", "--max-new-tokens", "8", "--dtype", "float32"]
+    for options, rows in ([], 0), (["--compare"], 1), (["--compare", "--temperature", "1", "--seed", "3"], 1):
+        lines = CliRunner().invoke(app, [*asked, *options]).stderr.splitlines()
+        assert [line.split()[2:3] for line in lines if line.startswith("same text ")] == [["yes,"]] * rows
+        assert len([line for line in lines if line.startswith("speed-up ")]) <= 1
+        assert sum(line.startswith("output tokens ") for line in lines) == 1
+    assert "drafts come from n-grams" in lines
+    unseeded = CliRunner().invoke(app, [*asked, "--compare", "--temperature", "1"]).stderr
+    assert "speed-up " in unseeded
+    assert "same text " not in unseeded
+
+
+def test_all_figures_are_printed_on_request(files):
+    asked = ["generate", str(files / "model"), "a b a b", "--max-new-tokens", "8", "--dtype", "float32"]
+    assert "mean acceptance length" not in CliRunner().invoke(app, asked).stderr
+    assert "mean acceptance length" in CliRunner().invoke(app, [*asked, "--details"]).stderr
 
 
 def test_an_answer_without_text_is_said(files, monkeypatch):
@@ -247,7 +274,7 @@ def test_a_conversation(tmp_path, chat_tokenizer):
     result = CliRunner().invoke(app, asked, input="abc\n\nno\n")
     assert result.exit_code == 0, result.output
     assert result.stdout.count("5 tokens in ") == 2
-    assert "2 (0)" in result.stdout  # calls, as plain decoding: of the report at the end
+    assert "10 in 2 calls" in result.stdout  # of the report at the end
 
 
 @pytest.mark.parametrize("errors", ["surrogateescape", "strict"])

@@ -40,7 +40,7 @@ main()
 """
 PATIENCE = 120  # seconds
 FOREVER = "100000"  # tokens
-REPORT = "calls (as plain decoding)"
+REPORT = "output tokens"
 
 
 class Command:

@@ -91,3 +91,14 @@ def test_a_server_that_ends_fails_what_waits(tmp_path, chat_tokenizer):
 def test_health(served):
     assert served.get("/health")[0] == 200
     assert json.loads(json.dumps(served.health)) == {"status": "ok", "queue": 0, "busy": False}
+
+
+def test_a_name_in_place_of_the_folder(tmp_path, chat_tokenizer):
+    made = Served(tmp_path, chat_tokenizer, proposer="ngram", name="coder")
+    try:
+        assert [model.id for model in made.client.models.list()] == ["coder"]
+        assert made.chat(model="coder").model == "coder"
+        with pytest.raises(openai.NotFoundError, match="this server has 'coder'"):
+            made.chat()  # the folder
+    finally:
+        made.server.kill_server()

@@ -408,3 +408,28 @@ def test_the_template_is_told_what_entries_and_the_command_say(files, tmp_path):
     finally:
         told.chat_template = whole
         told.save_pretrained(files / "model")
+
+
+@pytest.mark.parametrize("place", ["specdec.cli.data.load", "specdec.data.regenerate.regenerate"])
+def test_ctrl_c_says_in_one_line_what_is_kept(files, tmp_path, monkeypatch, place):
+    """While the model is loaded, and while it answers."""
+    asked(files)
+    out = tmp_path / "out.jsonl"
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(place, interrupted)
+        first = rewrite(files, out)
+    assert first.exit_code == 130
+    assert first.stderr.splitlines()[-1] == (
+        "stopped before the first answer, so nothing is kept: run the same command again to start over"
+    )
+    assert rewrite(files, out).exit_code == 0
+    monkeypatch.setattr(place, interrupted)
+    second = rewrite(files, out)
+    assert second.exit_code == 130
+    assert second.stderr.splitlines()[-1] == (
+        f"stopped: the answers in {out} are kept, run the same command again to resume"
+    )

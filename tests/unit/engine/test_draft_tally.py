@@ -2,11 +2,11 @@
 
 import pytest
 
-from specdec import DraftModelProposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
+from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, Report, SpeculativeGenerator
 from specdec.engine.draft_tally import ROUNDS, DraftTally, relative_size
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
-from tests.support import tiny
+from tests.support import eagle3, tiny
 
 NAME = "DraftModelProposer"
 
@@ -92,6 +92,21 @@ def test_nothing_was_ever_accepted(proposer, draft_length):
 )
 def test_where_there_is_nothing_to_say(proposer, reports, options):
     assert said(HybridProposer(proposer), *reports, **options) == ""
+
+
+def test_beside_n_grams_it_says_whose_drafts_it_counts(proposer):
+    found = said(HybridProposer(proposer), report(30, drafts=12, accepted=5, by="NgramProposer"), report(25))
+    beside = "nothing was drafted in 43 rounds without a draft of NgramProposer"
+    assert found.startswith(f"{beside}, so nothing is gained over NgramProposer alone. ")
+    assert "n-grams" not in found  # they are in use
+
+
+def test_a_head_is_not_advised_where_one_drafts():
+    head = Eagle3Proposer(eagle3.head())
+    head.check(tiny.model("llama"))
+    found = said(head, report(25, by="Eagle3Proposer"))
+    assert "a head trained for the target" not in found
+    assert "specdec train --from HEAD" in found
 
 
 def test_a_batch_whose_drafts_are_all_rejected(proposer):

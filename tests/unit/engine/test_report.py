@@ -1,11 +1,16 @@
 """The report of calls: what is counted, also of those that failed or ran as plain decoding, and how it is shown."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
-from specdec.engine.report import LATENCIES, Report
+from specdec.engine.counts import LATENCIES
+from specdec.engine.report import Report
+from specdec.proposers.pacing.estimates import Estimates
+from specdec.proposers.pacing.pacer import Pacer
+from specdec.proposers.pacing.pass_cost import PassCost
 
 
 def one_call(**counts):
@@ -47,7 +52,80 @@ def test_calls_that_raised_are_shown():
 def test_a_report_is_shown_shortly_and_as_a_table(report):
     assert len(repr(report)) <= 120
     assert repr(report).startswith(f"<Report: {report.num_calls} calls")
-    assert report._repr_html_().count("<tr>") == len(str(report).splitlines())
+    assert report._repr_html_().count("<tr>") == len(report.details().splitlines())
+
+
+def test_a_report_is_read_in_ten_seconds():
+    report = Report(num_calls=4, num_rows=4, num_output_tokens=96, total_seconds=4.8)
+    report.times_to_first_token += [1.0] * 3
+    for drafted, accepted in ([4], [3]), ([2], [0]), ([0], [0]):
+        report.record_round(drafted, drafted, accepted, seconds=0.12)
+    report.record_plain("beam search is not supported")
+    report.seconds |= {"prefill": 1.0, "draft": 0.05, "verify": 0.3, "accept": 0.01}
+    report.estimate_plain(6 * 0.09)
+    assert str(report).splitlines() == [
+        "speed-up         about 1.5x plain decoding, after the first token",
+        "output tokens    96 in 4 calls, 20.0 per second, the first after 1.00 s",
+        "tokens per pass  2.00, where plain decoding gets 1",
+        "drafted tokens   50% accepted (3 of 6)",
+        "time per token   60.0 ms: 83% passes of the model, 14% drafting, 3% other",
+        "plain decoding   1 of 4 calls: beam search is not supported (1)",
+    ]
+    assert set(str(report).split()).isdisjoint({"nan", "-"})
+
+
+def test_trees_and_batches_are_named_in_the_lines():
+    report = Report(num_calls=1, num_rows=2)
+    report.record_round([6, 6], [2, 2], [2, 1], seconds=0.1)
+    assert "25% accepted (3 of 12, alternatives for the same place included)" in str(report)
+    assert "2.50 for each row, where" in str(report)
+    assert "drafted by" not in str(report)
+    for name in ("NgramProposer", "Eagle3Proposer"):
+        report.record_round([1], [1], [0], seconds=0.1, drafted_by=name)
+    assert "included), drafted by Eagle3Proposer and NgramProposer" in str(report)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [Report(), Report(num_calls=1, num_rows=1, num_output_tokens=1), Report(num_calls=1, num_failed_calls=1)],
+    ids=["no call", "one token", "raised"],
+)
+def test_what_was_not_measured_is_left_out(report):
+    assert "nan" not in str(report)
+    assert "speed-up" not in str(report)
+    assert report.to_dict()["estimated_speed_up"] is None
+
+
+def test_estimates_of_calls_are_pooled_and_others_left_out():
+    total = Report()
+    for plain_seconds, seconds in ((4.0, 2.0), (1.0, 1.0), (None, 50.0)):
+        call = one_call()
+        call.seconds["verify"] = seconds
+        if plain_seconds is not None:
+            call.estimate_plain(plain_seconds)
+        total.add(call)
+    assert total.estimated_speed_up == 5 / 3
+    assert total.to_dict()["estimated_speed_up"] == 5 / 3
+    assert dict(total.table())["estimated speed-up"] == "1.67"
+    total.reset()
+    assert total.estimated_speed_up != total.estimated_speed_up
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_plain_decoding_is_estimated_where_its_passes_were_compared_with_others(llama, single, monkeypatch, measured):
+    """Plain decoding needs a pass for each token after the first. Here every pass takes ten seconds."""
+    observe = Pacer.observe_passes
+    monkeypatch.setattr(Pacer, "observe_passes", lambda pacer, size, *seconds: observe(pacer, size, 0.0, 10.0))
+    monkeypatch.setattr(PassCost, "FAMILIAR", 3 if measured else 1000)
+    spec = SpeculativeGenerator(llama, "ngram")
+    estimates = Estimates()
+    for size in (1, 4) * 3:
+        estimates.verify.observe(size, 10.0)
+    spec._sessions.own.estimates[1, False] = estimates
+    spec._sessions.own._kept[1] = SimpleNamespace(keep=lambda *costs: None)
+    spec.generate(**single, max_new_tokens=12, do_sample=False)
+    assert spec.last_report.estimated_plain_seconds == pytest.approx(11 * 10.0 if measured else 0, rel=0.05)
+    assert (spec.last_report.compared_seconds == spec.last_report.round_seconds) == measured
 
 
 def test_what_is_kept_is_bounded():

@@ -189,7 +189,7 @@ def test_a_batch_runs_as_plain_decoding_and_says_how_not_to():
     )
     assert len(messages) == 1
     assert "Counting may follow the text" in messages[0]
-    assert "stateless" in messages[0]
+    assert "stateless` to True if its scores of a row depend on that row's text" in messages[0]
 
 
 @pytest.mark.parametrize("rule", ["block", "token", "typical"])

@@ -33,7 +33,7 @@ def test_the_table_by_hand():
     figures = ["25.0", "4.00x", "4.00 to 4.00", "2.00 to 8.00", "250", "40.0", "2.00", "3 of 4"]
     assert cells == ["ngram", *figures]
     assert [cell.strip() for cell in first if cell][2:5] == ["1.00x", "-", "1.00 to 1.00"]
-    assert note == ["speed-up, as in the chart: geometric mean over prompts and turns"]
+    assert note == ["speed-up: geometric mean over prompts and turns"]
     assert verdict == ["recommended: ngram, 4.00x plain decoding's speed (4.00 to 4.00): the fastest"]
     listed = found.to_dict()["ways"][1]
     assert [listed["speed_up"], *listed["speed_up_interval"]] == pytest.approx([4, 4, 4])

@@ -9,17 +9,13 @@ from specdec.evaluation.known_head import KnownHead
 from specdec.heads import registry
 from specdec.heads.eagle3.export import save
 from specdec.heads.registry import Known
-from specdec.utils.download import Content, checksum, size_of
-from tests.support import eagle3, tiny
+from tests.support import eagle3, tiny, tiny_llama
 
 
 @pytest.fixture
 def target():
-    made = tiny.model("llama", num_hidden_layers=4)
-    before = made.config._name_or_path
-    made.config._name_or_path = "some-org/Tiny-Llama/"
-    yield made
-    made.config._name_or_path = before
+    with tiny_llama.target() as made:
+        yield made
 
 
 @pytest.fixture
@@ -29,18 +25,17 @@ def folder(target, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECDEC_HEADS", "off")
     place = tmp_path / "heads" / "tiny-head"
     save(eagle3.head(tap_ids=(1, 2, 3)), place, "sglang")
-    files = {path.name: Content(checksum(path), size_of(path)) for path in sorted(place.iterdir())}
-    monkeypatch.setattr(registry, "HEADS", (Known("tiny-llama", "tiny-head", files=files),))
+    monkeypatch.setattr(registry, "HEADS", (tiny_llama.entry(place),))
     return place
 
 
 def test_it_is_measured(target, folder):
     found = diagnose(target, "ngram", [tiny.prompts(9)["input_ids"][0]], max_new_tokens=8)
-    given, known = found.drafting[:2]
-    assert known.name == "n-grams and the known head tiny-head"
-    assert known.code == 'SpeculativeGenerator(model, "ngram+eagle3")'
-    assert known.report.num_calls == given.report.num_calls == 1
-    assert known.name in found.summary()
+    given, head = found.drafting[:2]
+    assert head.name == "n-grams and the known head tiny-head"
+    assert head.code == 'SpeculativeGenerator(model, "ngram+eagle3")'
+    assert head.report.num_calls == given.report.num_calls == 1
+    assert head.name in found.summary()
 
 
 @pytest.mark.parametrize("name", ["auto", "eagle3", "ngram+eagle3", "eagle3:FOLDER"])

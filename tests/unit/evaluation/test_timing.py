@@ -4,9 +4,9 @@ import pytest
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from specdec import DraftModelProposer, NgramProposer
+from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
 from specdec.evaluation.methods import plain, speculative
-from specdec.evaluation.timing import Call, Clock, Runs, Speed, pooled, time_call
+from specdec.evaluation.timing import Call, Clock, Runs, Speed, pooled, take_turns, time_call, warm_up
 from tests.support import tiny
 
 NEW = 8
@@ -59,3 +59,24 @@ def test_a_draft_of_no_use_is_not_warned_of_while_it_is_measured(llama):
     assert run.report.num_accepted_tokens == 0
     assert run.report.num_row_rounds > 20
     assert messages == []
+
+
+def test_no_turn_and_no_method_drafts_from_another_ones_answers(llama):
+    """Nor do measurements write to the memory that they were given."""
+    memory = TextMemory()
+    memory.write(memory.new(), [1, 2, 3])
+    shared = SuffixProposer(memory)
+    runs = [
+        Runs(speculative(name, llama, shared, 4), llama.device, {"do_sample": False, "max_new_tokens": 12})
+        for name in ("one", "other")
+    ]
+    prompt = tiny.prompts(9)["input_ids"][0]
+    warm_up(runs, prompt, lambda: None)
+    take_turns(runs, [prompt], lambda: None, repeats=2)
+    drafted = [call.report.num_accepted_tokens for run in runs for call in run.calls]
+    assert drafted == [drafted[0]] * 4
+    assert list(memory.texts()) == [[1, 2, 3]]
+    alone = SpeculativeGenerator(llama, shared, draft_length=4)
+    for _ in range(2):
+        alone.generate(prompt[None], do_sample=False, max_new_tokens=12)
+    assert alone.report.num_accepted_tokens > 2 * drafted[0]  # a shared memory drafts the same answer

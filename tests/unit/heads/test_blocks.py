@@ -254,7 +254,7 @@ def test_the_confidence_head_says_how_sure_a_chain_is():
     proposer = BlockProposer(rows.head)
     proposer.runner = rows.runner
     rows.extend([9, 4], [9, 4])
-    keys = proposer._confidence(torch.zeros(2, tiny.VOCAB), None)
+    keys = bin_of(proposer._confidence(torch.zeros(2, tiny.VOCAB), None))
     assert keys.tolist() == bin_of(rows.runner.block.acceptance[:, -1]).tolist()
     assert keys.tolist() != [bin_of(torch.tensor([1 / tiny.VOCAB])).item()] * 2  # what the scores alone would say
 

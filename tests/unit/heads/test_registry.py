@@ -10,25 +10,24 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.main import get_command
+from typer.testing import CliRunner
 
 from specdec import BlockProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.heads import registry, shipped
 from specdec.heads.dflash.export import save as save_block
 from specdec.heads.eagle3.export import save
-from specdec.heads.registry import Known, NoHead
-from specdec.utils.download import Content, checksum, size_of
-from tests.support import blocks, eagle3, tiny
+from specdec.heads.loading import read
+from specdec.heads.registry import NoHead
+from tests.support import blocks, eagle3, tiny, tiny_llama
 
 
 @pytest.fixture
 def target():
-    made = tiny.model("llama", num_hidden_layers=4)
-    before = made.config._name_or_path
-    made.config._name_or_path = "some-org/Tiny-Llama/"
-    yield made
-    made.config._name_or_path = before
+    with tiny_llama.target() as made:
+        yield made
 
 
 @pytest.fixture
@@ -49,9 +48,7 @@ def drafter(target, tmp_path, monkeypatch):
 
 def registered(monkeypatch, folder, **changes):
     """Ahead of all others, for the tiny target. Returns its file of weights."""
-    files = {path.name: Content(checksum(path), size_of(path)) for path in sorted(folder.iterdir())}
-    entry = Known("tiny-llama", folder.name, files=files, **changes)
-    monkeypatch.setattr(registry, "HEADS", (entry, *registry.HEADS))
+    monkeypatch.setattr(registry, "HEADS", (tiny_llama.entry(folder, **changes), *registry.HEADS))
     return folder / "model.safetensors"
 
 
@@ -139,6 +136,117 @@ def test_a_damaged_head_is_refused(target, ours):
 def test_hub_ids_are_given_as_they_are(target):
     target.config._name_or_path = "Qwen/Qwen3-8B"
     assert registry.find(target, "eagle3") == "RedHatAI/Qwen3-8B-speculator.eagle3"
+
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SHAPE |= {"num_hidden_layers": 2, "head_dim": 16, "vocab_size": tiny.VOCAB, "max_position_embeddings": 4096}
+BLOCK = SHAPE | {"block_size": 5, "num_target_layers": 4, "rope_theta": 10000.0, "rms_norm_eps": 1e-6}
+Z_LAB = {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": 63, "target_layer_ids": [0, 1]}}
+DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "mask_token_id": 63, "target_layer_ids": [0, 1], "markov_rank": 4}
+DEEPSPEC |= {"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+
+
+def write_in(layout, folder):
+    """A tiny head in a published layout."""
+    if layout in ("z-lab", "DeepSpec"):
+        head = blocks.head("DFlash") if layout == "z-lab" else blocks.head("DSpark", own_embedding=True, own_head=True)
+        weights = {name: value.contiguous() for name, value in head.state_dict().items() if name != "d2t"}
+        folder.mkdir()
+        save_file(weights, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(BLOCK | (Z_LAB if layout == "z-lab" else DEEPSPEC)))
+        return
+    save(eagle3.head(tap_ids=(1, 2, 3)), folder, "speculators" if layout == "speculators" else "sglang")
+    if layout == "SafeAILab":  # config.json of a plain Llama
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "eagle" not in k}))
+
+
+@pytest.mark.parametrize("entry", [entry for entry in registry.HEADS if not entry.files], ids=lambda entry: entry.head)
+def test_published_heads_are_found_and_read_in_their_layouts(target, entry, monkeypatch, tmp_path):
+    """Tiny heads stand for them. The first one of a target is that of "auto"."""
+    write_in(entry.layout, tmp_path / "head")
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or tmp_path / "head")
+    target.config._name_or_path = f"some-org/{entry.target}"
+    first = next(known for known in registry.HEADS if known.target == entry.target)
+    found = SpeculativeGenerator(target, "auto" if entry is first else f"{entry.kind}:{entry.head}").proposer
+    assert asked == [entry.head]
+    assert isinstance(getattr(found, "other", found), Eagle3Proposer if entry.kind == "eagle3" else BlockProposer)
+    formats = {"SGLang": "SpecForge, SGLang or ModelOpt", "speculators": "vLLM speculators"}
+    expected = formats.get(entry.layout, "SafeAILab EAGLE-3" if entry.layout == "SafeAILab" else entry.layout)
+    assert read(tmp_path / "head").format == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen/Qwen3-8B",
+        "Qwen/Qwen3-8B-FP8",
+        "Qwen/Qwen3-8B-AWQ",
+        "unsloth/Qwen3-8B-unsloth-bnb-4bit",
+        "/models/qwen3-8b/",
+        "/hub/models--Qwen--Qwen3-8B/snapshots/b968826d9c46dd6066d109eabc6255188de91218",
+    ],
+)
+def test_quantized_and_downloaded_targets_have_the_same_head(target, name):
+    target.config._name_or_path = name
+    assert registry.find(target, "eagle3") == "RedHatAI/Qwen3-8B-speculator.eagle3"
+    assert [entry.target for entry in registry.known_for(name)] == ["qwen3-8b"] * 3
+
+
+def test_other_models_of_a_family_have_none():
+    for name in ("Qwen/Qwen3-8B-Base", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.1-8B", "gpt2"):
+        assert not registry.known_for(name)
+    assert registry.known_for("meta-llama/Meta-Llama-3.1-8B-Instruct")[0].head.startswith("yuhuili/")
+
+
+def test_a_folder_is_known_by_its_weights(target, ours, monkeypatch, tmp_path):
+    entry, *others = registry.HEADS
+    monkeypatch.setattr(registry, "HEADS", (replace(entry, fingerprint=registry.fingerprint(target)), *others))
+    target.save_pretrained(tmp_path / "renamed")
+    assert [found.head for found in registry.known_for(str(tmp_path / "renamed"))] == ["tiny-head"]
+    tiny.model("llama", num_hidden_layers=2).save_pretrained(tmp_path / "other")
+    assert not registry.known_for(str(tmp_path / "other"))
+    assert not registry.known_for(str(tmp_path))
+
+
+def test_heads_are_listed(target, ours):
+    lines = CliRunner().invoke(app, ["heads"]).stdout.splitlines()
+    assert lines[0].split() == ["target", "kind", "layout", "source", "on", "this", "machine"]
+    assert len(lines) == 1 + len(registry.HEADS)
+    assert lines[1].split() == ["tiny-llama", "eagle3", "specdec", "tiny-head", str(ours.parent)]
+    only = CliRunner().invoke(app, ["heads", "some-org/Tiny-Llama"]).stdout.splitlines()
+    assert [line.split() for line in only] == [lines[0].split(), lines[1].split()]
+    shutil.rmtree(ours.parent)
+    assert CliRunner().invoke(app, ["heads", "tiny-llama"]).stdout.split()[-1] == "no"
+
+
+def test_a_head_in_the_hubs_cache_is_listed(monkeypatch, tmp_path):
+    head = "RedHatAI/Qwen3-32B-speculator.eagle3"
+    monkeypatch.setattr(
+        registry, "try_to_load_from_cache", lambda name, file: str(tmp_path / file) if name == head else None
+    )
+    listed = CliRunner().invoke(app, ["heads", "Qwen/Qwen3-32B"]).stdout
+    assert listed.split()[-2:] == [head, str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "draft"),
+    [
+        ("google/gemma-3-4b-it", '"ngram+draft:google/gemma-3-270m-it"'),
+        ("Qwen/Qwen3-30B-A3B", '"ngram+draft:Qwen/Qwen3-0.6B"'),
+        ("google/gemma-3-270m", '"ngram+draft:PATH_OR_ID"'),
+        ("openai-community/gpt2", '"ngram+draft:PATH_OR_ID"'),
+    ],
+)
+def test_without_a_head_it_is_said_what_helps(target, name, draft):
+    target.config._name_or_path = name
+    with pytest.warns(UserWarning, match='"auto" drafts with n-grams: no head is known for') as said:
+        assert isinstance(SpeculativeGenerator(target, "auto").proposer, NgramProposer)
+    for words in (str(said[0].message), CliRunner().invoke(app, ["heads", name]).stdout):
+        assert draft in words
+        assert "`specdec train`" in words
+        assert len(words.splitlines()) == 1
 
 
 def test_every_head_of_ours_is_in_the_checkout_and_whole(target):

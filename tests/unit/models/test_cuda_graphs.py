@@ -4,18 +4,24 @@ python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # --d
 """
 
 import copy
+import itertools
+import sys
 import warnings
 
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, SpeculativeGenerator
-from specdec.engine import speculation
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
+from specdec.engine import cuda_graph_round, speculation
 from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_tally import IdleDraftWarning
 from specdec.engine.loop import Loop
-from specdec.models import static_forward
-from specdec.models.cuda_graphs import MOST, WARM, Recorder
+from specdec.models import draft_attention, static_forward
+from specdec.models.cache import buffers as buffers_module
+from specdec.models.cache.ragged_rows import CachedRows
+from specdec.models.cuda_graphs import MOST, WARM, KnownFunctions, Recorder
+from specdec.proposers import hybrid
+from specdec.proposers.draft_models import cuda_graph_drafts
 from specdec.proposers.draft_models.cuda_graph_drafts import CapturedDraft
 from tests.support import launches, tiny
 
@@ -74,7 +80,8 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
     assert not warned
     recorder = recorders[-1]
     assert len(recorder) >= 1
-    assert all(book.count("waits") == 1 for book in launches.settled(books))
+    for book in launches.settled(books):
+        assert book.count("waits") == 1, book.waits
     replayed = launches.replaying(books, name)
     assert len(replayed) >= (1 if name == "hybrid" else 2)
     for book in replayed:
@@ -88,6 +95,38 @@ def test_a_draft_of_a_size_that_is_seldom_runs_as_one_that_is_recorded(recorders
     spec, given = replaying("ngram", automatic=False), launches.prompts(1)
     books = launches.counted(spec, do_sample=False, max_new_tokens=NEW, **given)
     assert [launches.replays(book) for book in books[-4:]] == [1] * 4
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft chain", "eagle3 tree"])
+def test_passes_that_are_not_compiled_run_the_decoding_view(name, recorders, monkeypatch):
+    used, attend = [], draft_attention.attend
+    monkeypatch.setattr(draft_attention, "attend", lambda *args: used.append(args) or attend(*args))
+    spec, given = launches.generator(name, automatic=False), launches.prompts(3)
+    spec.compile = "auto"
+    plain = text(spec.model.generate, False, **given)
+    with tiny.specdec_warnings() as warned:
+        assert text(spec.generate, False, **given) == plain
+    assert not warned
+    assert len(recorders[-1]) >= 1
+    assert used
+
+
+@pytest.mark.parametrize("at_once", [False, True], ids=["step by step", "at once"])
+def test_buffers_are_made_for_the_whole_call_where_empty_slots_take_no_time(at_once, recorders, monkeypatch):
+    for module in (cuda_graph_round, cuda_graph_drafts):
+        monkeypatch.setattr(module, "skips_empty_slots", lambda device: at_once)
+    monkeypatch.setattr(buffers_module, "FEWEST", 16)
+    reserve, sizes = CachedRows.reserve, {}
+
+    def noting(rows, *args):
+        made = reserve(rows, *args)
+        sizes.setdefault(id(rows), set()).add(made)
+        return made
+
+    monkeypatch.setattr(CachedRows, "reserve", noting)
+    spec, given = replaying("eagle3 chain", automatic=False), launches.prompts(2)
+    assert text(spec.generate, False, **given) == text(spec.model.generate, False, **given)
+    assert [len(made) == 1 for made in sizes.values()] == [at_once, at_once]  # of the target and the head
 
 
 @pytest.mark.parametrize("shape", [{}, {"tree": DynamicTree(depth=3, top_k=2)}], ids=["chain", "tree"])
@@ -107,12 +146,9 @@ def test_rows_whose_positions_have_run_out(shape, recorders):
     assert len(recorders[-1]) == 2
 
 
-@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
-def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
-    """What a head drafts while the host waits for the round is what it would draft when all is known."""
-    behind, propose, drafts = CapturedDraft._inputs, Loop._propose, []
+def drafts_of_rounds(monkeypatch) -> list:
+    """Token and parent of each node that is drafted from now on, by round and unfinished row."""
+    propose, drafts = Loop._propose, []
 
     def seen(self, context):
         draft = propose(self, context)
@@ -122,6 +158,61 @@ def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampl
         return draft
 
     monkeypatch.setattr(Loop, "_propose", seen)
+    return drafts
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["draft chain", "eagle3 chain", "eagle3 tree", "mtp chain"])
+def test_recorded_drafts_are_those_of_eager_passes(name, batch_size, sampling, recorders, monkeypatch):
+    """A chain that is recorded is placed as a whole, and its passes take their parts of masks and positions."""
+    spec, given = launches.generator(name, automatic=False), launches.prompts(batch_size)
+    drafts, made = drafts_of_rounds(monkeypatch), []
+    for mode in (True, False):
+        spec.compile, drafts[:] = mode, []
+        made.append((text(spec.generate, sampling, **given), [paths(draft) for draft in drafts]))
+    (ours, recorded), (plain, eager) = made
+    assert ours == plain
+    assert len(recorded) == len(eager)
+    shared = sum(len(one & other) for one, other in zip(recorded, eager, strict=True))
+    # Rounding decides which of two nodes that are nearly as likely is in a tree.
+    assert shared >= (0.95 if "tree" in name else 1.0) * sum(
+        len(one | other) for one, other in zip(recorded, eager, strict=True)
+    )
+    assert len(recorders[-1]) >= 2
+
+
+def paths(rows):
+    """The nodes of a draft after the root, each with the tokens down to it."""
+    found = set()
+    for b, row in enumerate(rows):
+        to: list[tuple[int, ...]] = [()]
+        for token, parent in row:
+            to.append((*to[parent], token))
+        found |= {(b, path) for path in to[1:]}
+    return found
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5"])
+def test_drafts_of_models_that_cannot_be_recorded_are_those_of_eager_calls(name, monkeypatch):
+    """Recurrent draft models keep their states in Python objects."""
+    target, _, _ = launches.models()
+    draft = tiny.on_host(name, vocab_size=target.config.vocab_size).to("cuda")
+    spec, given = SpeculativeGenerator(target, DraftModelProposer(draft), draft_length=3), launches.prompts(2)
+    drafts, made = drafts_of_rounds(monkeypatch), []
+    for spec.compile in (False, "auto", "auto"):
+        drafts[:] = []
+        made.append((text(spec.generate, False, **given), list(drafts)))
+    assert made[0][0] == text(target.generate, False, **given)
+    assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
+def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
+    """What a head drafts while the host waits for the round is what it would draft when all is known."""
+    behind, drafts = CapturedDraft._inputs, drafts_of_rounds(monkeypatch)
     told: list[int] = []
     monkeypatch.setattr(CapturedDraft, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))
     spec, given = replaying(name, automatic=False), launches.prompts(batch_size)
@@ -133,6 +224,32 @@ def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampl
     assert text(spec.generate, sampling, **given) == ours
     assert len(told) > 5
     assert ahead == drafts
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_draft_ahead_that_n_grams_replace_leaves_nothing_behind(batch_size, sampling, recorders, monkeypatch):
+    """Every third round is the n-grams': the head's draft for it was launched, and is dropped."""
+    spec, given, dropped = replaying("hybrid", automatic=False), launches.prompts(batch_size), []
+    forget, drafts, rounds = CapturedDraft.forget, drafts_of_rounds(monkeypatch), itertools.count()
+
+    def watched(self):
+        dropped.append(self._ahead is not None and sys._getframe(1).f_code.co_name == "sync")
+        forget(self)
+
+    monkeypatch.setattr(CapturedDraft, "forget", watched)
+    monkeypatch.setattr(HybridProposer, "_lookup_pays", lambda *args: next(rounds) % 3 == 2)
+    made = {}
+    for again in (0.0, 2.0):  # always ahead, and never
+        monkeypatch.setattr(hybrid, "AGAIN", again)
+        rounds, drafts[:], dropped[:] = itertools.count(), [], []
+        ours = text(spec.generate, sampling, **given)
+        made[again] = ours, list(drafts), sum(dropped)
+    assert made[0.0][:2] == made[2.0][:2]
+    assert made[0.0][2] > 1
+    assert made[2.0][2] == 0
+    assert set(spec.report.num_drafts_by) == {"Eagle3Proposer", "NgramProposer"}
+    assert made[0.0][0] == text(spec.model.generate, sampling, **given)
 
 
 @pytest.mark.skipif(not PRETENDED, reason="reads what the pretended device carries")
@@ -167,9 +284,9 @@ def test_a_length_that_is_recorded_as_a_number_is_seen(recorders, monkeypatch):
     spec, given = replaying("ngram", automatic=False), launches.prompts(1)
     plain, made = text(spec.model.generate, False, **given), CapturedRound._made
 
-    def with_a_number(self, chain, levels, tokens, parents, lengths, **more):
-        fixed = torch.zeros_like(lengths) + self.target.lengths[0]
-        return made(self, chain, levels, tokens, parents, fixed, **more)
+    def with_a_number(self, chain, levels, size, rows, **more):
+        fixed = torch.cat([torch.zeros_like(rows[:, :1]) + self.target.lengths[0], rows[:, 1:]], 1)
+        return made(self, chain, levels, size, fixed, **more)
 
     monkeypatch.setattr(CapturedRound, "_made", with_a_number)
     assert text(spec.generate, False, **given) != plain
@@ -200,7 +317,7 @@ def test_a_function_is_run_until_it_is_recorded_and_then_no_more():
 
 
 def test_what_a_call_found_right_the_next_records_at_once():
-    known, calls = {}, []
+    known, calls = KnownFunctions(), []
 
     def doubled(x):
         calls.append(1)
@@ -246,7 +363,7 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
         assert given == [[2.0 * n + 1, n + 2.0] for n in range(WARM + 3)]
 
 
-@pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "graph"])
+@pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "Stream"])
 def test_a_torch_with_another_interface_for_graphs_runs_without(missing, monkeypatch):
     recorder = Recorder()
     monkeypatch.delattr(torch.cuda, missing)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from specdec.models.cache.linear_recurrence import Recurrence, Scan, Sees, Taken, Window, paths
+from specdec.models.cache.convolution_window import Window, paths
+from specdec.models.cache.linear_recurrence import Recurrence, Scan
+from specdec.models.cache.recurrent_passes import Drafted, Taken
 
 B, H, K, V = 2, 3, 4, 5
 # Two trees of five nodes, and two more nodes below each.
@@ -26,10 +28,11 @@ def seen(parents, new):
 
 
 def sees(parents, new):
-    nodes = seen(parents, new)
-    before = nodes.shape[-1] - new
+    step = Drafted(seen(parents, new))
+    before = len(parents[0]) - new
     last = [[max([-1, *(j for j in path(p, i) if j < before)]) for i in range(before, len(p))] for p in parents]
-    return Sees(nodes, torch.tensor(last) if before else None)
+    assert step.last is None if not before else step.last.tolist() == last
+    return step
 
 
 def one_by_one(state, nodes, x):
@@ -93,7 +96,7 @@ def test_a_tree_is_read_as_its_paths_one_by_one(kind, turned):
     # One more token, behind what each row has.
     more = inputs(kind, 1)
     held = torch.tensor([[[True, True, True]], [[True, False, True]]])
-    read = memory.read(Sees(held, torch.tensor([[1], [0]])), *part(more, 0, 1))
+    read = memory.read(Drafted(held), *part(more, 0, 1))
     both = {name: None if v is None else torch.cat([v, more[name]], 2) for name, v in x.items()}
     for h in range(H):
         for b, nodes in enumerate(([0, 1, 3, 5, 7], [0, 7])):

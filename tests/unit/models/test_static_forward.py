@@ -15,7 +15,7 @@ from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, filled_up, nodes_of_size
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.pacing.cost_store import CostStore
-from specdec.proposers.pacing.estimates import BUCKETS, SIZES, PassCost
+from specdec.proposers.pacing.pass_cost import BUCKETS, SIZES, PassCost
 from specdec.sampling.draft_tree import DraftTree
 from tests.law import test_distribution as law_of
 from tests.parity import test_fuzz as fuzzing
@@ -254,7 +254,7 @@ def test_costs_are_a_figure_per_size():
             other.observe(size, seconds)
     assert cost.seen().keys() == {1, 2, 8} < other.seen().keys()
     assert all(SIZES[size.bit_length() - 1] == nodes_of_size(size) for size in SIZES)
-    assert cost(8) - cost(5) == pytest.approx(3 * PassCost.TILT * cost.plain)
+    assert cost(8) - cost(5) == pytest.approx(3 * PassCost.TILT)
 
 
 def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ from torch import nn
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
 from specdec.models.int8_linear import with_int8_linears
 from specdec.proposers.pacing.cost_store import CostStore, shape
-from specdec.proposers.pacing.estimates import DraftCost, PassCost
+from specdec.proposers.pacing.estimates import DraftCost
+from specdec.proposers.pacing.pass_cost import PassCost
 from tests.support import eagle3, tiny
 
 NOTHING: dict = {}
@@ -34,9 +35,9 @@ def passes(cost=None):
     return out
 
 
-def steps(seconds=0.03):
+def steps(cost=0.3):
     out = DraftCost()
-    out.observe(seconds)
+    out.observe(cost)
     return out
 
 
@@ -45,8 +46,8 @@ def test_another_process_finds_what_was_kept(llama, draft):
     found, drafting = CostStore(llama, 1, draft).read()
     assert not found.known  # before a pass here has shown how fast this process is
     found.observe(1, 0.5)
-    assert found(8) == pytest.approx(1.0, rel=0.1)
-    assert drafting.step(found.plain) == pytest.approx(0.15, rel=0.1)
+    assert found(8) == pytest.approx(2.0, rel=0.1)
+    assert drafting.step == pytest.approx(0.3, rel=0.1)
 
 
 def test_rows_targets_and_drafts_are_told_apart(llama, draft, models):
@@ -59,8 +60,8 @@ def test_rows_targets_and_drafts_are_told_apart(llama, draft, models):
 
 
 def test_two_drafts_of_one_target_share_a_file(llama, draft, folder):
-    CostStore(llama, 1, draft).keep(passes(), steps(0.03))
-    CostStore(llama, 1, llama).keep(passes(), steps(0.09))
+    CostStore(llama, 1, draft).keep(passes(), steps(0.3))
+    CostStore(llama, 1, llama).keep(passes(), steps(0.9))
     CostStore(llama, 1).keep(passes({1: 0.1, 2: 0.3}), DraftCost())
     assert len(list(folder.iterdir())) == 1
     assert CostStore(llama, 1, draft).read()[1].share == pytest.approx(0.3, rel=0.1)
@@ -89,11 +90,11 @@ def test_only_news_is_written(llama, draft, monkeypatch):
     assert not written
     kept.keep(passes(), steps())
     assert len(written) == 1
-    kept.keep(passes({1: 0.2, 4: 0.25, 8: 0.41}), steps(0.061))  # a slower moment, all in all
+    kept.keep(passes({1: 0.2, 4: 0.25, 8: 0.41}), steps(0.31))  # a slower moment, all in all
     assert len(written) == 1
     kept.keep(passes({1: 0.1, 4: 0.2, 8: 0.2}), steps())
     assert len(written) == 2
-    kept.keep(passes({1: 0.1, 4: 0.2, 8: 0.2}), steps(0.06))
+    kept.keep(passes({1: 0.1, 4: 0.2, 8: 0.2}), steps(0.6))
     assert len(written) == 3
 
 

@@ -117,6 +117,11 @@ def test_all_names_are_checked_before_a_proposer_is_built():
         as_proposers(["draft:/no/such/model", "ngram+suffix"], tiny.model("llama"))
 
 
+def test_a_class_of_proposers_is_not_an_instance():
+    with pytest.raises(ValueError, match=r"got the class NgramProposer: write NgramProposer\(\)"):
+        SpeculativeGenerator(tiny.model("llama"), NgramProposer)
+
+
 @pytest.mark.parametrize("rule", ["blok", "", None])
 def test_an_unknown_rule_raises_whatever_drafts(rule):
     with pytest.raises(ValueError, match="rule must be"):

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from specdec import DraftTree, Eagle3Proposer, HybridProposer, NgramProposer, Proposer, SpeculativeGenerator
+from specdec.proposers import hybrid
+from specdec.proposers.context import Context
 from specdec.proposers.hybrid import ProposerStats
-from specdec.proposers.pacing.pacer import Pacer
+from specdec.proposers.pacing.pacer import OUTLIER, Pacer
 from tests.support import eagle3, tiny
 
 
@@ -55,8 +57,32 @@ def test_the_report_says_who_drafted():
     assert all(report.num_drafts_by.values())
     assert sum(report.num_drafts_by.values()) == report.num_drafts
     assert sum(report.num_accepted_tokens_by.values()) == report.num_accepted_tokens
-    assert "of it, by proposer" in str(report)
+    assert "of it, by proposer" in report.details()
     assert json.loads(report.to_json())["num_drafts_by"] == dict(report.num_drafts_by)
+
+
+def test_drafts_go_ahead_while_the_other_proposer_mostly_drafts_again():
+    stats, likely = ProposerStats(Pacer().estimates), []
+    for again in [True] * 30 + [False] * 3:
+        stats.observe_turn(again)
+        likely.append(stats.again >= hybrid.AGAIN)
+    assert likely == [False] * 11 + [True] * 19 + [False] * 3
+
+
+@pytest.mark.parametrize("looking_up", [False, True])
+@pytest.mark.parametrize("again", [0.5, 0.95])
+def test_only_the_other_proposers_round_starts_its_next_draft(looking_up, again):
+    asked, pacer = [], Pacer()
+    other = Silent()
+    other.draft_ahead = lambda context, new_tokens: asked.append(context.pacer)
+    proposer = HybridProposer(other)
+    context = Context(torch.zeros(1, 1, dtype=torch.long), [0], [1], [True], [1], False, False, 8, pacer)
+    proposer.begin(context)
+    proposer.other, proposer._looking_up = other, looking_up
+    proposer._stats_of(pacer).again = again
+    proposer.draft_ahead(context, None)
+    assert len(asked) == (again > 0.9 and not looking_up)
+    assert pacer not in asked  # it has a pacer of its own
 
 
 class Silent(Proposer):
@@ -86,16 +112,17 @@ class Batch:
     pacer: Pacer = field(default_factory=Pacer)
 
     def __post_init__(self):
-        for size in (1, 2, 3, 4, 6, 8) * 3:
-            self.pacer.observe_round(size, 1, 0.0, 1 + 0.02 * size, 2)
+        for size in (*(1, 2, 3, 4, 6, 8) * 5, 1):
+            self.pacer.observe_passes(size, 0.0, 1 + 0.02 * size)
+            self.pacer.observe_round(size, 1, 2)
         self.pacer.estimates.budget.left = 0.0
 
 
 def rounds(batch, *each):
-    """Of so many tokens and seconds."""
+    """Statistics of rounds with so many tokens and such costs."""
     found = ProposerStats(batch.pacer.estimates.apart())
-    for tokens, seconds in each:
-        found.observe(tokens, seconds)
+    for tokens, cost in each:
+        found.observe(tokens, cost)
     return found
 
 
@@ -124,6 +151,7 @@ def test_the_prompt_is_not_read_where_n_grams_do_nearly_as_well():
         batch = Batch([0], budget=(left,), ends=(prompt,))
         hybrid._pacer, hybrid._reads_prompt = None, True
         batch.pacer.observe_prefill(prompt, 0.08 * prompt)
+        batch.pacer.observe_passes(1, 0.0, 1.0)
         assert hybrid._lookup_pays(gains, rounds(batch, (3.5, 1.6)), batch) == pays
 
 
@@ -136,7 +164,7 @@ def test_rows_that_are_finished_do_not_count():
         batch.pacer.drafting = 0.5
         hybrid._book(found, batch, 4, accepted)
         assert found.tokens == 3
-        assert found.seconds == pytest.approx(0.5 + batch.pacer.verify(4))
+        assert found.cost == pytest.approx(0.5 + batch.pacer.verify(4))
 
 
 def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
@@ -144,24 +172,24 @@ def test_reading_the_prompt_and_interruptions_are_not_a_rounds_cost():
     hybrid = HybridProposer(Silent())
     found = hybrid._rounds[batch.pacer.estimates] = rounds(batch)
     hybrid._context, hybrid._reads_prompt = batch, True
-    for seconds in (100.0, 0.5, 100.0):
-        batch.pacer.drafting = seconds
+    for cost in (100.0, 0.5, 100.0):
+        batch.pacer.drafting = cost
         hybrid.observe(draft, None, [2])
     assert found.count == 2
     usual = 0.5 + batch.pacer.verify(4)
-    assert found.seconds == pytest.approx((usual + 2 * usual) / 2)
+    assert found.cost == pytest.approx((usual + OUTLIER * usual) / 2)
     assert hybrid.other.observed == 3
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Costs as on a quiet machine: a second for a pass, 0.02 for each token of a draft."""
-    observe_round = Pacer.observe_round
+    observe_passes = Pacer.observe_passes
 
-    def with_fixed_costs(self, size, rows, drafting, seconds, gained):
-        observe_round(self, size, rows, 0.0, 1 + 0.02 * size * (size > 1), gained)
+    def with_fixed_costs(self, size, drafting, verifying):
+        observe_passes(self, size, 0.0, 1 + 0.02 * size * (size > 1))
 
-    monkeypatch.setattr(Pacer, "observe_round", with_fixed_costs)
+    monkeypatch.setattr(Pacer, "observe_passes", with_fixed_costs)
 
 
 @pytest.mark.usefixtures("clock")

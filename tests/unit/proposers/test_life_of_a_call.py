@@ -16,7 +16,8 @@ from specdec import (
     TextMemory,
 )
 from specdec.engine import draft_session
-from specdec.proposers.pacing.estimates import BUCKETS, Estimates, PassCost
+from specdec.proposers.pacing.estimates import Estimates
+from specdec.proposers.pacing.pass_cost import BUCKETS, PassCost
 from tests.support import tiny
 
 
@@ -142,7 +143,7 @@ class Steep(PassCost):
 
     def __init__(self):
         super().__init__({bucket: (1 + bucket / 2, self.FAMILIAR) for bucket in BUCKETS})
-        self._to_level = 0
+        self.known = True
 
     def observe(self, size, seconds):
         pass
@@ -154,7 +155,7 @@ class OnAnyMachine(Estimates):
     def __init__(self, verify, draft):
         super().__init__(Steep(), draft)
 
-    def observe_pace(self, seconds, new_tokens):
+    def observe_pace(self, cost, new_tokens):
         pass
 
 

@@ -1,10 +1,15 @@
 """What pacing makes of recorded costs, on texts of all kinds: never much slower than plain, nearly the best fixed
 length. Simulated: no model, no clock."""
 
+from itertools import groupby
+from statistics import fmean
+
 import pytest
 
-from specdec.proposers.pacing.estimates import Estimates, PassCost
+from specdec.proposers.pacing.estimates import Estimates
+from specdec.proposers.pacing.pass_cost import PassCost
 from tests.support.simulated import CALLS, HOPELESS, KINDS, TABLES, TEXTS, TOKENS, over_all, speedups, text
+from tests.support.slowdowns import SLOWDOWNS
 
 FIXED = {"lookup": ["lookup"], "draft model": ["draft model"], "head": ["head"], "hybrid": ["lookup", "draft model"]}
 LENGTHS = (0, 2, 4, 7, 15)
@@ -47,3 +52,41 @@ def test_costs_known_beforehand_are_made_use_of_at_once():
 
     informed, ignorant = first_calls(True), first_calls(False)
     assert informed > 1.1 * ignorant
+
+
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_programs_do_not_make_drafting_slower_than_plain_decoding(kind, slowdown):
+    """Compared with plain decoding in the same noise: by the work that was done."""
+    for table in TABLES:
+        for name, calls in (TEXTS | HOPELESS).items():
+            each = speedups(kind, table, calls, slowdown=SLOWDOWNS[slowdown])
+            assert over_all(each) > 0.9, (table, name)
+
+
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_programs_cost_little_of_what_drafting_saves(kind, slowdown):
+    kept = []
+    for table in TABLES:
+        for calls in TEXTS.values():
+            quiet, slow = (
+                over_all(speedups(kind, table, calls, **given)) for given in ({}, {"slowdown": SLOWDOWNS[slowdown]})
+            )
+            kept.append(slow / quiet)
+    assert fmean(kept) > 0.9
+
+
+@pytest.mark.parametrize("slowdown", SLOWDOWNS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("table", ["bf16", "gpu"])
+def test_drafting_that_pays_is_not_given_up(kind, table, slowdown):
+    """Once costs are known, there are at most ten rounds in a row without a draft, whatever other programs do."""
+    estimates, sizes = Estimates(), []
+    speedups(kind, table, TEXTS["very good"][:2], estimates=estimates)
+    speedups(kind, table, TEXTS["very good"] * 3, slowdown=SLOWDOWNS[slowdown], estimates=estimates, sizes=sizes)
+    assert longest_run_without_a_draft(sizes) <= 10
+
+
+def longest_run_without_a_draft(sizes):
+    return max((len(list(run)) for size, run in groupby(sizes) if size == 1), default=0)

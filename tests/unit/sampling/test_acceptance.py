@@ -16,6 +16,7 @@ from torch import Tensor
 from specdec.sampling import acceptance
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import RoundResult
+from specdec.sampling.sequential_acceptance import accept_sequentially
 from tests.support import naive
 
 DRAWS = 200_000
@@ -116,7 +117,7 @@ def greedy(tree: DraftTree, scores: torch.Tensor) -> RoundResult:
     def choose(path, alive):
         return scores[rows, path[:, -1]].max(-1).indices
 
-    return acceptance.accept_sequentially(tree, choose, torch.ones(len(scores), dtype=torch.bool))
+    return accept_sequentially(tree, choose, torch.ones(len(scores), dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

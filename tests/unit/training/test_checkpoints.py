@@ -58,11 +58,12 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(copied, name, how):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
 def test_a_run_resumes_behind_a_damaged_checkpoint(files, finished, copied, name):
-    newest, _ = checkpoints(RunFolder(copied).checkpoints)
+    newest, before = checkpoints(RunFolder(copied).checkpoints)
     damage(newest / name, "truncated")
     with pytest.warns(UserWarning, match=re.escape(f"{newest / name} is damaged")):
         result = run(files, copied)
     assert result.exit_code == 0, result.output
+    assert f"resuming from {before}" in result.output.replace("\n", " ")
     assert RunFolder(copied).last_checkpoint() == str(newest)  # written again
     assert losses(copied) == losses(finished)
     assert same_heads(copied, finished)

@@ -73,6 +73,8 @@ def test_without_the_decoder_the_loss_on_held_out_texts_decides(files, tmp_path,
     monkeypatch.setattr(preparation, "load_model", lambda name: 1 / 0)
     result = run(files, tmp_path, *options)
     assert result.exit_code == 0, result.output
+    assert "states are read from" in result.output
+    assert "the target is loaded" not in result.output.replace("\n", " ")
     evaluation = json.loads((tmp_path / "evaluation.json").read_text())
     lowest = min((entry["eval_loss"], entry["step"]) for entry in evaluation["log"] if "eval_loss" in entry)
     assert lowest[1] == 6 < evaluation["log"][-1]["step"]

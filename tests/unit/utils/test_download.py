@@ -13,10 +13,10 @@ import pytest
 from specdec import Eagle3Proposer, NgramProposer, SpeculativeGenerator
 from specdec.heads import registry, shipped
 from specdec.heads.eagle3.export import save
-from specdec.heads.registry import Known, NoHead
+from specdec.heads.registry import NoHead
 from specdec.utils import download
 from specdec.utils.download import Content, DownloadFailed, checksum, size_of
-from tests.support import eagle3, tiny
+from tests.support import eagle3, tiny, tiny_llama
 from tests.support.shop import Shop
 
 BYTES = bytes(range(200))
@@ -28,8 +28,7 @@ def shop(tmp_path, monkeypatch):
     folder = tmp_path / "shop"
     save(eagle3.head(tap_ids=(1, 2, 3)), folder / "tiny-head")
     (folder / "file").write_bytes(BYTES)
-    files = {path.name: Content(checksum(path), size_of(path)) for path in sorted((folder / "tiny-head").iterdir())}
-    monkeypatch.setattr(registry, "HEADS", (Known("tiny-llama", "tiny-head", files=files),))
+    monkeypatch.setattr(registry, "HEADS", (tiny_llama.entry(folder / "tiny-head"),))
     monkeypatch.setattr(download, "RETRY_DELAY", 0.0)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
@@ -41,11 +40,8 @@ def shop(tmp_path, monkeypatch):
 
 @pytest.fixture
 def target():
-    made = tiny.model("llama", num_hidden_layers=4)
-    before = made.config._name_or_path
-    made.config._name_or_path = "some-org/Tiny-Llama"
-    yield made
-    made.config._name_or_path = before
+    with tiny_llama.target() as made:
+        yield made
 
 
 # A file

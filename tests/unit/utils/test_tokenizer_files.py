@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from specdec.cli.app import app
-from specdec.proposers.draft_models.draft_model import tokenizers_at_hand
+from specdec.proposers.draft_models.vocabularies import tokenizers_at_hand
 from specdec.utils.tokenizer_files import load_tokenizer, require_tokenizer
 from tests.support import tiny
 

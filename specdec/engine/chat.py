@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
-from specdec.cli.streamer import ColourStreamer
 from specdec.engine.generator import SpeculativeGenerator
-from specdec.engine.report import Report
 from specdec.models.compat import CACHE
 from specdec.utils.prefix import common_prefix
 
@@ -22,7 +20,7 @@ class Chat:
         spec: generator of the model.
         tokenizer: tokenizer of the model, with a chat template.
         system: optional system prompt.
-        options: further arguments of every `generate()` call.
+        options: further arguments of every `generate()` call, for example `max_new_tokens`.
 
     Attributes:
         messages: the messages so far, in the format of chat templates.
@@ -33,7 +31,8 @@ class Chat:
     Example:
         ```python
         chat = Chat(SpeculativeGenerator(model, "ngram"), tokenizer, max_new_tokens=256)
-        report = chat.say("Hello!", ColourStreamer(tokenizer, Console()))
+        print(chat.say("Hello!"))
+        print(chat.spec.last_report)
         ```
     """
 
@@ -51,41 +50,41 @@ class Chat:
         self._cached: list[int] = []  # tokens whose states are in the cache
         self._forget()
 
-    def say(self, text: str, streamer: ColourStreamer) -> Report:
-        """Send a user message and stream the model's answer.
+    def say(self, text: str, streamer: Any = None) -> str:
+        """Send a user message and return the model's answer.
 
         After a `KeyboardInterrupt` the conversation keeps the answer so far. A turn that fails leaves it unchanged.
 
         Args:
             text: the user's message.
-            streamer: receives the answer's tokens.
+            streamer: receives the prompt and the answer's tokens, as in `generate()`; None for none.
 
         Returns:
-            The report of this turn; its `prefill` is the seconds spent reading.
+            The answer, without special tokens. `spec.last_report` is the report of this turn.
 
         Raises:
             ValueError: the text contains an invalid character.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        messages, answer = [*self.messages, {"role": "user", "content": text}], _Answer(streamer)
         ids = self._encoded(messages)
         prompt = torch.tensor([ids], device=self.spec.model.device)
         try:
             self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
             arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
-            out = self.spec.generate(prompt, streamer=streamer, **arguments)
+            out = self.spec.generate(prompt, streamer=answer, **arguments)
             self._cached = out[0, : self._length].tolist()
         except KeyboardInterrupt:
             self._keep(len(self._cached), interrupted=True)
-            self.messages = [*messages, self._answer(streamer)]
+            self.messages = [*messages, self._message(answer)]
             raise
         except BaseException:
             self._forget()
             raise
-        self.messages = [*messages, self._answer(streamer)]
-        return self.spec.last_report
+        self.messages = [*messages, self._message(answer)]
+        return self.messages[-1]["content"]
 
-    def _answer(self, streamer: ColourStreamer) -> dict[str, str]:
-        return {"role": "assistant", "content": self.tokenizer.decode(streamer.tokens, skip_special_tokens=True)}
+    def _message(self, answer: _Answer) -> dict[str, str]:
+        return {"role": "assistant", "content": self.tokenizer.decode(answer.tokens, skip_special_tokens=True)}
 
     def _encoded(self, messages: Sequence[dict[str, str]]) -> list[int]:
         text = messages[-1]["content"]
@@ -127,3 +126,26 @@ class Chat:
 
     def _forget(self) -> None:
         self._cache, self._cached = DynamicCache(config=self.spec.model.config), []
+
+
+class _Answer:
+    """A streamer that keeps the answer's tokens, and passes everything on to another streamer, if there is one."""
+
+    def __init__(self, streamer: Any):
+        self.tokens: list[int] = []
+        self._streamer, self._has_prompt = streamer, False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self.tokens += value.reshape(-1).tolist()
+        self._has_prompt = True
+        if self._streamer is not None:
+            self._streamer.put(value)
+
+    def on_accept(self, accepted: bool) -> None:
+        if hasattr(self._streamer, "on_accept"):
+            self._streamer.on_accept(accepted)
+
+    def end(self) -> None:
+        if self._streamer is not None:
+            self._streamer.end()
