@@ -35,7 +35,8 @@ SLOW = ("stalls", "shared")  # besides the quiet machine
 
 KEPT = """`FEW_TOKENS` is kept although no simulated case misses it: it separates reading a prompt from drafting, and no
 simulated pass lies near it. `UNKNOWN` and `PRIOR_STEP` stand in until the first observation, which every simulated call
-makes before it asks."""
+makes before it asks. `MOST_STEP` bounds a draft pass that takes longer than two target passes, as the first one of a
+process may. No simulated one does."""
 
 
 @contextmanager
