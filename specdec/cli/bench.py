@@ -33,6 +33,7 @@ def bench(
     temperature: options.Temperature = 0.0,
     draft_length: options.DraftLength = None,
     rule: options.Rule = COUPLED,
+    exact: options.Exact = False,
     dtype: options.Format = "auto",
     device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the results as JSON instead of a table."),
@@ -61,6 +62,7 @@ def bench(
             "max_new_tokens": max_new_tokens,
             "draft_length": draft_length,
             "rule": rule,
+            "exact": exact,
         }
         with progress_bar("measuring") as progress:
             found = measure(

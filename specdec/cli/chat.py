@@ -20,6 +20,7 @@ def chat(
     seed: options.Seed = None,
     draft_length: options.DraftLength = None,
     rule: options.Rule = COUPLED,
+    exact: options.Exact = False,
     dtype: options.Format = "auto",
     device: options.Device = None,
 ) -> None:
@@ -29,7 +30,7 @@ def chat(
     from specdec.cli.streamer import ColourStreamer, colour_note
     from specdec.engine.chat import Chat
 
-    spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
+    spec, tokenizer = generator(target, proposer, draft_length, rule, exact, dtype, device)
     chat_session = Chat(spec, tokenizer, system, max_new_tokens=max_new_tokens, **sampling(temperature, seed))
     if note := colour_note(console):
         console.print(note)

@@ -185,10 +185,16 @@ def sampling(temperature: float, seed: int | None = None) -> dict[str, Any]:
 
 
 def generator(
-    target: str, proposer: str, draft_length: int | None, rule: RuleName, dtype: NumberFormat, device: str | None
+    target: str,
+    proposer: str,
+    draft_length: int | None,
+    rule: RuleName,
+    exact: bool,
+    dtype: NumberFormat,
+    device: str | None,
 ) -> tuple[SpeculativeGenerator, Any]:
     """Build a generator from the options, and return it with the tokenizer."""
     from specdec.engine.generator import SpeculativeGenerator
 
     model, tokenizer = load(target, dtype=dtype, device=device)
-    return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule), tokenizer
+    return SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule, exact=exact), tokenizer

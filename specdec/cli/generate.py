@@ -30,6 +30,7 @@ def generate(
     seed: options.Seed = None,
     draft_length: options.DraftLength = None,
     rule: options.Rule = COUPLED,
+    exact: options.Exact = False,
     dtype: options.Format = "auto",
     device: options.Device = None,
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
@@ -49,7 +50,7 @@ def generate(
     from specdec.engine.report import SPEED_UP, aligned
     from specdec.evaluation.methods import described
 
-    spec, tokenizer = generator(target, proposer, draft_length, rule, dtype, device)
+    spec, tokenizer = generator(target, proposer, draft_length, rule, exact, dtype, device)
     print_message(f"drafts come from {described(spec.proposer)}")
     inputs = Prompt("", text).encode(tokenizer, spec.model.device)
     plain_call = _plain_call(spec, inputs, max_new_tokens, temperature, seed) if compare else None

@@ -40,6 +40,12 @@ DraftLength = Annotated[
     int | None, typer.Option(min=0, help="Draft tokens per round; 0: none. Default: adapts to measured costs.")
 ]
 Rule = Annotated[RuleName, typer.Option(help='Verification rule above temperature 0; "typical" is lossy.')]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact", help="Compute drafted tokens bit for bit as plain decoding, for the same text in half precision."
+    ),
+]
 Format = Annotated[NumberFormat, typer.Option(help="Number format; auto: the fastest on this device.")]
 Device = Annotated[str | None, typer.Option(help='Device: "cpu", "cuda", ... Default: the best one available.')]
 Repeats = Annotated[

@@ -31,6 +31,7 @@ def serve(
     ),
     draft_length: options.DraftLength = None,
     rule: options.Rule = COUPLED,
+    exact: options.Exact = False,
     dtype: options.Format = "auto",
     device: options.Device = None,
 ) -> None:
@@ -43,7 +44,7 @@ def serve(
     def generator_of(model: PreTrainedModel) -> SpeculativeGenerator:
         from specdec.engine.generator import SpeculativeGenerator
 
-        made.append(SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule))
+        made.append(SpeculativeGenerator(model, proposer, draft_length=draft_length, rule=rule, exact=exact))
         return made[-1]
 
     def farewell() -> None:

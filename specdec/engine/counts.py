@@ -27,6 +27,7 @@ class Counts:
         num_failed_calls: calls that raised; only their rounds are counted.
         num_plain_calls: calls that ran as plain decoding.
         plain_reasons: number of plain calls by reason.
+        num_exact_calls: calls whose drafted tokens were computed bit for bit as in plain decoding (`exact=True`).
         num_rows: sequences generated.
         num_output_tokens: new tokens returned, without padding.
         num_rounds: target passes after the prefill.
@@ -52,6 +53,7 @@ class Counts:
     num_failed_calls: int = 0
     num_plain_calls: int = 0
     plain_reasons: dict[str, int] = field(default_factory=dict)
+    num_exact_calls: int = 0
     num_rows: int = 0
     num_output_tokens: int = 0
     num_rounds: int = 0

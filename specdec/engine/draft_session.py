@@ -31,7 +31,7 @@ class DraftSession:
 
     Attributes:
         taps: hidden states of the target that the proposer reads.
-        estimates: acceptance and cost estimates by (batch size, sampling).
+        estimates: acceptance and cost estimates by (batch size, sampling, exact).
         static_forward: captured target passes; None until `capture`.
         tally: counts of its drafts.
         graphs: CUDA graphs with their buffers that no call uses, for later calls.
@@ -41,26 +41,28 @@ class DraftSession:
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         proposer.check(target)
         self.proposer, self.taps = proposer, proposer.taps(target)
-        self.estimates: dict[tuple[int, bool], Estimates] = {}
+        self.estimates: dict[tuple[int, bool, bool], Estimates] = {}
         self.tally = DraftTally()
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()
-        self._kept: dict[int, CostStore] = {}  # by batch size; shared with other processes
+        self._kept: dict[tuple[int, bool], CostStore] = {}  # by (batch size, exact); shared with other processes
 
-    def pacer(self, batch_size: int, sampling: bool, draft_length: int | None) -> Pacer:
+    def pacer(self, batch_size: int, sampling: bool, draft_length: int | None, exact: bool = False) -> Pacer:
         """Make the pacer of a call.
 
-        Calls with the same batch size and sampling share estimates. Their costs are also read from the cost store.
+        Calls with the same batch size, sampling and exactness share estimates. Their costs are also read from the cost
+        store.
         """
-        if batch_size not in self._kept:
-            self._kept[batch_size] = CostStore(
-                self._target, batch_size, self.proposer.drafting_model(), captured=self.static_forward is not None
-            )
-        if (batch_size, sampling) not in self.estimates:
-            estimates = Estimates(*self._kept[batch_size].read())
-            self.estimates.setdefault((batch_size, sampling), estimates)  # unless another thread did
-        return Pacer(draft_length, self.estimates[batch_size, sampling])
+        if (batch_size, exact) not in self._kept:
+            captured = self.static_forward is not None and not exact
+            drafting = self.proposer.drafting_model()
+            self._kept[batch_size, exact] = CostStore(self._target, batch_size, drafting, captured, exact)
+        kind = batch_size, sampling, exact
+        if kind not in self.estimates:
+            estimates = Estimates(*self._kept[batch_size, exact].read())
+            self.estimates.setdefault(kind, estimates)  # unless another thread did
+        return Pacer(draft_length, self.estimates[kind])
 
     def capture(self, compiled: bool) -> StaticForward:
         """Capture passes of the target and of a draft model from now on; `compiled` as for `StaticForward`."""
@@ -71,9 +73,9 @@ class DraftSession:
             self.graphs.clear()
         return self.static_forward
 
-    def keep(self, batch_size: int, pacer: Pacer) -> None:
+    def keep(self, batch_size: int, pacer: Pacer, exact: bool = False) -> None:
         """Save the costs that a call measured in the cost store."""
-        self._kept[batch_size].keep(pacer.estimates.verify, pacer.estimates.draft)
+        self._kept[batch_size, exact].keep(pacer.estimates.verify, pacer.estimates.draft)
 
 
 class DraftSessions:

@@ -26,6 +26,7 @@ from specdec.engine.trace import RoundTrace
 from specdec.models.capability import Capability, capability
 from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
 from specdec.models.cpu_threads import warn_of_excess_threads
+from specdec.models.exact.exactness import Exactness, exactness
 from specdec.models.introspection import device_of, generate_owner, require_lm_head, unwrap_model
 from specdec.models.lockstep import in_step
 from specdec.proposers.base import Proposer
@@ -74,6 +75,9 @@ class SpeculativeGenerator:
         compile: "auto" captures drafts and rounds as CUDA graphs on CUDA, in a few padded sizes. True also compiles the
             target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
+        exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
+            half precision, too. On CPUs, in calls with one row. The first call probes the model, see `exactness`.
+            Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.
 
     Raises:
         ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
@@ -95,6 +99,7 @@ class SpeculativeGenerator:
         rule: RuleName | Lenient = COUPLED,
         on_unsupported: OnUnsupported = "plain",
         compile: bool | Literal["auto"] = "auto",
+        exact: bool = False,
     ):
         is_int = isinstance(draft_length, int) and not isinstance(draft_length, bool)
         if draft_length is not None and (not is_int or draft_length < 0):
@@ -103,11 +108,12 @@ class SpeculativeGenerator:
             check_choice("rule", rule, RuleName)
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
+        check_choice("exact", exact, Literal[True, False])
         self.model, self._generate_owner = unwrap_model(model), generate_owner(model)
         require_lm_head(self.model)
         self.proposer = as_proposer(proposer, self.model)
         self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.compile = compile
+        self.compile, self.exact = compile, exact
         self._sessions = DraftSessions(self.proposer, self.model)
         self._history = CallHistory()
         warn_of_excess_threads(device_of(self.model), callers_level())
@@ -139,6 +145,11 @@ class SpeculativeGenerator:
     def capability(self) -> Capability:
         """The capability of the target in its current mode and precision."""
         return capability(self.model)
+
+    @property
+    def exactness(self) -> Exactness:
+        """Which modules of the target have to run each drafted token alone for `exact=True`, and what that costs."""
+        return exactness(self.model, self.capability)
 
     # Public entry points
 
@@ -322,6 +333,10 @@ class SpeculativeGenerator:
         step = in_step(is_synced(model, synced_gpus), device_of(model))
         able = self.capability
         reason = why_plain(model, able, call, uses_target_choices(self.rule, call.samples))
+        found = None
+        if reason is None and self.exact:
+            found = exactness(self.model, able)
+            reason = found.problem(len(input_ids))
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = (
                 "another process runs its call as plain decoding, and forward passes are synchronised (synced_gpus)"
@@ -336,9 +351,20 @@ class SpeculativeGenerator:
                 history.warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
             drafting = self._sessions.for_call(call.config, assistant_model, tokenizers, history.warn)
             output = Speculation(
-                self.model, able, drafting, call, self.rule, self.draft_length, stopwatch, history, step, self.compile
+                self.model,
+                able,
+                drafting,
+                call,
+                self.rule,
+                self.draft_length,
+                stopwatch,
+                history,
+                step,
+                self.compile,
+                found,
             ).run()
-            self._warn_if_idle(report, drafting, call.samples)
+            report.num_exact_calls += found is not None
+            self._warn_if_idle(report, drafting, call.samples, found is not None)
         report.total_seconds = stopwatch.elapsed()
         return output
 
@@ -349,12 +375,12 @@ class SpeculativeGenerator:
         report.record_plain(reason)
         self._history.warn(f"running as plain generate(): {reason}")
 
-    def _warn_if_idle(self, report: Report, drafting: DraftSession, sampling: bool) -> None:
+    def _warn_if_idle(self, report: Report, drafting: DraftSession, sampling: bool, exact: bool) -> None:
         """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
         with self._history.lock:
             drafting.tally.add(report, drafting.proposer)
             idle = drafting.tally.idle(self.draft_length)
         if idle and not self._history.warned_of(IdleDraftWarning.__name__):
-            estimates = drafting.estimates[report.num_rows, sampling]
+            estimates = drafting.estimates[report.num_rows, sampling, exact]
             message = drafting.tally.warning(estimates, relative_size(drafting.proposer, self.model))
             self._history.warn(message, IdleDraftWarning)

@@ -67,6 +67,9 @@ class Report(Counts):
         if self.num_plain_calls:
             why = "; ".join(f"{reason} ({count})" for reason, count in self.plain_reasons.items())
             rows.append(("plain decoding", f"{self.num_plain_calls} of {_count(self.num_calls, 'call')}: {why}"))
+        if self.num_exact_calls:
+            calls = f"{self.num_exact_calls} of {_count(self.num_calls, 'call')}"
+            rows.append(("exact", f"{calls}, bit for bit as plain decoding"))
         return [*rows, *self._raised()]
 
     def table(self) -> Rows:
@@ -87,6 +90,7 @@ class Report(Counts):
         rows = [
             ("calls (as plain decoding)", f"{self.num_calls} ({self.num_plain_calls})"),
             *(("plain decoding, because", f"{why} ({count})") for why, count in self.plain_reasons.items()),
+            *([("exact calls", f"{self.num_exact_calls}")] if self.num_exact_calls else []),
             *self._raised(),
             ("output tokens", f"{self.num_output_tokens}"),
             ("drafts", f"{self.num_drafts} in {self.num_row_rounds} rounds"),

@@ -27,6 +27,7 @@ from specdec.engine.tensor_parallel import group_of
 from specdec.engine.transcript import Transcript
 from specdec.models.capability import Capability
 from specdec.models.cuda_graphs import Recorder
+from specdec.models.exact.exactness import Exactness
 from specdec.models.fingerprint import fingerprint, settings
 from specdec.models.introspection import device_of
 from specdec.models.lockstep import Step
@@ -55,6 +56,7 @@ class Speculation:
         history: the generator's; has the lists to which every round is appended, and warns the user.
         step: keeps passes in step with other processes; None for a single process.
         compile: as for `SpeculativeGenerator`.
+        exact: how the target gives each draft node the bits of plain decoding; None: the fastest passes.
     """
 
     model: PreTrainedModel
@@ -67,6 +69,7 @@ class Speculation:
     history: CallHistory
     step: Step | None
     compile: bool | Literal["auto"]
+    exact: Exactness | None = None
 
     def __post_init__(self) -> None:
         self._group, self._device = group_of(self.model), self.call.input_ids.device
@@ -92,7 +95,8 @@ class Speculation:
         layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, layout, self.model, self.able.positions)
         media = shown(call.text_kwargs)
-        captured = None if media or self.step is not None or self._group is not None else self._captured_passes()
+        eager = media or self.step is not None or self._group is not None or self.exact is not None
+        captured = None if eager else self._captured_passes()
         target = ModelRunner(
             self.model,
             self.able.masks,
@@ -101,6 +105,7 @@ class Speculation:
             captured,
             call.encoder_outputs,
             pads=layout.pads,
+            exact=None if self.exact is None else self.exact.alone,
         )
         recorder, kind = self._recorder(target, layout)
         fresh, multimodal = layout.fresh, None
@@ -201,7 +206,7 @@ class Speculation:
                 if noise is not None:  # also after an error of a streamer or a criterion
                     noise.settle(text.settled - text.start)
         if self._group is None or self._group.leads:
-            self.drafting.keep(text.batch_size, loop.pacer)
+            self.drafting.keep(text.batch_size, loop.pacer, self.exact is not None)
 
     def _count(self, text: Transcript, pacer: Pacer) -> None:
         """Report the tokens, and the seconds of plain decoding where its passes were measured."""
@@ -222,7 +227,7 @@ class Speculation:
             processors=processors.without_unknown(),
             noise=noise,
             text=text,
-            pacer=self.drafting.pacer(text.batch_size, sampling, self.draft_length),
+            pacer=self.drafting.pacer(text.batch_size, sampling, self.draft_length, self.exact is not None),
             stopwatch=self.stopwatch,
             sampling=sampling,
             trees=self.able.trees,

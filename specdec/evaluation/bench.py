@@ -152,6 +152,7 @@ def bench(
     max_new_tokens: int = 128,
     draft_length: int | None = None,
     rule: RuleName = COUPLED,
+    exact: bool = False,
     progress: Callable[[int, int], Any] = lambda done, total: None,
     **arguments: Any,
 ) -> Bench:
@@ -168,6 +169,7 @@ def bench(
         max_new_tokens: maximum number of new tokens per prompt.
         draft_length: as for `SpeculativeGenerator`.
         rule: as for `SpeculativeGenerator`.
+        exact: as for `SpeculativeGenerator`.
         progress: called with the number of calls done and the total.
         arguments: further arguments of `generate()`; greedy decoding by default.
 
@@ -186,7 +188,7 @@ def bench(
     """
     methods = [plain(target)]
     for name, proposer in proposers.items():
-        methods.append(speculative(name, target, proposer, draft_length, rule, code=f'"{name}"'))
+        methods.append(speculative(name, target, proposer, draft_length, rule, exact, code=f'"{name}"'))
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     runs = [Runs(method, device_of(target), arguments) for method in methods]
     step = steps(progress, (1 + repeats * len(prompts)) * len(runs))

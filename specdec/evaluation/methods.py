@@ -102,6 +102,7 @@ def speculative(
     proposer: Proposer | PreTrainedModel | str,
     length: int | None = None,
     rule: RuleName = COUPLED,
+    exact: bool = False,
     code: str = "...",
 ) -> Method:
     """Make a method of specdec. A call without speculation is an error, as it would be measured as plain decoding.
@@ -110,11 +111,14 @@ def speculative(
         length: fixed draft length.
         code: code of the proposer.
     """
-    spec = SpeculativeGenerator(target, _apart(proposer), draft_length=length, rule=rule, on_unsupported="error")
+    spec = SpeculativeGenerator(
+        target, _apart(proposer), draft_length=length, rule=rule, exact=exact, on_unsupported="error"
+    )
     suffixes = _suffixes(spec.proposer)
     memories = None if suffixes is None else TurnMemories(suffixes)
     code += "" if length is None else f", draft_length={length}"
     code += "" if rule == COUPLED else f', rule="{rule}"'
+    code += ", exact=True" if exact else ""
     return Method(name, spec.generate, spec, f"SpeculativeGenerator(model, {code})", memories)
 
 

@@ -75,7 +75,7 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
         model: the model.
         drafts: True for a draft model, which runs in eval mode.
     """
-    known, state = _found.setdefault(model, []), _state(model, drafts)
+    known, state = _found.setdefault(model, []), settings_of(model, drafts)
     for before, found in known:
         if before == state:
             return found
@@ -108,7 +108,7 @@ def installation_fault() -> str:
     )
 
 
-def _state(model: PreTrainedModel, drafts: bool) -> Any:
+def settings_of(model: PreTrainedModel, drafts: bool = False) -> Any:
     """Collect the settings that a model's passes depend on, without the values of its weights."""
     training = [] if drafts else [module for module in model.modules() if module.training]
     # Dropout rates, gradient checkpointing, ...
@@ -152,14 +152,14 @@ def probe(model: PreTrainedModel, drafts: bool = False) -> Capability:
     if compat.cache_argument(model) is None:
         return Capability(None, "its forward pass takes no cache")
     if is_sharded(model):  # the hooks that gather weights cannot be copied, and no other call can use the model now
-        with _short_windows(model):
+        with short_windows(model):
             found = _without_random_numbers(model, _probed(model, model, drafts))
             return replace(found, positions=positions_of(model))
     try:
         view = apart(in_eval_mode(model) if drafts else model)
     except Exception as error:  # a user's module may hold an object that cannot be copied: a lock, a file
         return Capability(None, f"its modules cannot be copied for the probe: {error}")
-    with _short_windows(view):
+    with short_windows(view):
         found = _without_random_numbers(view, _probed(model, view, drafts))
         return replace(found, positions=positions_of(view))
 
@@ -221,7 +221,7 @@ def _more_than_keys(model: PreTrainedModel) -> str:
 
 
 @contextmanager
-def _short_windows(model: PreTrainedModel) -> Iterator[None]:
+def short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Context in which the model's sliding windows are shorter than the probes' texts."""
     config = model.config.get_text_config(decoder=True)
     types, window = layer_kinds(config), getattr(config, "sliding_window", None)

@@ -84,7 +84,7 @@ def with_draft_attention(model: M) -> M:
 
     def swap(module: nn.Module) -> nn.Module:
         config = getattr(module, "config", None)
-        if getattr(config, "_attn_implementation", None) != "sdpa" or not _runs_sdpa(type(module)):
+        if getattr(config, "_attn_implementation", None) != "sdpa" or not runs_sdpa(type(module)):
             return module
         if id(config) not in configs:
             configs[id(config)] = copy.deepcopy(config)
@@ -96,7 +96,7 @@ def with_draft_attention(model: M) -> M:
     return view(model, swap)
 
 
-def _runs_sdpa(kind: type[nn.Module]) -> bool:
+def runs_sdpa(kind: type[nn.Module]) -> bool:
     """Return whether a module's forward pass finds transformers' sdpa function by the name in its config."""
     forward = inspect.unwrap(kind.forward)
     code: Any = getattr(forward, "__code__", None)

@@ -5,7 +5,7 @@ It is responsible for the cache, the positions and the masks. The target and dra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +18,8 @@ from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
 from specdec.models.decoding_view import decoding_view
 from specdec.models.encoder import EncoderOutputs, declined
+from specdec.models.exact.draft_pass import DraftPass
+from specdec.models.exact.exact_view import exact_view
 from specdec.models.hidden_states import Taps
 from specdec.models.introspection import (
     INDEXED,
@@ -52,6 +54,8 @@ class ModelRunner(CachedRows):
         encoder_outputs: encoder outputs that the decoder also reads; None for a decoder-only model.
         pads: (B, 1) int64, padding of each row that a model which counts positions counts as well; None for none.
         sized: pad drafts to few sizes, as captured passes need. Implied by `static_forward`.
+        exact: give each draft node the bits of plain decoding's own pass. Names of the modules that have to run each
+            node alone for this (`Exactness.alone`); None for the fastest passes. Not with `static_forward` or `sized`.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ModelRunner(CachedRows):
         encoder_outputs: EncoderOutputs | None = None,
         sized: bool = False,
         pads: Tensor | None = None,
+        exact: Collection[str] | None = None,
     ):
         self.masks, self.row_positions, self._takes_positions = (
             masks or default_masks(model),
@@ -76,7 +81,11 @@ class ModelRunner(CachedRows):
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
         if sized and static_forward is None and self.device.type == "cuda":
             whole = decoding_view(whole)
-        self.model, self.taps, self.step = whole if is_sharded(model) else with_fast_linears(whole), taps, step
+        self.model = whole if exact is not None or is_sharded(model) else with_fast_linears(whole)
+        self.taps, self.step = taps, step
+        self._draft_model = self.model
+        if exact is not None:
+            self._draft_model = exact_view(whole, DraftPass(self.row_positions, spans(model, self.masks)), exact)
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads
         self._planes: Tensor | None = None
@@ -149,7 +158,7 @@ class ModelRunner(CachedRows):
         Returns:
             Logits (B, 1, V), features and, if requested, hidden states of all columns.
         """
-        logits, states, features = self._listen({**self._declined, **inputs})
+        logits, states, features = self._listen(self.model, {**self._declined, **inputs})
         return Output(logits[:, -1:], states, features)
 
     def shift_positions(self, planes: Tensor) -> None:
@@ -261,26 +270,30 @@ class ModelRunner(CachedRows):
             inputs["logits_to_keep"] = keep
         if self.static_forward is not None and draft and not hidden:
             written = self.cache.written(self.device)
-            logits, features = self.static_forward(written, inputs, lambda: self._pass(inputs)[::2])
+            logits, features = self.static_forward(written, inputs, lambda: self._pass(self._draft_model, inputs)[::2])
             return Output(logits[:, -keep:], None, features)
         if hidden:
             inputs["output_hidden_states"] = True
-        logits, states, features = self._pass(inputs)
+        logits, states, features = self._pass(self._draft_model if draft else self.model, inputs)
         return Output(logits[:, -keep:], states, features)
 
-    def _pass(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+    def _pass(
+        self, model: PreTrainedModel, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
         """Run `_listen` with this runner's cache."""
         with self.cache.states.passing():
-            return self._listen({**inputs, self.cache_argument: self.cache})
+            return self._listen(model, {**inputs, self.cache_argument: self.cache})
 
-    def _listen(self, inputs: Mapping[str, Any]) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
+    def _listen(
+        self, model: PreTrainedModel, inputs: Mapping[str, Any]
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, Tensor | None]:
         """Run the model; return logits, hidden states (if requested) and features."""
         if self.step is not None:
             self.step.before_pass()
         if self.encoder_outputs is not None:
             inputs = self.encoder_outputs.read_by(self.model, dict(inputs))
         with nullcontext() if self.taps is None else self.taps.listening() as taken:
-            output = self.model(**inputs)
+            output = model(**inputs)
         features = None if self.taps is None or taken is None else self.taps.features(taken)
         hidden = decoders_name(self.model, "hidden_states")
         return output.logits, output[hidden] if inputs.get("output_hidden_states") else None, features

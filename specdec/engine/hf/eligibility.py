@@ -37,7 +37,7 @@ KNOWN_KWARGS = {
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
 
-SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile"}  # of a generator, not of its calls
+SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile", "exact"}  # not of a call
 
 
 class Unsupported(ValueError):

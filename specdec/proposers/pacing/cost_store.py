@@ -36,9 +36,17 @@ class CostStore:
         batch_size: the number of rows.
         drafting: the model that makes the drafts, if there is one.
         captured: True if passes are CUDA graphs of a few padded sizes.
+        exact: True if passes give each node the bits of plain decoding.
     """
 
-    def __init__(self, target: nn.Module, batch_size: int, drafting: nn.Module | None = None, captured: bool = False):
+    def __init__(
+        self,
+        target: nn.Module,
+        batch_size: int,
+        drafting: nn.Module | None = None,
+        captured: bool = False,
+        exact: bool = False,
+    ):
         self._sizes = SIZES if captured else BUCKETS
         self._of = {
             "format": FORMAT,
@@ -50,6 +58,8 @@ class CostStore:
         }
         if captured:
             self._of["captured"] = True
+        if exact:
+            self._of["exact"] = True
         self._draft = drafting and shape(drafting)
         self._passes: dict[int, float] = {}  # stored costs by nodes per row, relative to a pass over one node
         self._step = 0.0  # stored cost of a draft pass, likewise; 0: none is stored

@@ -1,0 +1,69 @@
+"""`exact_attention`: attention of draft nodes one at a time, with the call that plain decoding makes for one token."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from specdec.models.cache.buffers import Span
+from specdec.models.draft_attention import runs_sdpa
+from specdec.models.exact.draft_pass import DraftPass
+from specdec.models.views import shallow_copy_as
+
+NAME = "specdec_exact"  # among transformers' attention functions
+
+
+def with_exact_attention(module: nn.Module, draft: DraftPass) -> nn.Module:
+    """A copy of an attention module that uses `exact_attention`; `module` itself if it is none that runs sdpa."""
+    config = getattr(module, "config", None)
+    if getattr(config, "_attn_implementation", None) != "sdpa" or not runs_sdpa(type(module)):
+        return module
+    made: Any = shallow_copy_as(module, type(module))
+    made.config = copy.copy(config)
+    made.config._attn_implementation = NAME
+    made._draft_pass = draft
+    return made
+
+
+def exact_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. Each node's keys lie as in plain decoding: those it sees, in their order."""
+    draft: DraftPass = module._draft_pass  # type: ignore[assignment]
+    span, bias = draft.span(getattr(module, "layer_idx", 0)), kwargs.pop("position_bias", None)
+    rows = []
+    for row, paths in enumerate(draft.paths(span)):
+        keys, values, queries = key[row : row + 1], value[row : row + 1], query[row : row + 1]
+        nodes = []
+        for i, path in enumerate(paths):
+            seen = keys[:, :, path], values[:, :, path]
+            if bias is not None:
+                kwargs["position_bias"] = bias[:, :, i : i + 1, path]
+            mask = _mask(seen[0].shape[2], span, key.device)
+            nodes.append(
+                sdpa_attention_forward(module, queries[:, :, i : i + 1], *seen, mask, dropout, scaling, **kwargs)[0]
+            )
+        rows.append(torch.cat(nodes, 1))
+    return torch.cat(rows), None
+
+
+def _mask(length: int, span: Span, device: torch.device) -> Tensor | None:
+    """The mask of a single token in plain decoding: transformers makes one as soon as a window is full."""
+    if span.window is None or length < span.window:
+        return None
+    return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
+
+
+AttentionInterface.register(NAME, exact_attention)

@@ -1,0 +1,108 @@
+"""`ExactLinear`: a linear layer that gives each draft node the bits of plain decoding's own product.
+
+Matrix products over several rows may add in another order than those over one. Whether they do depends on the library,
+the processor, the shape, the dtype and the number of threads, so it is found out by comparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from specdec.models.exact.draft_pass import DraftPass
+from specdec.models.views import shallow_copy_as
+from specdec.utils.timing import lose
+
+Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (B, n, in), weight and bias: (B, n, out)
+
+COMPARED = 2**18  # numbers that have to agree. Of those that another order can change, one in 3,000 differs in bfloat16
+BLOCK = 2**21  # weights per block of outputs, which stay in the processor's cache
+TRIES = 3  # measurements per way; the fastest counts
+
+
+class ExactLinear(nn.Linear):
+    """A linear layer for passes over draft nodes. Shares the parameters of the layer that it is made from."""
+
+    draft: DraftPass
+
+    @classmethod
+    def of(cls, layer: nn.Linear, draft: DraftPass) -> ExactLinear:
+        """The exact form of a layer."""
+        made = shallow_copy_as(layer, cls)
+        made.draft = draft
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        B = self.draft.batch_size
+        nodes = x.numel() // (B * x.shape[-1])
+        if nodes <= 1:
+            return super().forward(x)
+        return way(self.weight, self.bias, B, nodes)(x.reshape(B, nodes, -1), self.weight, self.bias).view(
+            *x.shape[:-1], -1
+        )
+
+
+def together(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One product over all nodes."""
+    return linear(x, weight, bias)
+
+
+def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product for each node, with the shape of plain decoding's."""
+    return torch.cat([linear(node.contiguous(), weight, bias) for node in x.split(1, 1)], 1)
+
+
+def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product for each node and block of outputs. The processor reads each block from memory once."""
+    height = max(16, BLOCK // weight.shape[1])
+    biases = [None] * len(weight) if bias is None else bias.split(height)
+    nodes = [node.contiguous() for node in x.split(1, 1)]
+    result = x.new_empty(*x.shape[:2], len(weight))
+    for start, part, part_bias in zip(range(0, len(weight), height), weight.split(height), biases, strict=False):
+        for i, node in enumerate(nodes):
+            result[:, i : i + 1, start : start + len(part)] = linear(node, part, part_bias)
+    return result
+
+
+_ways: dict[tuple[object, ...], Way] = {}  # found in this process
+
+
+def way(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Way:
+    """The fastest exact way to multiply a number of nodes per row."""
+    kind = weight.dtype, weight.device, *weight.shape, bias is None, batch_size, nodes, torch.get_num_threads()
+    if kind not in _ways:
+        start = perf_counter()
+        _ways[kind] = _found(weight, bias, batch_size, nodes)
+        lose(perf_counter() - start)
+    return _ways[kind]
+
+
+@torch.no_grad()
+def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Way:
+    generator = torch.Generator().manual_seed(0)
+    shape = batch_size, nodes, weight.shape[1]
+    equal = {together: True, in_blocks: weight.numel() > BLOCK}
+    compared = 0
+    while compared < COMPARED and any(equal.values()):
+        x = torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+        right = one_by_one(x, weight, bias)
+        for each, so_far in equal.items():
+            equal[each] = so_far and torch.equal(each(x, weight, bias), right)
+        compared += right.numel()
+    if equal[together]:
+        return together
+    candidates: list[Way] = [one_by_one, in_blocks] if equal[in_blocks] else [one_by_one]
+    return min(candidates, key=lambda each: _seconds(each, x, weight, bias))
+
+
+def _seconds(each: Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+    taken = []
+    for _ in range(TRIES):
+        start = perf_counter()
+        each(x, weight, bias)
+        taken.append(perf_counter() - start)
+    return min(taken)

@@ -1,0 +1,48 @@
+"""`node_by_node`: a module that runs each draft node alone, as plain decoding runs one token."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.models.views import shallow_copy_as
+
+
+def node_by_node(module: nn.Module) -> nn.Module:
+    """A copy of `module` that shares its weights and runs each node of (B, n, ...) or (n, ...) alone.
+
+    Tensors among its arguments and results that have as many nodes in that dimension are split and joined again.
+    """
+    kind: Any = _alone(type(module))  # type: ignore[arg-type]  # a class is hashable, whatever its instances are
+    return shallow_copy_as(module, kind)
+
+
+@cache
+def _alone(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nodes = 1 if hidden.dim() > 2 else 0  # the dimension: experts take (n, ...)
+        count = hidden.shape[nodes]
+
+        def part(value: Any, i: int) -> Any:
+            split = isinstance(value, Tensor) and value.dim() > nodes and value.shape[nodes] == count
+            return value.narrow(nodes, i, 1).contiguous() if split else value
+
+        results = []
+        for i in range(count):
+            named = {name: part(arg, i) for name, arg in kwargs.items()}
+            results.append(kind.forward(self, part(hidden, i), *(part(arg, i) for arg in args), **named))
+        return _joined(results, nodes)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _joined(results: list[Any], nodes: int) -> Any:
+    first = results[0]
+    if isinstance(first, Tensor):
+        return torch.cat(results, nodes if first.dim() > 2 else 0)
+    if isinstance(first, (tuple, list)):
+        return type(first)(_joined(list(each), nodes) for each in zip(*results, strict=True))
+    return first

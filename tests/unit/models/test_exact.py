@@ -1,0 +1,138 @@
+"""`exact=True`: in half precision, drafted tokens have the bits of plain decoding, and texts are the same."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from specdec import SpeculativeGenerator
+from specdec.models.capability import capability
+from specdec.models.exact import linear
+from specdec.models.exact.exactness import exactness
+from specdec.models.linear import with_fast_linears
+from tests.support.tiny import CONFIGS, Garbage, on_host, prompts
+
+HALF = [torch.bfloat16, torch.float16]
+# Wide enough for the sums of a product to have an order, and odd enough for vectors to leave a rest.
+WIDE = {"hidden_size": 200, "intermediate_size": 1104, "n_embd": 200, "vocab_size": 96}
+
+
+def half_model(family, dtype, **settings):
+    sizes = {name: size for name, size in WIDE.items() if name in CONFIGS[family]} | settings
+    if family != "gpt2":
+        sizes["head_dim"] = 32
+    return copy.deepcopy(on_host(family, **sizes)).to(dtype)
+
+
+def texts(model, spec, lengths=(12,), new=40, **sampling):
+    inputs = prompts(*lengths, vocab=60)
+    found = []
+    for generate in (model.generate, spec.generate):
+        torch.manual_seed(7)
+        found.append(generate(**inputs, max_new_tokens=new, pad_token_id=0, **sampling))
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "gpt2", "gpt_neox", "phi", "mixtral"])
+def test_every_draft_gives_the_text_of_plain_decoding(family, dtype):
+    model = half_model(family, dtype)
+    plain = model.generate(**prompts(12, vocab=60), max_new_tokens=40, pad_token_id=0, do_sample=False)
+    for proposer, sampling in (
+        (Garbage(answer=plain), {"do_sample": False}),
+        (Garbage(), {"do_sample": False}),
+        (Garbage(answer=plain), {"do_sample": True}),
+    ):
+        spec = SpeculativeGenerator(model, proposer, draft_length=5, exact=True, on_unsupported="error")
+        expected, text = texts(model, spec, **sampling)
+        assert torch.equal(text, expected)
+        assert spec.report.num_exact_calls == 1
+        assert spec.report.num_draft_tokens > 20
+
+
+def test_a_planted_product_with_other_bits_is_found(monkeypatch):
+    """A way to multiply that was taken for exact and is not: the probe names the layers."""
+    monkeypatch.setattr(linear, "_ways", {})
+
+    def off(x, weight, bias):
+        right = linear.one_by_one(x, weight, bias)
+        return torch.nextafter(right, torch.full_like(right, torch.inf)) if weight.shape[1] == 1104 else right
+
+    monkeypatch.setattr(linear, "way", lambda *_: off)
+    monkeypatch.setattr("specdec.models.exact.exactness.REPAIRS", 1)
+    model = half_model("llama", torch.bfloat16)
+    found = exactness(model, capability(model))
+    assert not found.exact
+    assert found.inexact == ("model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj")[:1]
+
+
+def test_a_model_that_stays_inexact_runs_plain_decoding_and_says_why(monkeypatch):
+    model = half_model("llama", torch.bfloat16)
+    monkeypatch.setattr(linear, "way", lambda *_: lambda x, weight, bias: nn.functional.linear(x, weight, bias) + 1)
+    monkeypatch.setattr("specdec.models.exact.exactness.REPAIRS", 1)
+    spec = SpeculativeGenerator(model, "ngram", exact=True)
+    with pytest.warns(UserWarning, match=r"exact=True: model\.layers\.0\..* computes drafted tokens otherwise"):
+        expected, text = texts(model, spec, do_sample=False)
+    assert torch.equal(text, expected)
+    assert (spec.report.num_plain_calls, spec.report.num_exact_calls) == (1, 0)
+
+
+class CountsTokens(nn.Module):
+    """An MLP whose result depends on how many tokens a pass has."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, hidden):
+        return self.mlp(hidden) * (1 + 2**-7 * (hidden.shape[1] > 1))
+
+
+def test_a_module_that_mixes_tokens_runs_each_of_them_alone():
+    model = half_model("llama", torch.bfloat16)
+    model.model.layers[1].mlp = CountsTokens(model.model.layers[1].mlp)
+    found = exactness(model, capability(model))
+    assert found.exact
+    assert found.alone == ("model.layers.1.mlp",)
+    spec = SpeculativeGenerator(model, Garbage(), draft_length=5, exact=True, on_unsupported="error")
+    expected, text = texts(model, spec, do_sample=False)
+    assert torch.equal(text, expected)
+
+
+def test_batches_run_as_plain_decoding():
+    model = half_model("llama", torch.bfloat16)
+    spec = SpeculativeGenerator(model, "ngram", exact=True)
+    with pytest.warns(UserWarning, match="exact=True is for calls with one row"):
+        expected, text = texts(model, spec, (9, 4), do_sample=False)
+    assert torch.equal(text, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_way_gives_each_node_its_own_products_bits(dtype, rows, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(1536, 2048, bias=bias).to(dtype)
+    for nodes in (2, 3, 8):
+        x = torch.randn(rows, nodes, 1536).to(dtype)
+        right = torch.stack([layer(x[:, i : i + 1].contiguous())[:, 0] for i in range(nodes)], 1)
+        found = linear.way(layer.weight, layer.bias, rows, nodes)
+        with torch.no_grad():
+            assert torch.equal(found(x, layer.weight, layer.bias), right)
+
+
+def test_the_model_keeps_its_modules_and_its_other_generators_are_not_slowed():
+    model = half_model("llama", torch.bfloat16)
+    before = {name: type(module) for name, module in model.named_modules()}
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    SpeculativeGenerator(model, "ngram", exact=True).generate(**prompts(12, vocab=60), max_new_tokens=8, pad_token_id=0)
+    assert {name: type(module) for name, module in model.named_modules()} == before
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+    assert with_fast_linears(model) is not None
+
+
+def test_exact_must_be_a_bool():
+    with warnings.catch_warnings(), pytest.raises(ValueError, match="exact must be one of True, False, got 'yes'"):
+        SpeculativeGenerator(half_model("llama", torch.bfloat16), "ngram", exact="yes")
