@@ -22,6 +22,7 @@ from specdec.utils.choices import COUPLED, RuleName
 TRANSFORMERS = "hf-"  # names of transformers' own assisted generation start with it
 MAX_DRAFT_TOKENS = 64  # tokens that a static cache has room for beyond the text
 CACHE_SIZES = 512  # tokens by which static caches differ
+EXACT = ":exact"  # drafted tokens computed bit for bit as in plain decoding
 SINGLES = ":singles"  # the batch's prompts one after the other
 
 
@@ -65,17 +66,20 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
     for name, (proposer, fixed) in ours.items():
         for ending, rule in rules.items():
             made[name + ending] = partial(_speculative, name + ending, bench, proposer, fixed, rule)
+        made[name + EXACT] = partial(_speculative, name + EXACT, bench, proposer, fixed, COUPLED, exact=True)
     return made | {name: partial(_call, name, make) for name, make in peers(bench).items()}
 
 
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match a pattern (`*` for any text), and plain decoding as the baseline.
 
-    Without patterns: all methods except single calls of transformers' methods and those of other libraries.
+    Without patterns: all methods except exact ones, single calls of transformers' methods, and other libraries'.
     """
     if not patterns:
         theirs = [name for name in names if name.startswith(TRANSFORMERS) and name.endswith(SINGLES)]
-        return [name for name in names if name not in theirs and not name.startswith(NAMES)]
+        return [
+            name for name in names if name not in theirs and not name.startswith(NAMES) and not name.endswith(EXACT)
+        ]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
@@ -129,6 +133,6 @@ def _call(name: str, make: Callable[[], Callable[..., Any]]) -> Method:
 
 
 def _speculative(
-    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName
+    name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName, exact: bool = False
 ) -> Method:
-    return speculative(name, bench.target, proposer(), length, rule)
+    return speculative(name, bench.target, proposer(), length, rule, exact)

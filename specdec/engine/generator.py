@@ -15,7 +15,14 @@ from specdec.engine.call_history import CallHistory
 from specdec.engine.draft_session import DraftSession, DraftSessions
 from specdec.engine.draft_tally import IdleDraftWarning, relative_size
 from specdec.engine.hf.call import Call
-from specdec.engine.hf.eligibility import Unsupported, check_arguments, decided_before, ignored_fields, why_plain
+from specdec.engine.hf.eligibility import (
+    Unsupported,
+    check_arguments,
+    decided_before,
+    exactness_of,
+    ignored_fields,
+    why_plain,
+)
 from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
 from specdec.engine.lenient import Lenient
 from specdec.engine.report import Report
@@ -76,7 +83,7 @@ class SpeculativeGenerator:
             target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
         exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
-            half precision, too. On CPUs, in calls with one row. The first call probes the model, see `exactness`.
+            half precision, too. On CPUs. The first call probes the model, see `exactness`.
             Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.
 
     Raises:
@@ -335,8 +342,7 @@ class SpeculativeGenerator:
         reason = why_plain(model, able, call, uses_target_choices(self.rule, call.samples))
         found = None
         if reason is None and self.exact:
-            found = exactness(self.model, able)
-            reason = found.problem(len(input_ids))
+            found, reason = exactness_of(self.model, able, call)
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = (
                 "another process runs its call as plain decoding, and forward passes are synchronised (synced_gpus)"

@@ -95,17 +95,17 @@ def _plain_logits(model: PreTrainedModel, texts: Sequence[Tensor]) -> Tensor:
     """Logits (B, T, V) of texts in one pass without a cache; arbitrary after the end of a shorter text."""
     longest = max(texts, key=len)
     padded = torch.stack([torch.cat([text, longest[len(text) :]]) for text in texts])
-    return run_plainly(model, padded, 0, use_cache=False).logits
+    return _run(model, padded, 0, use_cache=False).logits
 
 
 def last_logits(model: PreTrainedModel, text: Tensor) -> Tensor:
     """Logits (1, V) after a text whose last token is read using the model's own cache, as in plain decoding."""
     past = cache_argument(model)
-    read = run_plainly(model, text[None, :-1], 0, use_cache=True)
-    return run_plainly(model, text[None, -1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
+    read = _run(model, text[None, :-1], 0, use_cache=True)
+    return _run(model, text[None, -1:], len(text) - 1, use_cache=True, **{past: read[past]}).logits[0]
 
 
-def run_plainly(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
+def _run(model: PreTrainedModel, texts: Tensor, start: int, **options: Any) -> Any:
     """Run the model's own pass over texts (B, T), whose first token has position `start`."""
     inputs = {"input_ids": texts, "return_dict": True, **declined(model), **options, **_positions(model, texts, start)}
     encoder_outputs = stand_in(model, len(texts))

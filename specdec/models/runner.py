@@ -83,9 +83,10 @@ class ModelRunner(CachedRows):
             whole = decoding_view(whole)
         self.model = whole if exact is not None or is_sharded(model) else with_fast_linears(whole)
         self.taps, self.step = taps, step
-        self._draft_model = self.model
+        self._draft_model, self.draft_pass = self.model, None
         if exact is not None:
-            self._draft_model = exact_view(whole, DraftPass(self.row_positions, spans(model, self.masks)), exact)
+            self.draft_pass = DraftPass(self.row_positions, spans(model, self.masks))
+            self._draft_model = exact_view(whole, self.draft_pass, exact)
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads
         self._planes: Tensor | None = None

@@ -16,6 +16,7 @@ from specdec.engine.transcript import Transcript
 from specdec.models.cache.ragged_rows import pads_of_part
 from specdec.models.compat import CACHE, pad_token
 from specdec.models.encoder import EncoderOutputs, encoder_outputs_of
+from specdec.models.exact.prompts import read_as_plain
 from specdec.models.introspection import device_of
 from specdec.models.output import Output, joined
 from specdec.models.positions import counts_positions
@@ -105,6 +106,13 @@ def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: 
     embeds = call.text_kwargs.get("inputs_embeds")
     given, pads = prompt_layout.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
+    if target.draft_pass is not None and not prompt_layout.cached and any(prompt_layout.text_pads):
+        columns = call.input_ids if embeds is None else embeds
+        output = read_as_plain(
+            target, columns, prompt_layout.text_pads, embedded=embeds is not None, hidden_states=wants_hidden
+        )
+        features = None if output.features is None else output.features[:, columns.shape[1] - given.shape[1] :]
+        return replace(output, features=features)
     chunk = call.config.prefill_chunk_size
     outputs, start = [], 0
     for part in given.split(given.shape[1] if chunk is None else chunk, 1):

@@ -14,6 +14,7 @@ from specdec.models.attention_masks import known_at_once, spans
 from specdec.models.cache.buffers import Span
 from specdec.models.capability import Capability
 from specdec.models.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel, requested
+from specdec.models.exact.exactness import Exactness, exactness
 from specdec.models.positions import counts_positions, padding_counted_by
 from specdec.models.recurrent_layers import has_states
 from specdec.sampling.logits_processors import NodeProcessors
@@ -90,6 +91,17 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
     if kwargs.get("cache_implementation") == "paged":
         return "cache_implementation='paged' is continuous batching"
     return None
+
+
+def exactness_of(model: PreTrainedModel, able: Capability, call: Call) -> tuple[Exactness, str | None]:
+    """How a call can be computed bit for bit as plain decoding, and why it cannot; None if it can."""
+    real = prompt_layout.real_columns(call.input_ids, call.config, call.text_kwargs)
+    padded = not bool(real.all())
+    read_in_parts = prompt_layout.columns_in(cache_in(call.text_kwargs)) or multimodal.shown(call.text_kwargs)
+    if padded and (read_in_parts or not prompt_layout.left_padded(real)):
+        return Exactness(), "exact=True: prompts with padding must be read at once, with the padding on the left"
+    found = exactness(model, able, len(call.input_ids), padded)
+    return found, found.problem
 
 
 def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_target_choices: bool) -> str | None:

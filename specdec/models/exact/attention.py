@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specdec.models.cache.buffers import Span
 from specdec.models.draft_attention import runs_sdpa
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.views import shallow_copy_as
@@ -44,26 +43,16 @@ def exact_attention(
     draft: DraftPass = module._draft_pass  # type: ignore[assignment]
     span, bias = draft.span(getattr(module, "layer_idx", 0)), kwargs.pop("position_bias", None)
     rows = []
-    for row, paths in enumerate(draft.paths(span)):
+    for row, columns in enumerate(draft.columns(span)):
         keys, values, queries = key[row : row + 1], value[row : row + 1], query[row : row + 1]
         nodes = []
-        for i, path in enumerate(paths):
-            seen = keys[:, :, path], values[:, :, path]
+        for i, seen in enumerate(columns):
             if bias is not None:
-                kwargs["position_bias"] = bias[:, :, i : i + 1, path]
-            mask = _mask(seen[0].shape[2], span, key.device)
-            nodes.append(
-                sdpa_attention_forward(module, queries[:, :, i : i + 1], *seen, mask, dropout, scaling, **kwargs)[0]
-            )
+                kwargs["position_bias"] = bias[:, :, i : i + 1, seen.slots]
+            states = queries[:, :, i : i + 1], keys[:, :, seen.slots], values[:, :, seen.slots]
+            nodes.append(sdpa_attention_forward(module, *states, seen.mask, dropout, scaling, **kwargs)[0])
         rows.append(torch.cat(nodes, 1))
     return torch.cat(rows), None
-
-
-def _mask(length: int, span: Span, device: torch.device) -> Tensor | None:
-    """The mask of a single token in plain decoding: transformers makes one as soon as a window is full."""
-    if span.window is None or length < span.window:
-        return None
-    return torch.ones(1, 1, 1, length, dtype=torch.bool, device=device)
 
 
 AttentionInterface.register(NAME, exact_attention)

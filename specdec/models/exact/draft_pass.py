@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.models.cache.buffers import Span
+from specdec.models.cache.ragged_rows import VisibleSlots
 from specdec.models.positions import RowPositions
 
-Path = Tensor | slice  # of slots
+
+@dataclass(frozen=True)
+class Columns:
+    """The keys that one node attends to, as plain decoding holds them: by column, padding first.
+
+    Attributes:
+        slots: slot of each of the C columns; any slot for padding.
+        mask: (1, 1, 1, C) bool, False for padding; None where plain decoding passes no mask.
+    """
+
+    slots: Tensor | slice
+    mask: Tensor | None
 
 
 class DraftPass:
-    """The slots that each node of the current pass sees, in the order in which plain decoding would hold them.
+    """The current pass of a runner, see `exact_view`.
 
     Args:
         row_positions: the runner's, which hold the slots of the current pass.
         spans: attention span of each layer, see `SpeculativeCache`.
+
+    Attributes:
+        pads: number of padding columns before each row's text; empty for none.
     """
 
     def __init__(self, row_positions: RowPositions, spans: Sequence[Span]):
         self._row_positions, self._spans = row_positions, spans
-        self._paths: dict[Span, list[list[Path]]] = {}
-        self._of: object = None
+        self.pads: Sequence[int] = ()
+        self._columns: dict[Span, list[list[Columns]]] = {}
+        self._of: VisibleSlots | None = None
 
     @property
     def batch_size(self) -> int:
@@ -35,28 +52,33 @@ class DraftPass:
         """Attention span of a layer."""
         return self._spans[min(layer_idx, len(self._spans) - 1)]
 
-    def paths(self, span: Span) -> list[list[Path]]:
-        """By row and node, the slots that the node sees in layers of this span, by their position."""
+    def columns(self, span: Span) -> list[list[Columns]]:
+        """By row and node, the columns that the node sees in layers of this span."""
         if self._of is not self._slots:
-            self._paths, self._of = {}, self._slots
-        if span not in self._paths:
+            self._columns, self._of = {}, self._slots
+        if span not in self._columns:
             visible, held = self._slots.visible(span), self._slots.held(span)
-            held = held.expand(len(visible), -1)
-            self._paths[span] = [
-                [_path(seen, held[row]) for seen in visible[row if len(visible) > 1 else 0]]
+            self._columns[span] = [
+                [self._seen(nodes, held[row % len(held)], span, row) for nodes in visible[row % len(visible)]]
                 for row in range(self.batch_size)
             ]
-        return self._paths[span]
+        return self._columns[span]
+
+    def _seen(self, visible: Tensor, held: Tensor, span: Span, row: int) -> Columns:
+        """The columns of a node that sees the `visible` ones of the slots (S,), which hold the positions `held`."""
+        slots = visible.nonzero()[:, 0]
+        slots = slots[held[slots].argsort(stable=True)]
+        pad = self.pads[row] if self.pads else 0
+        pad = pad if span.window is None else max(0, min(pad, span.window - len(slots)))
+        length = pad + len(slots)
+        masked = any(self.pads) or (span.window is not None and length >= span.window)  # as transformers decides
+        mask = (torch.arange(length, device=slots.device) >= pad)[None, None, None] if masked else None
+        first = int(slots[0])
+        if not pad and torch.equal(slots, torch.arange(first, first + len(slots), device=slots.device)):
+            return Columns(slice(first, first + len(slots)), mask)  # needs no copy
+        return Columns(torch.cat([slots[:1].expand(pad), slots]), mask)
 
     @property
-    def _slots(self):
+    def _slots(self) -> VisibleSlots:
         assert self._row_positions.visible_slots is not None
         return self._row_positions.visible_slots
-
-
-def _path(seen: Tensor, held: Tensor) -> Path:
-    """The slots (S,) that are `seen`, ordered by the position that each one holds."""
-    slots = seen.nonzero()[:, 0]
-    slots = slots[held[slots].argsort(stable=True)]
-    first = int(slots[0])
-    return slice(first, first + len(slots)) if torch.equal(slots, torch.arange(first, first + len(slots))) else slots

@@ -21,20 +21,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.models.capability import Capability, settings_of, short_windows
-from specdec.models.encoder import stand_in
-from specdec.models.introspection import cache_argument, is_sharded
-from specdec.models.probe import run_plainly, token_ids
+from specdec.models.encoder import declined
+from specdec.models.exact.prompts import read_as_plain
+from specdec.models.introspection import cache_argument, is_sharded, takes_positions
+from specdec.models.probe import token_ids
 from specdec.models.runner import ModelRunner
 from specdec.models.views import apart, in_eval_mode
 from specdec.sampling.draft_tree import DraftTree
 
 log = logging.getLogger(__name__)
 
-PROMPT = 9  # tokens
+PROMPT = 9  # tokens of the longest prompt
 PARENTS = (-1, 0, 1, 2, 1, 0)  # of the nodes of the probe's tree
 CHAIN = (-1, 0, 1, 2)  # for a model that can run nothing else
 REPAIRS = 4  # attempts to run more modules for each node alone
 TRIES = 3  # timed passes; the fastest counts
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in configs
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Exactness:
     """Result of the probe.
 
     Attributes:
-        inexact: names of the modules whose outputs differ from plain decoding's although their inputs agree; empty if
-            all bits agree.
+        inexact: names of the modules whose outputs differ from plain decoding's although their inputs agree, or
+            another reason why drafts cannot be exact; empty if all bits agree.
         alone: names of the modules that have to run each node alone.
         cost: time of an exact pass over a small draft, relative to the usual pass over it.
     """
@@ -57,130 +59,148 @@ class Exactness:
         """True if draft nodes get plain decoding's bits."""
         return not self.inexact
 
-    def problem(self, batch_size: int) -> str | None:
-        """Why calls with this batch size cannot be exact; None if they can."""
-        if self.inexact:
-            more = f" and {len(self.inexact) - 1} more" if len(self.inexact) > 1 else ""
-            return f"exact=True: {self.inexact[0]}{more} computes drafted tokens otherwise than single ones"
-        return "exact=True is for calls with one row" if batch_size > 1 else None
+    @property
+    def problem(self) -> str | None:
+        """Why calls cannot be exact; None if they can."""
+        if self.exact:
+            return None
+        more = f" and {len(self.inexact) - 1} more" if len(self.inexact) > 1 else ""
+        return f"exact=True: {self.inexact[0]}{more} computes drafted tokens otherwise than single ones"
 
 
-_found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Exactness]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedModel, dict[Any, Exactness]] = WeakKeyDictionary()
 
 
-def exactness(model: PreTrainedModel, able: Capability) -> Exactness:
+def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: bool = False) -> Exactness:
     """Probe the model with its own weights; keep the result until its settings or the number of threads change.
 
     Args:
         model: the target.
         able: its capability.
+        rows: number of rows of a call.
+        padded: True if some of them are left-padded.
 
     Returns:
         Which modules give other bits; all of them in the name of the model if the probe failed.
     """
-    known, state = _found.setdefault(model, []), (settings_of(model), torch.get_num_threads())
-    for before, found in known:
-        if before == state:
-            return found
-    log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
-    found = _probed(model, able)
-    known[:] = [(state, found)]
-    return found
+    state = repr((settings_of(model), torch.get_num_threads()))
+    known = _found.setdefault(model, {})
+    if known and next(iter(known))[0] != state:
+        known.clear()
+    kind = state, rows > 1, padded
+    if kind not in known:
+        log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
+        known[kind] = _probed(model, able, rows > 1, padded)
+    return known[kind]
 
 
 @torch.no_grad()
-def _probed(model: PreTrainedModel, able: Capability) -> Exactness:
-    if any(weight.device.type != "cpu" for weight in model.parameters()):
-        return Exactness(("a model on a device",))
-    if model.config.is_encoder_decoder:
-        return Exactness(("cross-attention",))
-    if is_sharded(model):
-        return Exactness(("a sharded model",))
+def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: bool) -> Exactness:
+    config = model.config.get_text_config(decoder=True)
+    reasons = {
+        "a model on a device": any(weight.device.type != "cpu" for weight in model.parameters()),
+        "an encoder-decoder": model.config.is_encoder_decoder,
+        "a sharded model": is_sharded(model),
+        "a mixture of experts in a batch": batched and any(getattr(config, name, None) for name in EXPERTS),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return Exactness((reason,))
     try:
         own = apart(in_eval_mode(model))
         with short_windows(own):
-            return _repaired(own, able)
+            return _Trial(own, able, [0, 3 * padded] if batched else [2 * padded]).result()
     except Exception as error:  # whatever a model's modules raise when nodes run alone
         log.info("the probe of exactness failed: %s: %s", type(error).__name__, error)
         return Exactness((type(model).__name__,))
 
 
-def _repaired(own: PreTrainedModel, able: Capability) -> Exactness:
-    calls: list[_Calls] = []
-    for name, module in own.named_modules():
-        module.register_forward_hook(partial(_keep, calls, name), with_kwargs=True)
-    plain = _plain_calls(own, able, calls)
-    alone: set[str] = set()
-    for _ in range(REPAIRS):
-        ours = _draft_calls(own, able, calls, alone)
-        differing = _culprits(plain, ours)
-        if not differing:
-            return Exactness((), tuple(sorted(alone)), _cost(own, able, alone))
-        more = {runnable for name in differing if (runnable := _runnable_alone(name, ours, alone))}
-        if not more:
-            break
-        alone |= more
-    return Exactness(tuple(sorted(differing)), tuple(sorted(alone)))
+class _Trial:
+    """A draft after a prompt for each row, read by the model and by exact passes.
 
+    Args:
+        own: a copy of the model that shares its weights. Hooks are registered on it.
+        able: the model's capability.
+        pads: padding columns before each row's prompt.
+    """
 
-# Passes
+    def __init__(self, own: PreTrainedModel, able: Capability, pads: list[int]):
+        self.own, self.able, self.pads = own, able, pads
+        self.parents = PARENTS if able.trees else CHAIN
+        ids = token_ids(own, len(pads) * (PROMPT + len(self.parents))).view(len(pads), -1)
+        self.prompts, self.nodes = ids[:, :PROMPT], ids[:, PROMPT:]
+        self.calls: list[_Calls] = []  # of the pass that is listened to
+        for name, module in own.named_modules():
+            module.register_forward_hook(partial(_keep, self.calls, name), with_kwargs=True)
 
+    def result(self) -> Exactness:
+        plain = [self._plain_calls(node) for node in range(len(self.parents))]
+        alone: set[str] = set()
+        for _ in range(REPAIRS):
+            ours = self._draft_calls(alone)
+            differing = _culprits(plain, ours)
+            if not differing:
+                return Exactness((), tuple(sorted(alone)), self._cost(alone))
+            more = {runnable for name in differing if (runnable := _runnable_alone(name, ours, alone))}
+            if not more:
+                break
+            alone |= more
+        names = (name or type(self.own).__name__ for name in differing)
+        return Exactness(tuple(sorted(names)), tuple(sorted(alone)))
 
-def _parents(able: Capability) -> tuple[int, ...]:
-    return PARENTS if able.trees else CHAIN
-
-
-def _plain_calls(own: PreTrainedModel, able: Capability, calls: list[_Calls]) -> list[_Calls]:
-    """For each node, what the modules took and gave in the model's own pass over it alone."""
-    parents, ids = _parents(able), token_ids(own, PROMPT + len(PARENTS))
-    kept, past = [], cache_argument(own)
-    for node in range(len(parents)):
+    def _plain_calls(self, node: int) -> _Calls:
+        """What the modules took and gave in the model's own pass over one node per row."""
         path = [node]
-        while parents[path[0]] >= 0:
-            path.insert(0, parents[path[0]])
-        cache = run_plainly(own, ids[None, :PROMPT], 0, use_cache=True)[past]
-        for i, each in enumerate(path):
-            with _listening(calls) as heard:
-                token = ids[None, PROMPT + each : PROMPT + each + 1]
-                cache = run_plainly(own, token, PROMPT + i, use_cache=True, **{past: cache})[past]
-        kept.append(heard)
-    return kept
+        while self.parents[path[0]] >= 0:
+            path.insert(0, self.parents[path[0]])
+        real = torch.arange(PROMPT) >= torch.tensor(self.pads)[:, None]
+        cache = self._plain_pass(self.prompts, real, None)
+        for each in path:
+            real = torch.nn.functional.pad(real, (0, 1), value=True)
+            with _listening(self.calls) as heard:
+                cache = self._plain_pass(self.nodes[:, each : each + 1], real, cache)
+        return heard
 
+    def _plain_pass(self, tokens: Tensor, real: Tensor, cache: Any) -> Any:
+        """Run the model as `generate()` does over the last columns of `real` (B, C), and return its cache."""
+        name = cache_argument(self.own)
+        inputs = {"input_ids": tokens, "attention_mask": real.long(), "use_cache": True, "return_dict": True}
+        if takes_positions(self.own):
+            inputs["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
+        return self.own(**inputs, **declined(self.own), **({} if cache is None else {name: cache}))[name]
 
-def _draft_calls(own: PreTrainedModel, able: Capability, calls: list[_Calls], alone: set[str]) -> _Calls:
-    """What the modules took and gave in one exact pass over all nodes."""
-    grow = _drafting(own, able, alone)
-    with _listening(calls) as heard:
-        grow()
-    return heard
-
-
-def _drafting(own: PreTrainedModel, able: Capability, exact: set[str] | None) -> Callable[[], Tensor]:
-    """A function that runs the probe's draft over the probe's prompt, and gives its logits (1, N, V)."""
-    parents, ids = _parents(able), token_ids(own, PROMPT + len(PARENTS))
-    runner = ModelRunner(own, able.masks, encoder_outputs=stand_in(own, 1), exact=exact)
-    runner.start(1)
-    runner.extend(ids[None, :PROMPT], [0])
-    tokens = ids[None, PROMPT : PROMPT + len(parents)]
-    draft = DraftTree(tokens, torch.tensor([parents], device=ids.device))
-
-    def grow() -> Tensor:
-        logits = runner.grow(tokens, draft.depth, draft.ancestors, chain=not able.trees).logits
-        runner.commit([0])
-        return logits
-
-    return grow
-
-
-def _cost(own: PreTrainedModel, able: Capability, alone: set[str]) -> float:
-    usual, exact = _drafting(own, able, None), _drafting(own, able, alone)
-    seconds: dict[Any, list[float]] = {usual: [], exact: []}
-    for _ in range(TRIES):
-        for grow, taken in seconds.items():
-            start = perf_counter()
+    def _draft_calls(self, alone: set[str]) -> _Calls:
+        """What the modules took and gave in one exact pass over all nodes."""
+        grow = self._drafting(alone)
+        with _listening(self.calls) as heard:
             grow()
-            taken.append(perf_counter() - start)
-    return min(seconds[exact]) / min(seconds[usual])
+        return heard
+
+    def _drafting(self, exact: set[str] | None) -> Callable[[], Any]:
+        """A function that runs the draft after the prompts, and rolls it back."""
+        runner = ModelRunner(self.own, self.able.masks, exact=exact)
+        runner.start(len(self.pads))
+        if exact is not None and any(self.pads):
+            read_as_plain(runner, self.prompts, self.pads)
+        else:
+            runner.extend(self.prompts, self.pads)
+        draft = DraftTree(self.nodes, torch.tensor(self.parents).expand(len(self.pads), -1))
+
+        def grow() -> None:
+            runner.grow(self.nodes, draft.depth, draft.ancestors, chain=not self.able.trees)
+            runner.commit([0] * len(self.pads))
+
+        return grow
+
+    def _cost(self, alone: set[str]) -> float:
+        usual, exact = self._drafting(None), self._drafting(alone)
+        seconds: dict[Any, list[float]] = {usual: [], exact: []}
+        for _ in range(TRIES):
+            for grow, taken in seconds.items():
+                start = perf_counter()
+                grow()
+                taken.append(perf_counter() - start)
+        return min(seconds[exact]) / min(seconds[usual])
 
 
 # What modules take and give

@@ -101,10 +101,37 @@ def test_a_module_that_mixes_tokens_runs_each_of_them_alone():
     assert torch.equal(text, expected)
 
 
-def test_batches_run_as_plain_decoding():
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("lengths", [(9, 4, 12), (8, 8, 8)])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi"])
+def test_rows_of_a_batch_write_what_plain_decoding_writes(family, lengths, dtype):
+    model = half_model(family, dtype)
+    plain = model.generate(**prompts(*lengths, vocab=60), max_new_tokens=40, pad_token_id=0, do_sample=False)
+    for proposer, sampling in (
+        (Garbage(answer=plain), {"do_sample": False}),
+        (Garbage(), {"do_sample": True}),
+    ):
+        spec = SpeculativeGenerator(model, proposer, draft_length=5, exact=True, on_unsupported="error")
+        expected, text = texts(model, spec, lengths, **sampling)
+        assert torch.equal(text, expected)
+        assert spec.report.num_exact_calls == 1
+
+
+def test_a_padded_row_alone_is_read_with_its_padding():
     model = half_model("llama", torch.bfloat16)
+    spec = SpeculativeGenerator(model, Garbage(), draft_length=5, exact=True, on_unsupported="error")
+    inputs = {name: torch.nn.functional.pad(value, (3, 0)) for name, value in prompts(9, vocab=60).items()}
+    expected, text = (
+        generate(**inputs, max_new_tokens=30, do_sample=False, pad_token_id=0)
+        for generate in (model.generate, spec.generate)
+    )
+    assert torch.equal(text, expected)
+
+
+def test_experts_in_batches_run_as_plain_decoding():
+    model = half_model("mixtral", torch.bfloat16)
     spec = SpeculativeGenerator(model, "ngram", exact=True)
-    with pytest.warns(UserWarning, match="exact=True is for calls with one row"):
+    with pytest.warns(UserWarning, match="exact=True: a mixture of experts in a batch"):
         expected, text = texts(model, spec, (9, 4), do_sample=False)
     assert torch.equal(text, expected)
 
