@@ -73,17 +73,20 @@ def catalogue(bench: Bench) -> dict[str, Callable[[], Method]]:
 def select(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match a pattern (`*` for any text), and plain decoding as the baseline.
 
-    Without patterns: all methods except exact ones, single calls of transformers' methods, and other libraries'.
+    Exact methods match patterns that end with `EXACT`. Without patterns: all methods except these, single calls of
+    transformers' methods, and those of other libraries.
     """
+    usual = [name for name in names if not name.endswith(EXACT)]
     if not patterns:
         theirs = [name for name in names if name.startswith(TRANSFORMERS) and name.endswith(SINGLES)]
-        return [
-            name for name in names if name not in theirs and not name.startswith(NAMES) and not name.endswith(EXACT)
-        ]
+        return [name for name in usual if name not in theirs and not name.startswith(NAMES)]
+    chosen = {PLAIN}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+        found = [name for name in (names if pattern.endswith(EXACT) else usual) if fnmatchcase(name, pattern)]
+        if not found:
             raise ValueError(f"no method is called {pattern!r}; there are {', '.join(names)}")
-    return [name for name in names if name == PLAIN or any(fnmatchcase(name, pattern) for pattern in patterns)]
+        chosen.update(found)
+    return [name for name in names if name in chosen]
 
 
 def lookup(target: PreTrainedModel, tokens: int, ngram_size: int) -> Callable[..., Any]:

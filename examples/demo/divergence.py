@@ -55,7 +55,7 @@ def near_ties(count: int, dtype: torch.dtype) -> str:
     name = str(dtype).removeprefix("torch.")
     return (
         f'"no" under "same tokens": {texts} after a near tie, two tokens equal within {name}\'s rounding. '
-        "In float32 all texts are the same."
+        "In float32, or with exact=True, all texts are the same."
     )
 
 

@@ -430,6 +430,8 @@ class TestMethods:
             "hf-lookup-10",
             "specdec-ngram",
             "specdec-ngram-10",
+            "specdec-ngram:exact",
+            "specdec-ngram-10:exact",
             "flashspec-lookup-10",
         }
         theirs = {name for name in catalogue(Bench(pair)) if name.startswith("flashspec-")}
@@ -448,6 +450,11 @@ class TestMethods:
         names = ["plain", "plain:singles", "hf-a:singles", "specdec-b"]
         assert select(names, []) == ["plain", "plain:singles", "specdec-b"]
         assert select(names, ["hf-*"]) == ["plain", "hf-a:singles"]
+
+    def test_exact_methods_are_on_demand(self):
+        names = ["plain", "specdec-ngram", "specdec-ngram:exact"]
+        assert select(names, []) == select(names, ["specdec-*"]) == ["plain", "specdec-ngram"]
+        assert select(names, ["specdec-*:exact"]) == ["plain", "specdec-ngram:exact"]
 
     def test_assistant_drafts_the_constant_number(self, pair):
         """What `num_assistant_tokens` given to `generate()` would not do."""

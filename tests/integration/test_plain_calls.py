@@ -10,6 +10,7 @@ import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
 from specdec.engine.hf import eligibility, multimodal, prompt_layout
+from specdec.models.exact.exactness import Exactness
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-calls.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| (.+?) \| (`.*`) \|$", PAGE, re.M)
@@ -17,6 +18,8 @@ SPAN = re.compile(r"`([^`]+)`")
 DECIDING = (
     eligibility.decided_before,
     eligibility.why_plain,
+    eligibility.exactness_of,
+    Exactness.problem.fget,
     eligibility._padding_problem,
     eligibility._counting_problem,
     eligibility._rope_problem,

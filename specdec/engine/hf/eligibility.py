@@ -99,7 +99,8 @@ def exactness_of(model: PreTrainedModel, able: Capability, call: Call) -> tuple[
     padded = not bool(real.all())
     read_in_parts = prompt_layout.columns_in(cache_in(call.text_kwargs)) or multimodal.shown(call.text_kwargs)
     if padded and (read_in_parts or not prompt_layout.left_padded(real)):
-        return Exactness(), "exact=True: prompts with padding must be read at once, with the padding on the left"
+        reason = "exact=True: prompts with padding must be read at once, with the padding on the left"
+        return Exactness(), reason
     found = exactness(model, able, len(call.input_ids), padded)
     return found, found.problem
 
