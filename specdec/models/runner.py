@@ -83,10 +83,10 @@ class ModelRunner(CachedRows):
             whole = decoding_view(whole)
         self.model = whole if exact is not None or is_sharded(model) else with_fast_linears(whole)
         self.taps, self.step = taps, step
-        self._draft_model, self.draft_pass = self.model, None
+        self.draft_model, self.draft_pass = self.model, None
         if exact is not None:
             self.draft_pass = DraftPass(self.row_positions, spans(model, self.masks))
-            self._draft_model = exact_view(whole, self.draft_pass, exact)
+            self.draft_model = exact_view(whole, self.draft_pass, exact)
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads
         self._planes: Tensor | None = None
@@ -271,11 +271,11 @@ class ModelRunner(CachedRows):
             inputs["logits_to_keep"] = keep
         if self.static_forward is not None and draft and not hidden:
             written = self.cache.written(self.device)
-            logits, features = self.static_forward(written, inputs, lambda: self._pass(self._draft_model, inputs)[::2])
+            logits, features = self.static_forward(written, inputs, lambda: self._pass(self.draft_model, inputs)[::2])
             return Output(logits[:, -keep:], None, features)
         if hidden:
             inputs["output_hidden_states"] = True
-        logits, states, features = self._pass(self._draft_model if draft else self.model, inputs)
+        logits, states, features = self._pass(self.draft_model if draft else self.model, inputs)
         return Output(logits[:, -keep:], states, features)
 
     def _pass(

@@ -48,6 +48,11 @@ class DraftPass:
         """Number of rows of the current pass."""
         return len(self._slots.positions)
 
+    @property
+    def nodes(self) -> int:
+        """Number of nodes per row of the current pass."""
+        return self._slots.positions.shape[1]
+
     def span(self, layer_idx: int) -> Span:
         """Attention span of a layer."""
         return self._spans[min(layer_idx, len(self._spans) - 1)]

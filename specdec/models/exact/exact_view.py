@@ -30,13 +30,21 @@ def exact_view(model: M, draft: DraftPass, alone: Collection[str] = ()) -> M:
     Returns:
         A view for passes over draft nodes. Prompts are read by the model itself.
     """
-    # Vectors and the numbers left over at a tensor's end round activations differently: they run alone as well.
     # Children of a replaced module are not visited: each view replaces what lies within the next one's modules.
     changed = view(model, lambda module: ExactLinear.of(module, draft) if is_plain(module) else module)
     changed = view(changed, lambda module: with_exact_attention(module, draft))
-    chosen = {
-        id(module)
-        for name, module in changed.named_modules()
-        if name in alone or type(module).__module__ in ACTIVATIONS
-    }
-    return view(changed, lambda module: node_by_node(module) if id(module) in chosen else module)
+    chosen = {id(module) for name, module in changed.named_modules() if name in alone}
+    return view(changed, lambda m: node_by_node(m) if id(m) in chosen or _runs_alone(m) else m)
+
+
+def _runs_alone(module: nn.Module) -> bool:
+    """Return whether a module's result may depend on the number of nodes in ways that a probe of one number misses.
+
+    Activations round differently in vectors and in what is left over after them. Modules that multiply by weights of
+    their own (GPT-2's layers, experts, routers, quantised layers) may take other kernels.
+    """
+    if type(module).__module__ in ACTIVATIONS:
+        return True
+    weights = [weight for weight in module._parameters.values() if weight is not None and weight.dim() > 1]
+    known = isinstance(module, (ExactLinear, nn.Embedding))
+    return bool(weights) and not known and not any(isinstance(part, ExactLinear) for part in module.modules())

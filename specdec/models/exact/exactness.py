@@ -138,7 +138,7 @@ class _Trial:
         alone: set[str] = set()
         for _ in range(REPAIRS):
             ours = self._draft_calls(alone)
-            differing = _culprits(plain, ours)
+            differing = self._mixing(ours) or _culprits(plain, ours)
             if not differing:
                 return Exactness((), tuple(sorted(alone)), self._cost(alone))
             more = {runnable for name in differing if (runnable := _runnable_alone(name, ours, alone))}
@@ -178,7 +178,7 @@ class _Trial:
 
     def _drafting(self, exact: set[str] | None) -> Callable[[], Any]:
         """A function that runs the draft after the prompts, and rolls it back."""
-        runner = ModelRunner(self.own, self.able.masks, exact=exact)
+        runner = self.runner = ModelRunner(self.own, self.able.masks, exact=exact)
         runner.start(len(self.pads))
         if exact is not None and any(self.pads):
             read_as_plain(runner, self.prompts, self.pads)
@@ -191,6 +191,12 @@ class _Trial:
             runner.commit([0] * len(self.pads))
 
         return grow
+
+    def _mixing(self, ours: _Calls) -> set[str]:
+        """Modules that use the cache by code of their own, whose result may depend on the length of the text."""
+        innermost = {name for name in ours.cached if not any(_within(other, name) for other in ours.cached - {name})}
+        exact = {name for name, module in self.runner.draft_model.named_modules() if hasattr(module, "_draft_pass")}
+        return innermost - exact or ({""} if not innermost else set())
 
     def _cost(self, alone: set[str]) -> float:
         usual, exact = self._drafting(None), self._drafting(alone)

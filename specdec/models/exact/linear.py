@@ -37,13 +37,13 @@ class ExactLinear(nn.Linear):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        B = self.draft.batch_size
-        nodes = x.numel() // (B * x.shape[-1])
-        if nodes <= 1:
+        rows, nodes = self.draft.batch_size, self.draft.nodes
+        if nodes > 1 and x.dim() > 3 and x.shape[1] == nodes:  # several products per node, as for heads
+            return torch.cat([super(ExactLinear, self).forward(node.contiguous()) for node in x.split(1, 1)], 1)
+        if nodes == 1 or x.dim() > 3 or x.shape[:-1].numel() != rows * nodes:
             return super().forward(x)
-        return way(self.weight, self.bias, B, nodes)(x.reshape(B, nodes, -1), self.weight, self.bias).view(
-            *x.shape[:-1], -1
-        )
+        multiply = way(self.weight, self.bias, rows, nodes)
+        return multiply(x.reshape(rows, nodes, -1), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
 def together(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -73,7 +73,8 @@ _ways: dict[tuple[object, ...], Way] = {}  # found in this process
 
 def way(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Way:
     """The fastest exact way to multiply a number of nodes per row."""
-    kind = weight.dtype, weight.device, *weight.shape, bias is None, batch_size, nodes, torch.get_num_threads()
+    layout = weight.dtype, weight.shape, weight.stride(), bias is None
+    kind = *layout, batch_size, nodes, torch.get_num_threads()
     if kind not in _ways:
         start = perf_counter()
         _ways[kind] = _found(weight, bias, batch_size, nodes)
