@@ -84,7 +84,8 @@ class SpeculativeGenerator:
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
         exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
             half precision, too. On CPUs. The first call probes the model, see `exactness`.
-            Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.
+            Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`. Needs
+            `rule="coupled"`. Passes are not compiled.
 
     Raises:
         ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
@@ -116,6 +117,8 @@ class SpeculativeGenerator:
         check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
         check_choice("exact", exact, Literal[True, False])
+        if exact and rule != COUPLED:
+            raise ValueError(f'exact=True needs rule="coupled", the rule that keeps the text; got rule={rule!r}')
         self.model, self._generate_owner = unwrap_model(model), generate_owner(model)
         require_lm_head(self.model)
         self.proposer = as_proposer(proposer, self.model)
@@ -155,7 +158,7 @@ class SpeculativeGenerator:
 
     @property
     def exactness(self) -> Exactness:
-        """Which modules of the target have to run each drafted token alone for `exact=True`, and what that costs."""
+        """What `exact=True` needs of the target in calls with one row without padding, and what that costs."""
         return exactness(self.model, self.capability)
 
     # Public entry points

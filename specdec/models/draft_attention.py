@@ -103,7 +103,8 @@ def runs_sdpa(kind: type[nn.Module]) -> bool:
     if code is None or not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= {*code.co_names}:
         return False
     functions = forward.__globals__.get("ALL_ATTENTION_FUNCTIONS", {})
-    return functions.get("sdpa") is sdpa_attention_forward and "sdpa" not in code.co_consts
+    names = [each for const in code.co_consts for each in (const if isinstance(const, (tuple, frozenset)) else [const])]
+    return functions.get("sdpa") is sdpa_attention_forward and "sdpa" not in names
 
 
 def draft_attention(

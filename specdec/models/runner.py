@@ -127,7 +127,7 @@ class ModelRunner(CachedRows):
     def _most_at_once(self, width: int, pads: Sequence[int]) -> int:
         """Number of known tokens per row to run in one pass."""
         unmasked = self.aligned and not any(pads) and self.lengths[0] == 0
-        if self.masks == "own" or unmasked:
+        if self.masks == "own" or unmasked or self.draft_pass is not None:
             return width
         return known_at_once(len(pads), max(self.lengths) + width)
 

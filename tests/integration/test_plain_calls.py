@@ -18,7 +18,7 @@ SPAN = re.compile(r"`([^`]+)`")
 DECIDING = (
     eligibility.decided_before,
     eligibility.why_plain,
-    eligibility.exactness_of,
+    eligibility._inexact_prompt,
     Exactness.problem.fget,
     eligibility._padding_problem,
     eligibility._counting_problem,

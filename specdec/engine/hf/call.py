@@ -106,11 +106,10 @@ def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: 
     embeds = call.text_kwargs.get("inputs_embeds")
     given, pads = prompt_layout.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
-    if target.draft_pass is not None and not prompt_layout.cached and any(prompt_layout.text_pads):
+    padding = (~prompt_layout.real).sum(1).tolist()
+    if target.draft_pass is not None and any(padding):
         columns = call.input_ids if embeds is None else embeds
-        output = read_as_plain(
-            target, columns, prompt_layout.text_pads, embedded=embeds is not None, hidden_states=wants_hidden
-        )
+        output = read_as_plain(target, columns, padding, embedded=embeds is not None, hidden_states=wants_hidden)
         features = None if output.features is None else output.features[:, columns.shape[1] - given.shape[1] :]
         return replace(output, features=features)
     chunk = call.config.prefill_chunk_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
@@ -95,14 +96,31 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
 
 def exactness_of(model: PreTrainedModel, able: Capability, call: Call) -> tuple[Exactness, str | None]:
     """How a call can be computed bit for bit as plain decoding, and why it cannot; None if it can."""
-    real = prompt_layout.real_columns(call.input_ids, call.config, call.text_kwargs)
-    padded = not bool(real.all())
-    read_in_parts = prompt_layout.columns_in(cache_in(call.text_kwargs)) or multimodal.shown(call.text_kwargs)
-    if padded and (read_in_parts or not prompt_layout.left_padded(real)):
-        reason = "exact=True: prompts with padding must be read at once, with the padding on the left"
+    reason = _inexact_prompt(model, able, call)
+    if reason is not None:
         return Exactness(), reason
+    padded = not bool(prompt_layout.real_columns(call.input_ids, call.config, call.text_kwargs).all())
     found = exactness(model, able, len(call.input_ids), padded)
     return found, found.problem
+
+
+def _inexact_prompt(model: PreTrainedModel, able: Capability, call: Call) -> str | None:
+    """Return why plain decoding reads a call's prompt in ways that `exact=True` does not reproduce; None if it does."""
+    real, cache = prompt_layout.real_columns(call.input_ids, call.config, call.text_kwargs), cache_in(call.text_kwargs)
+    cached, windows = prompt_layout.columns_in(cache), set(spans(model, able.masks or "own")) != {Span()}
+    if torch.is_autocast_enabled("cpu"):
+        return "exact=True is not supported within torch.autocast"
+    if call.config.prefill_chunk_size is not None:
+        return "exact=True is not supported with prefill_chunk_size"
+    if call.config.cache_implementation not in (None, "dynamic"):
+        return f"exact=True is not supported with cache_implementation={call.config.cache_implementation!r}"
+    if not bool(real.all()) and (cached or multimodal.shown(call.text_kwargs) or not prompt_layout.left_padded(real)):
+        return "exact=True: prompts with padding must be read at once, with the padding on the left"
+    if cached and real.shape[1] - cached < 2:
+        return "exact=True needs at least two new tokens after those of a cache"
+    if windows and (cached or getattr(cache, "_is_user_defined", False)):
+        return "exact=True is not supported for sliding windows with a cache of the caller"
+    return None
 
 
 def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_target_choices: bool) -> str | None:

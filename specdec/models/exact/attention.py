@@ -48,7 +48,7 @@ def exact_attention(
         nodes = []
         for i, seen in enumerate(columns):
             if bias is not None:
-                kwargs["position_bias"] = bias[:, :, i : i + 1, seen.slots]
+                kwargs["position_bias"] = bias[row % len(bias), :, i : i + 1, seen.slots][None]
             states = queries[:, :, i : i + 1], keys[:, :, seen.slots], values[:, :, seen.slots]
             nodes.append(sdpa_attention_forward(module, *states, seen.mask, dropout, scaling, **kwargs)[0])
         rows.append(torch.cat(nodes, 1))

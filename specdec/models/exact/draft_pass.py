@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import VisibleSlots
@@ -35,11 +35,13 @@ class DraftPass:
 
     Attributes:
         pads: number of padding columns before each row's text; empty for none.
+        unknown_layers: linear layers whose input is not one vector per node, so that their result may not be exact.
     """
 
     def __init__(self, row_positions: RowPositions, spans: Sequence[Span]):
         self._row_positions, self._spans = row_positions, spans
         self.pads: Sequence[int] = ()
+        self.unknown_layers: set[nn.Module] = set()
         self._columns: dict[Span, list[list[Columns]]] = {}
         self._of: VisibleSlots | None = None
 

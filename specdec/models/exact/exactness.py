@@ -8,22 +8,30 @@ alone, if it can be. What still differs is reported.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.models.attention_masks import spans
 from specdec.models.capability import Capability, settings_of, short_windows
 from specdec.models.encoder import declined
+from specdec.models.exact.module_calls import ModuleCalls, culprits, keep, listening, runnable_alone, within
 from specdec.models.exact.prompts import read_as_plain
-from specdec.models.introspection import cache_argument, is_sharded, takes_positions
+from specdec.models.introspection import (
+    CHUNKED,
+    INDEXED,
+    cache_argument,
+    is_sharded,
+    layer_kinds,
+    takes_positions,
+)
 from specdec.models.probe import token_ids
 from specdec.models.runner import ModelRunner
 from specdec.models.views import apart, in_eval_mode
@@ -44,75 +52,80 @@ class Exactness:
     """Result of the probe.
 
     Attributes:
-        inexact: names of the modules whose outputs differ from plain decoding's although their inputs agree, or
-            another reason why drafts cannot be exact; empty if all bits agree.
+        inexact: names of the modules whose outputs differ from plain decoding's although their inputs agree, or may
+            differ in longer texts.
+        unsupported: a reason why the model was not probed, or why the probe failed.
         alone: names of the modules that have to run each node alone.
         cost: time of an exact pass over a small draft, relative to the usual pass over it.
     """
 
     inexact: tuple[str, ...] = ()
+    unsupported: str = ""
     alone: tuple[str, ...] = ()
     cost: float = 1.0
 
     @property
     def exact(self) -> bool:
         """True if draft nodes get plain decoding's bits."""
-        return not self.inexact
+        return not (self.inexact or self.unsupported)
 
     @property
     def problem(self) -> str | None:
         """Why calls cannot be exact; None if they can."""
-        if self.exact:
+        if self.unsupported:
+            return f"exact=True is not supported for {self.unsupported}"
+        if not self.inexact:
             return None
         more = f" and {len(self.inexact) - 1} more" if len(self.inexact) > 1 else ""
-        return f"exact=True: {self.inexact[0]}{more} computes drafted tokens otherwise than single ones"
+        return f"exact=True: {self.inexact[0]}{more} may compute drafted tokens otherwise than single ones"
 
 
 _found: WeakKeyDictionary[PreTrainedModel, dict[Any, Exactness]] = WeakKeyDictionary()
 
 
 def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: bool = False) -> Exactness:
-    """Probe the model with its own weights; keep the result until its settings or the number of threads change.
+    """Probe the model with its own weights. The result is kept for the model with its present modules and settings.
 
     Args:
         model: the target.
         able: its capability.
         rows: number of rows of a call.
         padded: True if some of them are left-padded.
-
-    Returns:
-        Which modules give other bits; all of them in the name of the model if the probe failed.
     """
-    state = repr((settings_of(model), torch.get_num_threads()))
+    modules = [(name, type(module)) for name, module in model.named_modules()]
+    kind = repr((settings_of(model), modules, torch.get_num_threads(), rows > 1, padded))
     known = _found.setdefault(model, {})
-    if known and next(iter(known))[0] != state:
-        known.clear()
-    kind = state, rows > 1, padded
-    if kind not in known:
+    found = known.get(kind)
+    if found is None:
         log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
-        known[kind] = _probed(model, able, rows > 1, padded)
-    return known[kind]
+        found = known[kind] = _probed(model, able, rows > 1, padded)
+    return found
 
 
 @torch.no_grad()
 def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: bool) -> Exactness:
     config = model.config.get_text_config(decoder=True)
+    kinds, replaced = layer_kinds(config), [module for module in model.modules() if "forward" in vars(module)]
     reasons = {
-        "a model on a device": any(weight.device.type != "cpu" for weight in model.parameters()),
-        "an encoder-decoder": model.config.is_encoder_decoder,
-        "a sharded model": is_sharded(model),
-        "a mixture of experts in a batch": batched and any(getattr(config, name, None) for name in EXPERTS),
+        "models on a device": any(weight.device.type != "cpu" for weight in model.parameters()),
+        "encoder-decoders": model.config.is_encoder_decoder,
+        "sharded models": is_sharded(model),
+        "mixtures of experts in a batch": batched and any(getattr(config, name, None) for name in EXPERTS),
+        "attention in chunks": CHUNKED in kinds or any(span.chunked for span in spans(model, able.masks or "own")),
+        "attention with an indexer": INDEXED in kinds,
+        "modules with a forward pass of their own": any(
+            weight.dim() > 1 for module in replaced for weight in module.parameters()
+        ),
     }
     for reason, holds in reasons.items():
         if holds:
-            return Exactness((reason,))
+            return Exactness(unsupported=reason)
     try:
         own = apart(in_eval_mode(model))
         with short_windows(own):
             return _Trial(own, able, [0, 3 * padded] if batched else [2 * padded]).result()
     except Exception as error:  # whatever a model's modules raise when nodes run alone
-        log.info("the probe of exactness failed: %s: %s", type(error).__name__, error)
-        return Exactness((type(model).__name__,))
+        return Exactness(unsupported=f"a {type(model).__name__}: {type(error).__name__} in the probe: {error}"[:200])
 
 
 class _Trial:
@@ -129,26 +142,26 @@ class _Trial:
         self.parents = PARENTS if able.trees else CHAIN
         ids = token_ids(own, len(pads) * (PROMPT + len(self.parents))).view(len(pads), -1)
         self.prompts, self.nodes = ids[:, :PROMPT], ids[:, PROMPT:]
-        self.calls: list[_Calls] = []  # of the pass that is listened to
+        self.calls: list[ModuleCalls] = []  # of the pass that is listened to
         for name, module in own.named_modules():
-            module.register_forward_hook(partial(_keep, self.calls, name), with_kwargs=True)
+            module.register_forward_hook(partial(keep, self.calls, name), with_kwargs=True)
 
     def result(self) -> Exactness:
         plain = [self._plain_calls(node) for node in range(len(self.parents))]
         alone: set[str] = set()
         for _ in range(REPAIRS):
             ours = self._draft_calls(alone)
-            differing = self._mixing(ours) or _culprits(plain, ours)
+            differing = self._mixing(ours) or culprits(plain, ours)
             if not differing:
-                return Exactness((), tuple(sorted(alone)), self._cost(alone))
-            more = {runnable for name in differing if (runnable := _runnable_alone(name, ours, alone))}
+                return Exactness(alone=tuple(sorted(alone)), cost=self._cost(alone))
+            more = {runnable for name in differing if (runnable := runnable_alone(name, ours, alone))}
             if not more:
                 break
             alone |= more
         names = (name or type(self.own).__name__ for name in differing)
-        return Exactness(tuple(sorted(names)), tuple(sorted(alone)))
+        return Exactness(tuple(sorted(names)), alone=tuple(sorted(alone)))
 
-    def _plain_calls(self, node: int) -> _Calls:
+    def _plain_calls(self, node: int) -> ModuleCalls:
         """What the modules took and gave in the model's own pass over one node per row."""
         path = [node]
         while self.parents[path[0]] >= 0:
@@ -157,7 +170,7 @@ class _Trial:
         cache = self._plain_pass(self.prompts, real, None)
         for each in path:
             real = torch.nn.functional.pad(real, (0, 1), value=True)
-            with _listening(self.calls) as heard:
+            with listening(self.calls) as heard:
                 cache = self._plain_pass(self.nodes[:, each : each + 1], real, cache)
         return heard
 
@@ -169,10 +182,10 @@ class _Trial:
             inputs["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
         return self.own(**inputs, **declined(self.own), **({} if cache is None else {name: cache}))[name]
 
-    def _draft_calls(self, alone: set[str]) -> _Calls:
+    def _draft_calls(self, alone: set[str]) -> ModuleCalls:
         """What the modules took and gave in one exact pass over all nodes."""
         grow = self._drafting(alone)
-        with _listening(self.calls) as heard:
+        with listening(self.calls) as heard:
             grow()
         return heard
 
@@ -192,11 +205,17 @@ class _Trial:
 
         return grow
 
-    def _mixing(self, ours: _Calls) -> set[str]:
-        """Modules that use the cache by code of their own, whose result may depend on the length of the text."""
-        innermost = {name for name in ours.cached if not any(_within(other, name) for other in ours.cached - {name})}
+    def _mixing(self, ours: ModuleCalls) -> set[str]:
+        """Modules whose result may depend on the length of the text, or on the number of nodes, in unknown ways.
+
+        They use the cache by code of their own, or are linear layers whose input is not a vector per node.
+        """
+        assert self.runner.draft_pass is not None
+        unknown = self.runner.draft_pass.unknown_layers
+        layers = {name for name, module in self.runner.draft_model.named_modules() if module in unknown}
+        innermost = {name for name in ours.cached if not any(within(other, name) for other in ours.cached - {name})}
         exact = {name for name, module in self.runner.draft_model.named_modules() if hasattr(module, "_draft_pass")}
-        return innermost - exact or ({""} if not innermost else set())
+        return layers | (innermost - exact) or ({""} if not innermost else set())
 
     def _cost(self, alone: set[str]) -> float:
         usual, exact = self._drafting(None), self._drafting(alone)
@@ -207,91 +226,3 @@ class _Trial:
                 grow()
                 taken.append(perf_counter() - start)
         return min(seconds[exact]) / min(seconds[usual])
-
-
-# What modules take and give
-
-
-@dataclass
-class _Calls:
-    """First tensor that each module took and gave, by its name; names of modules that used the cache."""
-
-    taken: dict[str, Tensor] = field(default_factory=dict)
-    given: dict[str, Tensor] = field(default_factory=dict)
-    cached: set[str] = field(default_factory=set)
-
-
-@contextmanager
-def _listening(calls: list[_Calls]) -> Iterator[_Calls]:
-    calls.append(_Calls())
-    try:
-        yield calls[-1]
-    finally:
-        calls.pop()
-
-
-def _keep(calls: list[_Calls], name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-    if not calls:
-        return
-    taken = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-    given = output if isinstance(output, Tensor) else _first_tensor(output)
-    if taken is not None and given is not None:
-        calls[-1].taken[name], calls[-1].given[name] = taken, given
-    if any("past" in each or "cache" in each for each in kwargs if kwargs[each] is not None):
-        calls[-1].cached.add(name)
-
-
-def _first_tensor(output: Any) -> Tensor | None:
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    return next((value for value in values if isinstance(value, Tensor)), None)
-
-
-def _culprits(plain: list[_Calls], ours: _Calls) -> set[str]:
-    """Modules whose inputs agree for every node and whose outputs do not, without those that only contain such ones.
-
-    If some output differs and no such module is found, the module with the differing output itself.
-    """
-
-    def agrees(name: str, which: str) -> bool:
-        mine = getattr(ours, which)[name]
-        return all(_same(mine, getattr(calls, which).get(name), i, len(plain)) for i, calls in enumerate(plain))
-
-    names = [name for name in ours.given if name in plain[0].given]
-    wrong = {name for name in names if not agrees(name, "given")}
-    culprits = {name for name in wrong if agrees(name, "taken")}
-    return {name for name in culprits if not any(other != name and _within(other, name) for other in culprits)} or (
-        {""} if wrong else set()
-    )
-
-
-def _within(name: str, other: str) -> bool:
-    return not other or name.startswith(other + ".")
-
-
-def _same(ours: Tensor, plain: Tensor | None, node: int, nodes: int) -> bool:
-    """Whether a node's part of (1, n, ...) or (n, ...) has the bits of a pass over it alone; True if not comparable."""
-    if plain is None:
-        return True
-    if ours.dim() > 1 and ours.shape[1] == nodes and plain.shape[1:2] == (1,):
-        mine, theirs = ours[:, node], plain[:, 0]
-    elif ours.shape[:1] == (nodes,) and plain.shape[:1] == (1,):
-        mine, theirs = ours[node], plain[0]
-    else:
-        return True
-    return mine.shape != theirs.shape or torch.equal(mine, theirs)
-
-
-def _runnable_alone(name: str, ours: _Calls, alone: set[str]) -> str | None:
-    """The module itself or the nearest around it that takes and gives (1, n, ...) and uses no cache."""
-    while name and (name in alone or name in ours.cached or not _by_node(ours, name)):
-        if name in ours.cached:
-            return None
-        name = name.rpartition(".")[0]
-    return name or None
-
-
-def _by_node(ours: _Calls, name: str) -> bool:
-    if name not in ours.taken:
-        return False
-    taken, given = ours.taken[name], ours.given[name]
-    return taken.dim() == given.dim() == 3 and taken.shape[1] == given.shape[1]

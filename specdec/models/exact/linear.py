@@ -38,9 +38,14 @@ class ExactLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows, nodes = self.draft.batch_size, self.draft.nodes
-        if nodes > 1 and x.dim() > 3 and x.shape[1] == nodes:  # several products per node, as for heads
-            return torch.cat([super(ExactLinear, self).forward(node.contiguous()) for node in x.split(1, 1)], 1)
-        if nodes == 1 or x.dim() > 3 or x.shape[:-1].numel() != rows * nodes:
+        if nodes == 1 or (x.dim() > 2 and x.shape[1] == 1):  # of a module that runs each node alone
+            return super().forward(x)
+        if x.dim() == 2 and rows == 1:  # some of the nodes, as experts get them
+            nodes = len(x)
+        elif x.dim() > 3 or x.shape[:-1].numel() != rows * nodes:
+            self.draft.unknown_layers.add(self)
+            return super().forward(x)
+        if nodes < 2:
             return super().forward(x)
         multiply = way(self.weight, self.bias, rows, nodes)
         return multiply(x.reshape(rows, nodes, -1), self.weight, self.bias).view(*x.shape[:-1], -1)

@@ -6,9 +6,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
-from specdec import SpeculativeGenerator
+from specdec import SpeculativeGenerator, Unsupported
 from specdec.models.capability import capability
+from specdec.models.compat import CACHE, cache_in
 from specdec.models.exact import linear
 from specdec.models.exact.exactness import exactness
 from specdec.models.linear import with_fast_linears
@@ -77,7 +79,7 @@ def test_a_model_that_stays_inexact_runs_plain_decoding_and_says_why(monkeypatch
     monkeypatch.setattr(linear, "way", lambda *_: lambda x, weight, bias: nn.functional.linear(x, weight, bias) + 1)
     monkeypatch.setattr("specdec.models.exact.exactness.REPAIRS", 1)
     spec = SpeculativeGenerator(model, "ngram", exact=True)
-    with pytest.warns(UserWarning, match=r"exact=True: model\.layers\.0\..* computes drafted tokens otherwise"):
+    with pytest.warns(UserWarning, match=r"exact=True: model\.layers\.0\..* may compute drafted tokens otherwise"):
         expected, text = texts(model, spec, do_sample=False)
     assert torch.equal(text, expected)
     assert (spec.report.num_plain_calls, spec.report.num_exact_calls) == (1, 0)
@@ -139,10 +141,58 @@ def test_a_padded_row_alone_is_read_with_its_padding():
     assert torch.equal(text, expected)
 
 
+def test_padded_embeddings_without_ids_keep_their_padding():
+    model = half_model("llama", torch.bfloat16)
+    inputs = prompts(9, 4, vocab=60)
+    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    spec = SpeculativeGenerator(model, Garbage(), draft_length=5, exact=True, on_unsupported="error")
+    arguments = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(spec.generate(**inputs, **arguments), model.generate(**inputs, **arguments))
+
+
+def test_a_second_turn_with_the_first_ones_cache():
+    model = half_model("llama", torch.bfloat16)
+    spec = SpeculativeGenerator(model, Garbage(), draft_length=5, exact=True, on_unsupported="error")
+    found = []
+    for generate in (model.generate, spec.generate):
+        arguments = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+        first = generate(**prompts(12, vocab=60), return_dict_in_generate=True, **arguments)
+        more = torch.cat([first.sequences, prompts(8, seed=3, vocab=60)["input_ids"]], 1)
+        found.append(generate(more, **{CACHE: cache_in(first)}, **arguments))
+    assert torch.equal(*found)
+    assert spec.report.num_exact_calls == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {"prefill_chunk_size": 4}, "with prefill_chunk_size"),
+        ("llama", {"cache_implementation": "static"}, "with cache_implementation='static'"),
+        ("gemma3", {CACHE: DynamicCache}, "for sliding windows with a cache of the caller"),
+        ("qwen3_5", {}, "may compute drafted tokens otherwise"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(family, settings, why):
+    spec = SpeculativeGenerator(half_model(family, torch.bfloat16), "ngram", exact=True, on_unsupported="error")
+    settings = {name: value() if isinstance(value, type) else value for name, value in settings.items()}
+    with pytest.raises(Unsupported, match=why):
+        spec.generate(**prompts(12, vocab=60), max_new_tokens=4, pad_token_id=0, **settings)
+
+
+def test_eager_attention_may_depend_on_the_length_of_the_text():
+    spec = SpeculativeGenerator(half_model("llama", torch.bfloat16, attn_implementation="eager"), "ngram", exact=True)
+    assert spec.exactness.inexact == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+
+
+def test_other_rules_write_other_texts():
+    with pytest.raises(ValueError, match='exact=True needs rule="coupled"'):
+        SpeculativeGenerator(half_model("llama", torch.bfloat16), "ngram", exact=True, rule="block")
+
+
 def test_experts_in_batches_run_as_plain_decoding():
     model = half_model("mixtral", torch.bfloat16)
     spec = SpeculativeGenerator(model, "ngram", exact=True)
-    with pytest.warns(UserWarning, match="exact=True: a mixture of experts in a batch"):
+    with pytest.warns(UserWarning, match="exact=True is not supported for mixtures of experts in a batch"):
         expected, text = texts(model, spec, (9, 4), do_sample=False)
     assert torch.equal(text, expected)
 
