@@ -138,4 +138,4 @@ def _call(name: str, make: Callable[[], Callable[..., Any]]) -> Method:
 def _speculative(
     name: str, bench: Bench, proposer: Callable[[], Proposer], length: int | None, rule: RuleName, exact: bool = False
 ) -> Method:
-    return speculative(name, bench.target, proposer(), length, rule, exact)
+    return speculative(name, bench.target, proposer(), length, rule, exact=exact)

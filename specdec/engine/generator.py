@@ -158,7 +158,7 @@ class SpeculativeGenerator:
 
     @property
     def exactness(self) -> Exactness:
-        """What `exact=True` needs of the target in calls with one row without padding, and what that costs."""
+        """Result of the probe for `exact=True`, in calls with one row without padding."""
         return exactness(self.model, self.capability)
 
     # Public entry points

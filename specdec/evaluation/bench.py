@@ -188,7 +188,7 @@ def bench(
     """
     methods = [plain(target)]
     for name, proposer in proposers.items():
-        methods.append(speculative(name, target, proposer, draft_length, rule, exact, code=f'"{name}"'))
+        methods.append(speculative(name, target, proposer, draft_length, rule, code=f'"{name}"', exact=exact))
     arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     runs = [Runs(method, device_of(target), arguments) for method in methods]
     step = steps(progress, (1 + repeats * len(prompts)) * len(runs))

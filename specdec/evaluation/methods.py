@@ -102,8 +102,8 @@ def speculative(
     proposer: Proposer | PreTrainedModel | str,
     length: int | None = None,
     rule: RuleName = COUPLED,
-    exact: bool = False,
     code: str = "...",
+    exact: bool = False,
 ) -> Method:
     """Make a method of specdec. A call without speculation is an error, as it would be measured as plain decoding.
 

@@ -95,7 +95,7 @@ def decided_before(model: PreTrainedModel, config: GenerationConfig | None, kwar
 
 
 def exactness_of(model: PreTrainedModel, able: Capability, call: Call) -> tuple[Exactness, str | None]:
-    """How a call can be computed bit for bit as plain decoding, and why it cannot; None if it can."""
+    """Return the result of the probe for a call with `exact=True`, and why it runs plain; None if it does not."""
     reason = _inexact_prompt(model, able, call)
     if reason is not None:
         return Exactness(), reason

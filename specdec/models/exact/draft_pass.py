@@ -60,7 +60,7 @@ class DraftPass:
         return self._spans[min(layer_idx, len(self._spans) - 1)]
 
     def columns(self, span: Span) -> list[list[Columns]]:
-        """By row and node, the columns that the node sees in layers of this span."""
+        """Columns that each node of each row sees in layers of this span."""
         if self._of is not self._slots:
             self._columns, self._of = {}, self._slots
         if span not in self._columns:

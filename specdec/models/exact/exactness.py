@@ -123,12 +123,12 @@ def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: boo
     try:
         own = apart(in_eval_mode(model))
         with short_windows(own):
-            return _Trial(own, able, [0, 3 * padded] if batched else [2 * padded]).result()
+            return _ExactnessProbe(own, able, [0, 3 * padded] if batched else [2 * padded]).result()
     except Exception as error:  # whatever a model's modules raise when nodes run alone
         return Exactness(unsupported=f"a {type(model).__name__}: {type(error).__name__} in the probe: {error}"[:200])
 
 
-class _Trial:
+class _ExactnessProbe:
     """A draft after a prompt for each row, read by the model and by exact passes.
 
     Args:
@@ -162,7 +162,7 @@ class _Trial:
         return Exactness(tuple(sorted(names)), alone=tuple(sorted(alone)))
 
     def _plain_calls(self, node: int) -> ModuleCalls:
-        """What the modules took and gave in the model's own pass over one node per row."""
+        """Record the modules' calls in the model's own pass over one node per row."""
         path = [node]
         while self.parents[path[0]] >= 0:
             path.insert(0, self.parents[path[0]])
@@ -183,7 +183,7 @@ class _Trial:
         return self.own(**inputs, **declined(self.own), **({} if cache is None else {name: cache}))[name]
 
     def _draft_calls(self, alone: set[str]) -> ModuleCalls:
-        """What the modules took and gave in one exact pass over all nodes."""
+        """Record the modules' calls in one exact pass over all nodes."""
         grow = self._drafting(alone)
         with listening(self.calls) as heard:
             grow()

@@ -17,11 +17,11 @@ from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.views import shallow_copy_as
 from specdec.utils.timing import lose
 
-Way = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (B, n, in), weight and bias: (B, n, out)
+Kernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (B, n, in), weight and bias: (B, n, out)
 
 COMPARED = 2**18  # numbers that have to agree. Of those that another order can change, one in 3,000 differs in bfloat16
 BLOCK = 2**21  # weights per block of outputs, which stay in the processor's cache
-TRIES = 3  # measurements per way; the fastest counts
+TRIES = 3  # measurements per kernel; the fastest counts
 
 
 class ExactLinear(nn.Linear):
@@ -47,7 +47,7 @@ class ExactLinear(nn.Linear):
             return super().forward(x)
         if nodes < 2:
             return super().forward(x)
-        multiply = way(self.weight, self.bias, rows, nodes)
+        multiply = exact_kernel(self.weight, self.bias, rows, nodes)
         return multiply(x.reshape(rows, nodes, -1), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
@@ -73,22 +73,22 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
-_ways: dict[tuple[object, ...], Way] = {}  # found in this process
+_kernels: dict[tuple[object, ...], Kernel] = {}  # found in this process
 
 
-def way(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Way:
-    """The fastest exact way to multiply a number of nodes per row."""
+def exact_kernel(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Kernel:
+    """The fastest exact kernel for a number of nodes per row."""
     layout = weight.dtype, weight.shape, weight.stride(), bias is None
     kind = *layout, batch_size, nodes, torch.get_num_threads()
-    if kind not in _ways:
+    if kind not in _kernels:
         start = perf_counter()
-        _ways[kind] = _found(weight, bias, batch_size, nodes)
+        _kernels[kind] = _found(weight, bias, batch_size, nodes)
         lose(perf_counter() - start)
-    return _ways[kind]
+    return _kernels[kind]
 
 
 @torch.no_grad()
-def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Way:
+def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Kernel:
     generator = torch.Generator().manual_seed(0)
     shape = batch_size, nodes, weight.shape[1]
     equal = {together: True, in_blocks: weight.numel() > BLOCK}
@@ -101,11 +101,11 @@ def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> 
         compared += right.numel()
     if equal[together]:
         return together
-    candidates: list[Way] = [one_by_one, in_blocks] if equal[in_blocks] else [one_by_one]
+    candidates: list[Kernel] = [one_by_one, in_blocks] if equal[in_blocks] else [one_by_one]
     return min(candidates, key=lambda each: _seconds(each, x, weight, bias))
 
 
-def _seconds(each: Way, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
+def _seconds(each: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
     taken = []
     for _ in range(TRIES):
         start = perf_counter()

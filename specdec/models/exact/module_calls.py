@@ -73,7 +73,7 @@ def within(name: str, other: str) -> bool:
 
 
 def _same(ours: Tensor, plain: Tensor | None, node: int, nodes: int) -> bool:
-    """Whether a node's part of (1, n, ...) or (n, ...) has the bits of a pass over it alone; True if not comparable."""
+    """Return whether a node's part of a tensor has the bits of a pass over it alone; True if not comparable."""
     if plain is None:
         return True
     if ours.dim() > 1 and ours.shape[1] == nodes and plain.shape[1:2] == (1,):

@@ -60,13 +60,13 @@ def test_every_draft_gives_the_text_of_plain_decoding(family, dtype):
 
 def test_a_planted_product_with_other_bits_is_found(monkeypatch):
     """A way to multiply that was taken for exact and is not: the probe names the layers."""
-    monkeypatch.setattr(linear, "_ways", {})
+    monkeypatch.setattr(linear, "_kernels", {})
 
     def off(x, weight, bias):
         right = linear.one_by_one(x, weight, bias)
         return torch.nextafter(right, torch.full_like(right, torch.inf)) if weight.shape[1] == 1104 else right
 
-    monkeypatch.setattr(linear, "way", lambda *_: off)
+    monkeypatch.setattr(linear, "exact_kernel", lambda *_: off)
     monkeypatch.setattr("specdec.models.exact.exactness.REPAIRS", 1)
     model = half_model("llama", torch.bfloat16)
     found = exactness(model, capability(model))
@@ -76,7 +76,9 @@ def test_a_planted_product_with_other_bits_is_found(monkeypatch):
 
 def test_a_model_that_stays_inexact_runs_plain_decoding_and_says_why(monkeypatch):
     model = half_model("llama", torch.bfloat16)
-    monkeypatch.setattr(linear, "way", lambda *_: lambda x, weight, bias: nn.functional.linear(x, weight, bias) + 1)
+    monkeypatch.setattr(
+        linear, "exact_kernel", lambda *_: lambda x, weight, bias: nn.functional.linear(x, weight, bias) + 1
+    )
     monkeypatch.setattr("specdec.models.exact.exactness.REPAIRS", 1)
     spec = SpeculativeGenerator(model, "ngram", exact=True)
     with pytest.warns(UserWarning, match=r"exact=True: model\.layers\.0\..* may compute drafted tokens otherwise"):
@@ -206,7 +208,7 @@ def test_every_way_gives_each_node_its_own_products_bits(dtype, rows, bias):
     for nodes in (2, 3, 8):
         x = torch.randn(rows, nodes, 1536).to(dtype)
         right = torch.stack([layer(x[:, i : i + 1].contiguous())[:, 0] for i in range(nodes)], 1)
-        found = linear.way(layer.weight, layer.bias, rows, nodes)
+        found = linear.exact_kernel(layer.weight, layer.bias, rows, nodes)
         with torch.no_grad():
             assert torch.equal(found(x, layer.weight, layer.bias), right)
 

@@ -264,7 +264,7 @@ def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):
     for compile in (True, False):
         spec = SpeculativeGenerator(target, tiny.Garbage(size=5), compile=compile)
         text(spec.generate, prompts)
-        verify = spec._sessions.own.estimates[1, False].verify
+        verify = spec._sessions.own.estimates[1, False, False].verify
         assert verify.seen().keys() <= set(SIZES if compile else BUCKETS)
         assert (verify._buckets == SIZES) == compile
     captured, eager = (CostStore(target, 1, captured=captured).path for captured in (True, False))
