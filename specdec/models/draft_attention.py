@@ -137,7 +137,7 @@ def draft_attention(
 AttentionInterface.register(NAME, draft_attention)
 
 
-# What follows from a mask
+# Values derived from a mask
 
 
 def _once(mask: Tensor, form: Hashable, make: Callable[[Tensor], T]) -> T:

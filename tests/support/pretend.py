@@ -59,7 +59,7 @@ class Ledger:
     captures: Counter = field(default_factory=Counter)
 
     def count(self, kind: str, *regions: str) -> int:
-        """Of "waits", "launches", "uploads" or "captures", in these regions; without any: in all."""
+        """Count "waits", "launches", "uploads" or "captures" in these regions; in all of them if none is given."""
         return sum(times for (_, where, _), times in getattr(self, kind).items() if not regions or where in regions)
 
 

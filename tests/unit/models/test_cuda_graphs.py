@@ -211,7 +211,7 @@ def test_drafts_of_models_that_cannot_be_recorded_are_those_of_eager_calls(name,
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("name", ["eagle3 chain", "eagle3 tree", "block tree", "mtp chain"])
 def test_drafts_ahead_of_the_verdict_are_those_behind_it(name, batch_size, sampling, recorders, monkeypatch):
-    """What a head drafts while the host waits for the round is what it would draft when all is known."""
+    """A head drafts the same while the host waits for the round as when all is known."""
     behind, drafts = CapturedDraft._inputs, drafts_of_rounds(monkeypatch)
     told: list[int] = []
     monkeypatch.setattr(CapturedDraft, "_inputs", lambda *args: told.append(len(drafts)) or behind(*args))

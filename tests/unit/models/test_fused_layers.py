@@ -214,7 +214,7 @@ def test_launches_per_layer(name, monkeypatch):
     assert launches.counts["triton"] == (4 if name in ("llama", "qwen3") else 5 if name == "gemma3" else 3)
 
 
-# What is swapped, and what is not
+# Layers that are swapped, and layers that are not
 
 
 class Centred(LlamaRMSNorm):
