@@ -11,8 +11,9 @@ from typing import Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, interrupted, load, print_message, progress_bar, sampling
+from specdec.cli.common import check, interrupted, load, print_message, sampling
 from specdec.cli.measuring import built_in, encoded, print_results
+from specdec.cli.progress import progress_bar
 from specdec.data.messages import first_questions
 from specdec.utils.choices import COUPLED
 

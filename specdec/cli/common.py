@@ -67,23 +67,6 @@ def summary(
     return default_format(message, category, filename, lineno, line)
 
 
-@contextmanager
-def progress_bar(title: str, enabled: bool = True) -> Iterator[Callable[..., None]]:
-    """Show a progress bar on standard error.
-
-    Yields:
-        A function to call with the numbers of finished and of all steps, and optionally a note to show next to them.
-    """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn(title), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}")
-    console = Console(stderr=True)
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not enabled) as bar:
-        task = bar.add_task("", total=None, note="")
-        yield lambda done, total, note="": bar.update(task, completed=done, total=total, note=note)
-
-
 def print_versions(err: bool = False) -> None:
     """Print the installed releases, and a warning if specdec fails or was not tested with them.
 

@@ -13,7 +13,8 @@ from typing import Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, load, progress_bar, resumable
+from specdec.cli.common import check, load, resumable
+from specdec.cli.progress import progress_bar
 from specdec.data.entries import check_text
 from specdec.utils.paths import check_writable
 

@@ -8,8 +8,9 @@ from typing import Any
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, interrupted, load, print_versions, progress_bar, sampling
+from specdec.cli.common import check, interrupted, load, print_versions, sampling
 from specdec.cli.measuring import built_in, encoded, print_results
+from specdec.cli.progress import progress_bar
 from specdec.data.messages import first_questions
 
 

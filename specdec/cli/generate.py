@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from specdec.cli import options
-from specdec.cli.common import check, generator, interrupted, print_message, progress_bar, sampling
+from specdec.cli.common import check, generator, interrupted, print_message, sampling
+from specdec.cli.progress import progress_bar
 from specdec.data.entries import check_text
 from specdec.utils.choices import COUPLED
 

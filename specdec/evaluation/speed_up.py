@@ -11,6 +11,7 @@ from math import exp, inf, log, sqrt
 
 MEANING = "geometric mean over prompts and turns"
 LEVEL = "99%"
+WIDE = 3.0  # times the speed-up itself: the ends of a wider interval are not shown
 # Quantiles of Student's t at 99.5% for 1, 2, ... degrees of freedom, and the normal distribution's.
 QUANTILES, NORMAL = (63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169), 2.5758
 
@@ -74,8 +75,13 @@ class SpeedUp:
 
     @property
     def interval(self) -> str:
-        """The interval in words; "-" if everything was measured once."""
-        return "-" if self.high == inf else f"{self.low:.2f} to {self.high:.2f}"
+        """The interval in words; "-" if everything was measured once.
+
+        An interval wider than `WIDE` times either way shows nothing but noise: "too noisy".
+        """
+        if self.high == inf:
+            return "-"
+        return "too noisy" if self.high > WIDE * self.value else f"{self.low:.2f} to {self.high:.2f}"
 
     def __str__(self) -> str:
         return f"{self.value:.2f}x" + ("" if self.high == inf else f" ({self.interval})")

@@ -33,6 +33,12 @@ def test_what_was_measured_once_has_no_interval():
     assert str(found) == "2.00x"
 
 
+def test_an_absurd_interval_is_not_shown():
+    found = SpeedUp.of([[1.0, 1.0]], over=[[2.0, 2.2]])
+    assert found.high > 40
+    assert (found.interval, str(found)) == ("too noisy", "2.10x (too noisy)")
+
+
 def test_the_baseline_makes_no_difference():
     one, other = [[1.0, 1.3], [2.0, 2.1]], [[1.5, 1.2], [2.5, 1.9]]
     there, back = SpeedUp.of(one, other), SpeedUp.of(other, one)
