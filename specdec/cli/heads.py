@@ -51,6 +51,7 @@ def heads(
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print_message('"auto" drafts with the first head of a model. Another one: "KIND:SOURCE", as in "dflash:HUB_ID".')
 
 
 def inspect(

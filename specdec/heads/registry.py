@@ -85,6 +85,8 @@ HEADS = (
     Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3", layout="speculators"),
     Known("qwen3-14b", "deepseek-ai/dspark_qwen3_14b_block7", "dflash", "DeepSpec"),
     Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3", layout="speculators"),
+    Known("gemma-4-31b-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", layout="speculators"),
+    Known("gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", layout="speculators"),
 )
 
 
