@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from specdec.engine.draft_tally import DraftTally
+from specdec.engine.lenient import Lenient
 from specdec.models.cuda_graphs import KnownFunctions
 from specdec.models.graph_pool import GraphPool
 from specdec.models.introspection import unwrap_model
@@ -20,6 +21,23 @@ from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.cost_store import CostStore
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
+from specdec.utils.choices import COUPLED, RuleName
+
+
+class CallKind(NamedTuple):
+    """Kind of a call. Calls of one kind share estimates.
+
+    Attributes:
+        batch_size: number of rows.
+        sampling: False for greedy decoding.
+        exact: True if draft nodes are computed bit for bit as in plain decoding.
+        rule: verification rule.
+    """
+
+    batch_size: int
+    sampling: bool
+    exact: bool = False
+    rule: RuleName | Lenient = COUPLED
 
 
 class DraftSession:
@@ -31,7 +49,7 @@ class DraftSession:
 
     Attributes:
         taps: hidden states of the target that the proposer reads.
-        estimates: acceptance and cost estimates by (batch size, sampling, exact).
+        estimates: acceptance and cost estimates by kind of call.
         static_forward: captured target passes; None until `capture`.
         tally: counts of its drafts.
         graphs: CUDA graphs with their buffers that no call uses, for later calls.
@@ -41,27 +59,17 @@ class DraftSession:
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         proposer.check(target)
         self.proposer, self.taps = proposer, proposer.taps(target)
-        self.estimates: dict[tuple[int, bool, bool], Estimates] = {}
+        self.estimates: dict[CallKind, Estimates] = {}
         self.tally = DraftTally()
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()
         self._kept: dict[tuple[int, bool], CostStore] = {}  # by (batch size, exact); shared with other processes
 
-    def pacer(self, batch_size: int, sampling: bool, draft_length: int | None, exact: bool = False) -> Pacer:
-        """Make the pacer of a call.
-
-        Calls with the same batch size, sampling and exactness share estimates. Their costs are also read from the cost
-        store.
-        """
-        if (batch_size, exact) not in self._kept:
-            captured = self.static_forward is not None and not exact
-            drafting = self.proposer.drafting_model()
-            self._kept[batch_size, exact] = CostStore(self._target, batch_size, drafting, captured, exact)
-        kind = batch_size, sampling, exact
+    def pacer(self, kind: CallKind, draft_length: int | None) -> Pacer:
+        """Make the pacer of a call. Calls of one kind share estimates, and begin with the cost store's."""
         if kind not in self.estimates:
-            estimates = Estimates(*self._kept[batch_size, exact].read())
-            self.estimates.setdefault(kind, estimates)  # unless another thread did
+            self.estimates.setdefault(kind, Estimates(*self._store(kind).read()))  # unless another thread did
         return Pacer(draft_length, self.estimates[kind])
 
     def capture(self, compiled: bool) -> StaticForward:
@@ -73,9 +81,17 @@ class DraftSession:
             self.graphs.clear()
         return self.static_forward
 
-    def keep(self, batch_size: int, pacer: Pacer, exact: bool = False) -> None:
+    def keep(self, kind: CallKind, pacer: Pacer) -> None:
         """Save the costs that a call measured in the cost store."""
-        self._kept[batch_size, exact].keep(pacer.estimates.verify, pacer.estimates.draft)
+        self._store(kind).keep(pacer.estimates.verify, pacer.estimates.draft)
+
+    def _store(self, kind: CallKind) -> CostStore:
+        key = kind.batch_size, kind.exact
+        if key not in self._kept:
+            captured = self.static_forward is not None and not kind.exact
+            drafting = self.proposer.drafting_model()
+            self._kept[key] = CostStore(self._target, kind.batch_size, drafting, captured, kind.exact)
+        return self._kept[key]
 
 
 class DraftSessions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.call_history import CallHistory
-from specdec.engine.draft_session import DraftSession, DraftSessions
+from specdec.engine.draft_session import CallKind, DraftSession, DraftSessions
 from specdec.engine.draft_tally import IdleDraftWarning, relative_size
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.eligibility import (
@@ -27,6 +27,7 @@ from specdec.engine.hf.hooks import callers_level, further_arguments, install, p
 from specdec.engine.lenient import Lenient
 from specdec.engine.report import Report
 from specdec.engine.rules import uses_target_choices
+from specdec.engine.settings import Settings, checked_settings
 from specdec.engine.speculation import Speculation
 from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.trace import RoundTrace
@@ -39,6 +40,9 @@ from specdec.models.lockstep import in_step
 from specdec.proposers.base import Proposer
 from specdec.proposers.factory import as_proposer
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName, check_choice
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class SpeculativeGenerator:
@@ -98,6 +102,11 @@ class SpeculativeGenerator:
         ```
     """
 
+    draft_length: int | None
+    rule: RuleName | Lenient
+    on_unsupported: OnUnsupported
+    exact: bool
+
     def __init__(
         self,
         model: PreTrainedModel | nn.Module,
@@ -109,21 +118,13 @@ class SpeculativeGenerator:
         compile: bool | Literal["auto"] = "auto",
         exact: bool = False,
     ):
-        is_int = isinstance(draft_length, int) and not isinstance(draft_length, bool)
-        if draft_length is not None and (not is_int or draft_length < 0):
-            raise ValueError(f"draft_length must be None or an int of at least 0, got {draft_length!r}")
-        if not isinstance(rule, Lenient):
-            check_choice("rule", rule, RuleName)
-        check_choice("on_unsupported", on_unsupported, OnUnsupported)
         check_choice("compile", compile, Literal[True, False, "auto"])
-        check_choice("exact", exact, Literal[True, False])
-        if exact and rule != COUPLED:
-            raise ValueError(f'exact=True needs rule="coupled", the rule that keeps the text; got rule={rule!r}')
+        settings = checked_settings(draft_length=draft_length, rule=rule, on_unsupported=on_unsupported, exact=exact)
+        vars(self).update(settings)
+        self.compile = compile
         self.model, self._generate_owner = unwrap_model(model), generate_owner(model)
         require_lm_head(self.model)
         self.proposer = as_proposer(proposer, self.model)
-        self.draft_length, self.rule, self.on_unsupported = draft_length, rule, on_unsupported
-        self.compile, self.exact = compile, exact
         self._sessions = DraftSessions(self.proposer, self.model)
         self._history = CallHistory()
         warn_of_excess_threads(device_of(self.model), callers_level())
@@ -160,6 +161,32 @@ class SpeculativeGenerator:
     def exactness(self) -> Exactness:
         """Result of the probe for `exact=True`, in calls with one row without padding."""
         return exactness(self.model, self.capability)
+
+    def options(self, **changed: Unpack[Settings]) -> SpeculativeGenerator:
+        """Return this generator with other settings for some calls. Nothing is prepared again.
+
+        Both share the model, the proposer, estimates, reports and warnings. A setting that is not named stays.
+
+        Args:
+            changed: `draft_length`, `rule`, `on_unsupported` or `exact`, as for `SpeculativeGenerator`.
+
+        Raises:
+            TypeError: another argument.
+            ValueError: a wrong value, or settings that exclude each other.
+
+        Example:
+            ```python
+            output = spec.options(draft_length=4).generate(**inputs, max_new_tokens=64)
+            ```
+        """
+        settings: dict[str, Any] = {name: getattr(self, name) for name in Settings.__annotations__}
+        if unknown := changed.keys() - settings.keys():
+            known = ", ".join(settings)
+            raise TypeError(f"options() takes {known}, got {min(unknown)}: pass it to SpeculativeGenerator(...)")
+        settings.update(changed)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self) | checked_settings(**settings))
+        return other
 
     # Public entry points
 
@@ -359,7 +386,7 @@ class SpeculativeGenerator:
             for name in ignored_fields(call.config):
                 history.warn(f"{name} is a setting of transformers' own assisted generation and is ignored")
             drafting = self._sessions.for_call(call.config, assistant_model, tokenizers, history.warn)
-            output = Speculation(
+            speculation = Speculation(
                 self.model,
                 able,
                 drafting,
@@ -371,9 +398,10 @@ class SpeculativeGenerator:
                 step,
                 self.compile,
                 found,
-            ).run()
+            )
+            output = speculation.run()
             report.num_exact_calls += found is not None
-            self._warn_if_idle(report, drafting, call.samples, found is not None)
+            self._warn_if_idle(report, drafting, speculation.kind)
         report.total_seconds = stopwatch.elapsed()
         return output
 
@@ -384,12 +412,12 @@ class SpeculativeGenerator:
         report.record_plain(reason)
         self._history.warn(f"running as plain generate(): {reason}")
 
-    def _warn_if_idle(self, report: Report, drafting: DraftSession, sampling: bool, exact: bool) -> None:
+    def _warn_if_idle(self, report: Report, drafting: DraftSession, kind: CallKind) -> None:
         """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
         with self._history.lock:
             drafting.tally.add(report, drafting.proposer)
             idle = drafting.tally.idle(self.draft_length)
         if idle and not self._history.warned_of(IdleDraftWarning.__name__):
-            estimates = drafting.estimates[report.num_rows, sampling, exact]
-            message = drafting.tally.warning(estimates, relative_size(drafting.proposer, self.model))
+            size = relative_size(drafting.proposer, self.model)
+            message = drafting.tally.warning(drafting.estimates[kind], size)
             self._history.warn(message, IdleDraftWarning)

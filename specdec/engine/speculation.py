@@ -15,7 +15,7 @@ from transformers.generation.utils import GenerateOutput
 
 from specdec.engine.call_history import CallHistory
 from specdec.engine.cuda_graph_round import CapturedRound
-from specdec.engine.draft_session import DraftSession
+from specdec.engine.draft_session import CallKind, DraftSession
 from specdec.engine.hf.call import Call, prefill, returned, transcript
 from specdec.engine.hf.multimodal import multimodal_prefill, shown
 from specdec.engine.hf.prompt_layout import PromptLayout, prompt_layout
@@ -74,6 +74,11 @@ class Speculation:
     def __post_init__(self) -> None:
         self._group, self._device = group_of(self.model), self.call.input_ids.device
         self._traces = self.history.traces
+
+    @property
+    def kind(self) -> CallKind:
+        """The kind of the call, which shares estimates with others of its kind."""
+        return CallKind(len(self.call.input_ids), self.call.samples, self.exact is not None, self.rule)
 
     def run(self) -> Tensor | GenerateOutput:
         """Decode the call on the target's device, see `_run`."""
@@ -206,7 +211,7 @@ class Speculation:
                 if noise is not None:  # also after an error of a streamer or a criterion
                     noise.settle(text.settled - text.start)
         if self._group is None or self._group.leads:
-            self.drafting.keep(text.batch_size, loop.pacer, self.exact is not None)
+            self.drafting.keep(self.kind, loop.pacer)
 
     def _count(self, text: Transcript, pacer: Pacer) -> None:
         """Report the tokens, and the seconds of plain decoding where its passes were measured."""
@@ -227,7 +232,7 @@ class Speculation:
             processors=processors.without_unknown(),
             noise=noise,
             text=text,
-            pacer=self.drafting.pacer(text.batch_size, sampling, self.draft_length, self.exact is not None),
+            pacer=self.drafting.pacer(self.kind, self.draft_length),
             stopwatch=self.stopwatch,
             sampling=sampling,
             trees=self.able.trees,

@@ -20,7 +20,7 @@ from specdec.cli.serving.errors import ApiError
 from specdec.cli.serving.job import Done, Job
 from specdec.cli.serving.prompts import PromptReader
 from specdec.cli.serving.responses import Response
-from specdec.cli.serving.settings import check_bias, new_tokens
+from specdec.cli.serving.settings import check_bias, check_options, new_tokens
 from specdec.cli.serving.worker import Worker
 
 MAX_BODY = 16 * 2**20  # bytes
@@ -97,6 +97,7 @@ class Service:
     async def _job(self, request: requests.Request, client: Any, prompt_name: str) -> Job:
         self._check_model(request.model)
         check_bias(request, self._vocab_size)
+        check_options(request, self.worker.spec)
         self.worker.check_room()
         prompts = await self._reader.read(request)
         config = self.worker.spec.model.generation_config

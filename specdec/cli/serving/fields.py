@@ -8,6 +8,7 @@ from typing import Any, Literal
 from specdec.cli.serving.errors import invalid
 
 MAX_CHOICES = 128  # choices of one request
+MAX_DRAFT = 64  # draft tokens per round
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ SHARED = {
     "presence_penalty": honoured("-2 to 2, if the answer has the token"),
     "logit_bias": honoured("token ids to numbers from -100 to 100"),
     "stop": honoured("a string or up to 4; the text ends before it"),
+    "draft_length": honoured(f"not OpenAI's: 0 to {MAX_DRAFT}, draft tokens per round. Default: `--draft-length`"),
+    "rule": honoured("not OpenAI's: the verification rule of a request that samples. Default: `--rule`"),
+    "exact": honoured("not OpenAI's: the text of plain decoding in half precision, too. Default: `--exact`"),
     "user": TAG,
 }
 CHAT = SHARED | {

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specdec.cli.serving.errors import invalid
-from specdec.cli.serving.fields import CHAT, COMPLETIONS, MAX_CHOICES, supported
+from specdec.cli.serving.fields import CHAT, COMPLETIONS, MAX_CHOICES, MAX_DRAFT, supported
 from specdec.data.entries import check_text
+from specdec.utils.choices import RuleName
 
 COMPLETION_TOKENS = 16  # OpenAI's default of completions
 INT64 = 2**63
@@ -75,6 +76,9 @@ class Request(Part):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     stop: list[Stop] = Field([], max_length=4)
     max_tokens: int | None = Field(None, ge=1)
+    draft_length: int | None = Field(None, ge=0, le=MAX_DRAFT)
+    rule: RuleName | None = None
+    exact: bool | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -94,6 +98,12 @@ class Request(Part):
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options is only allowed when stream is true", "stream_options")
         return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Settings of speculative decoding that the request names, see `SpeculativeGenerator.options`."""
+        named = {"draft_length": self.draft_length, "rule": self.rule, "exact": self.exact}
+        return {name: value for name, value in named.items() if value is not None}
 
     @property
     def includes_usage(self) -> bool:

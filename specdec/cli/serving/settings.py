@@ -87,3 +87,11 @@ def check_bias(request: Request, vocab_size: int) -> None:
     for token in request.logit_bias:
         if int(token) >= vocab_size:
             raise invalid(f"logit_bias names token {token}, but the model has {vocab_size}", "logit_bias")
+
+
+def check_options(request: Request, spec: SpeculativeGenerator) -> None:
+    """Raise ApiError for settings of speculative decoding that exclude each other or those of the server."""
+    try:
+        spec.options(**request.options)
+    except ValueError as error:
+        raise invalid(str(error), next(reversed(request.options))) from None

@@ -139,7 +139,7 @@ class Worker:
             parts = job.position, self._tokenizer, request.stop, self._ends, recorder, job.cancelled
             answer = Answer(*parts, partial(Job.send, job), begun)
             torch.manual_seed(job.choice_seed)
-            self.spec.generate(
+            self.spec.options(**request.options).generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
                 logits_processor=[*([recorder] if recorder else ()), *processors(request, len(ids))],

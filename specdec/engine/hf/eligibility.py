@@ -68,9 +68,9 @@ def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
     """
     misplaced = SETTINGS & kwargs.keys()
     if misplaced and "custom_generate" not in kwargs:  # it may have arguments of these names
-        raise TypeError(
-            f"{min(misplaced)} is an argument of SpeculativeGenerator(...), not of generate(): pass it there"
-        )
+        name = min(misplaced)
+        once = "" if name in ("proposer", "compile") else f", or for single calls to spec.options({name}=...)"
+        raise TypeError(f"{name} is an argument of SpeculativeGenerator(...), not of generate(): pass it there{once}")
     if inputs is not None and not isinstance(inputs, Tensor):
         raise TypeError(
             f"generate() takes a tensor of token ids, got a {type(inputs).__name__}: "

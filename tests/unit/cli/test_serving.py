@@ -73,6 +73,19 @@ def test_the_generation_config_decides_what_a_request_leaves_out(served):
         config.do_sample, config.temperature, config.top_k, config.max_new_tokens = False, None, None, None
 
 
+def test_a_request_has_its_own_settings_of_speculative_decoding(served):
+    expected = served.plain_text(max_new_tokens=16)
+    for options, most in (({"draft_length": 2}, 2), ({"draft_length": 0}, 0), ({"draft_length": 3, "exact": True}, 3)):
+        with served.spec.watch() as rounds:
+            answer = served.chat(temperature=0, max_tokens=16, extra_body=options)
+        assert answer.choices[0].message.content == expected
+        assert max(len(one.tokens) for one in rounds) - 1 == most
+        assert served.spec.last_report.num_exact_calls == options.get("exact", False)
+    served.chat(temperature=1, seed=3, extra_body={"rule": "block"})
+    assert any(kind.rule == "block" for kind in served.spec._sessions.own.estimates)
+    assert served.spec.draft_length == 3  # of the other requests
+
+
 def test_no_seed(served):
     """Texts differ, unless the server has a seed of its own; greedy texts do not depend on it."""
     texts = {served.chat(temperature=1.5, max_tokens=16).choices[0].message.content for _ in range(3)}

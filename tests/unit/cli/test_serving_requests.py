@@ -55,6 +55,12 @@ BAD = [  # fields of a chat, and the name of the one that is wrong
     ({"top_p": 2}, "top_p"),
     ({"top_p": -0.1}, "top_p"),
     ({"top_k": -2}, "top_k"),
+    ({"draft_length": -1}, "draft_length"),
+    ({"draft_length": 65}, "draft_length"),
+    ({"draft_length": True}, "draft_length"),
+    ({"rule": "blocks"}, "rule"),
+    ({"exact": 1}, "exact"),
+    ({"exact": True, "rule": "block"}, "exact"),
     ({"n": 0}, "n"),
     ({"n": 10**6}, "n"),
     ({"n": "2"}, "n"),
@@ -217,7 +223,7 @@ def test_messages_as_the_template_reads_them():
 )
 def test_every_field_of_openai_is_listed(params, fields, kind):
     theirs = {*get_type_hints(params.CompletionCreateParamsBase), "stream"}
-    assert {*fields} == theirs | {"top_k"}
+    assert {*fields} == theirs | {"top_k", "draft_length", "rule", "exact"}
     assert {name for name, field in fields.items() if field.use == "honoured"} == {*kind.model_fields}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
 from specdec.engine.counts import LATENCIES
+from specdec.engine.draft_session import CallKind
 from specdec.engine.report import Report
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
@@ -121,7 +122,7 @@ def test_plain_decoding_is_estimated_where_its_passes_were_compared_with_others(
     estimates = Estimates()
     for size in (1, 4) * 3:
         estimates.verify.observe(size, 10.0)
-    spec._sessions.own.estimates[1, False, False] = estimates
+    spec._sessions.own.estimates[CallKind(1, sampling=False)] = estimates
     spec._sessions.own._kept[1, False] = SimpleNamespace(keep=lambda *costs: None)
     spec.generate(**single, max_new_tokens=12, do_sample=False)
     assert spec.last_report.estimated_plain_seconds == pytest.approx(11 * 10.0 if measured else 0, rel=0.05)

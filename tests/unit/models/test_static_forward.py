@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from specdec.engine.draft_session import CallKind
 from specdec.models import runner as runner_module
 from specdec.models import static_forward as module
 from specdec.models.runner import ModelRunner
@@ -264,7 +265,7 @@ def test_costs_of_graphs_are_kept_apart(tmp_path, monkeypatch):
     for compile in (True, False):
         spec = SpeculativeGenerator(target, tiny.Garbage(size=5), compile=compile)
         text(spec.generate, prompts)
-        verify = spec._sessions.own.estimates[1, False, False].verify
+        verify = spec._sessions.own.estimates[CallKind(1, sampling=False)].verify
         assert verify.seen().keys() <= set(SIZES if compile else BUCKETS)
         assert (verify._buckets == SIZES) == compile
     captured, eager = (CostStore(target, 1, captured=captured).path for captured in (True, False))

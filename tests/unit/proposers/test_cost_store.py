@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramProposer, SpeculativeGenerator
+from specdec.engine.draft_session import CallKind
 from specdec.models.int8_linear import with_int8_linears
 from specdec.proposers.pacing.cost_store import CostStore, shape
 from specdec.proposers.pacing.estimates import DraftCost
@@ -214,4 +215,4 @@ def test_calls_keep_what_they_learnt_and_the_next_process_starts_from_it(llama, 
     assert set(kept.read()[0].seen()) >= {4}
     assert kept.read()[1].share != DraftCost().share
     other = SpeculativeGenerator(llama, draft)
-    assert other._sessions.own.pacer(1, False, None).verify.seen() == kept.read()[0].seen()
+    assert other._sessions.own.pacer(CallKind(1, sampling=False), None).verify.seen() == kept.read()[0].seen()
