@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from specdec.engine.draft_memory import DraftMemory
 from specdec.engine.draft_tally import DraftTally
 from specdec.engine.lenient import Lenient
 from specdec.models.cuda_graphs import KnownFunctions
@@ -53,6 +54,7 @@ class DraftSession:
         static_forward: captured target passes; None until `capture`.
         tally: counts of its drafts.
         graphs: CUDA graphs with their buffers that no call uses, for later calls.
+        memory: what it has read of texts whose caches callers keep.
         recorded: what its calls have learned about their functions, see `Recorder`.
     """
 
@@ -60,7 +62,7 @@ class DraftSession:
         proposer.check(target)
         self.proposer, self.taps = proposer, proposer.taps(target)
         self.estimates: dict[CallKind, Estimates] = {}
-        self.tally = DraftTally()
+        self.tally, self.memory = DraftTally(), DraftMemory()
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()

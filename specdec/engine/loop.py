@@ -23,6 +23,7 @@ from specdec.models.runner import ModelRunner
 from specdec.proposers.base import Proposer
 from specdec.proposers.context import CallState, Context
 from specdec.proposers.draft_check import checked
+from specdec.proposers.draft_state import DraftState
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.logits_processors import NodeProcessors
@@ -65,12 +66,16 @@ class Loop:
     recorder: Recorder | None = None
     captured_round: CapturedRound | None = None
 
-    def run(self, prefill: Output, fresh: Sequence[int]) -> None:
+    def run(self, prefill: Output, fresh: Sequence[int], earlier: DraftState | None = None) -> Context:
         """Decode until all rows have stopped.
 
         Args:
             prefill: logits (B, 1, V) after the prompts, which the cache holds, and features of the tokens just read.
             fresh: number of tokens just read in each row.
+            earlier: the proposer's state of the tokens that the cache held before. None if it has none.
+
+        Returns:
+            The final context.
         """
         self._values_checked = type(self.proposer).__module__.partition(".")[0] == "specdec"
         self.cache_base = [length - 1 for length in self.target.lengths]  # cache length = base + new tokens
@@ -80,11 +85,15 @@ class Loop:
         self._call = self._call_state()
         self._first_token(prefill)
         self.proposer.begin(self._context())
+        if earlier is not None:
+            self.proposer.resume(earlier)
         while not self.text.done:
             self._round()
-        self.proposer.end(self._final_context())
+        final = self._final_context()
+        self.proposer.end(final)
         if self.text.streamer is not None:
             self.text.streamer.end()
+        return final
 
     def _first_token(self, prefill: Output) -> None:
         """Choose the token after the prompt: a round whose draft is a root, and whose target pass was the prefill."""

@@ -34,6 +34,9 @@ from specdec.models.lockstep import Step
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
+from specdec.proposers.base import Proposer
+from specdec.proposers.context import Context
+from specdec.proposers.draft_state import DraftState
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise, noise_of_call
@@ -120,7 +123,10 @@ class Speculation:
             if recorder is not None:
                 recorder.lend("target", target.cache)
             read = multimodal or prefill(target, call, layout, text)
-            self._decode(target, text, read, fresh, recorder)
+            earlier = None if media else self.drafting.memory.take(layout, call.input_ids)
+            proposer, final = self._decode(target, text, read, fresh, recorder, earlier)
+            if layout.cache is not None and not media:
+                self.drafting.memory.keep(layout.cache, proposer.state(final), final)
             if self.step is not None:
                 self.step.wait(target.idle)
             columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache
@@ -200,18 +206,26 @@ class Speculation:
         return noise_of_call(len(self.call.input_ids), vocab_size, self._device)
 
     def _decode(
-        self, target: ModelRunner, text: Transcript, read: Output, fresh: Sequence[int], recorder: Recorder | None
-    ) -> None:
+        self,
+        target: ModelRunner,
+        text: Transcript,
+        read: Output,
+        fresh: Sequence[int],
+        recorder: Recorder | None,
+        earlier: DraftState | None,
+    ) -> tuple[Proposer, Context]:
+        """Run the loop; return the call's proposer and the final context. Arguments as for `Loop.run`."""
         with self._noise(read.logits.shape[-1]) as noise:
             loop = self._loop(target, text, noise, recorder)
             try:
-                loop.run(read, fresh)
+                final = loop.run(read, fresh, earlier)
             finally:
                 self._count(text, loop.pacer)
                 if noise is not None:  # also after an error of a streamer or a criterion
                     noise.settle(text.settled - text.start)
         if self._group is None or self._group.leads:
             self.drafting.keep(self.kind, loop.pacer)
+        return loop.proposer, final
 
     def _count(self, text: Transcript, pacer: Pacer) -> None:
         """Report the tokens, and the seconds of plain decoding where its passes were measured."""

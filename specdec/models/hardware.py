@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from statistics import mean
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -155,10 +156,10 @@ def crowded(device: torch.device) -> str:
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1 or threads > usable_cores():  # `warn_of_excess_threads` warns of these
         return ""
-    together = timed_product(torch.float32, 1)
+    together = min(map(mean, product_times(torch.float32, 1)))
     torch.set_num_threads(1)
     try:
-        alone = timed_product(torch.float32, 1)
+        alone = min(map(mean, product_times(torch.float32, 1)))
     finally:
         torch.set_num_threads(threads)
     if together < CROWDED * alone:
@@ -171,23 +172,28 @@ def crowded(device: torch.device) -> str:
 
 @cache
 def product_seconds(dtype: torch.dtype, rows: int) -> float:
-    """Seconds that the CPU's fastest kernel takes for a linear layer of this dtype over this number of rows."""
-    return timed_product(dtype, rows)
+    """Seconds that the CPU's fastest kernel takes for a linear layer of this dtype over this number of rows.
+
+    The fastest of many products counts, because other programs interrupt most of them on a busy machine.
+    """
+    return min(map(min, product_times(dtype, rows)))
 
 
-def timed_product(dtype: torch.dtype, rows: int) -> float:
-    """Measure `product_seconds` anew, which takes a tenth of a second.
+def product_times(dtype: torch.dtype, rows: int) -> list[list[float]]:
+    """Measure the seconds of products, which takes a tenth of a second: by turn, then by layer.
 
     Several layers run in turns, so that their weights are read from memory as in a model, not from the CPU's cache.
     """
     layers = [FastLinear(INTO, OUT, bias=False, dtype=dtype, device="meta").to_empty(device="cpu") for _ in range(8)]
-    x, taken = torch.ones(rows, INTO, dtype=dtype), []
+    x = torch.ones(rows, INTO, dtype=dtype)
+    taken: list[list[float]] = []
     with torch.no_grad():
         for layer in layers:
             layer.weight.fill_(0.01)
         for _ in range(2 * TRIES):
-            start = perf_counter()
+            taken.append([])
             for layer in layers:
+                start = perf_counter()
                 layer(x)
-            taken.append((perf_counter() - start) / len(layers))
-    return min(taken)
+                taken[-1].append(perf_counter() - start)
+    return taken

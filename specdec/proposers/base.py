@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec.models.hidden_states import Taps
 from specdec.proposers.context import Context
 from specdec.proposers.draft_check import checked
+from specdec.proposers.draft_state import DraftState
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult
 
@@ -63,6 +64,24 @@ class Proposer(ABC):
 
     def begin(self, context: Context) -> None:
         """Prepare for a `generate()` call. Called on the call's own copy; `context` holds the prompts."""
+
+    def resume(self, state: DraftState) -> None:
+        """Continue from what an earlier call has read of the rows. Called after `begin`, only with a state of `state`.
+
+        Args:
+            state: the state, of rows whose tokens in the target's cache it covers at most.
+        """
+
+    def state(self, context: Context) -> DraftState | None:
+        """Return what was read of the rows, for a later call that continues from their cache. Called after `end`.
+
+        Args:
+            context: the final state of the batch.
+
+        Returns:
+            The state, which nothing changes any more. None: there is none.
+        """
+        return None
 
     def drafting_model(self) -> nn.Module | None:
         """The model whose passes make the drafts, if there is one. Called after `check`.

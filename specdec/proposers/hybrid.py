@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from specdec.models.hidden_states import Taps
 from specdec.proposers.base import Proposer
 from specdec.proposers.context import Context
+from specdec.proposers.draft_state import DraftState
 from specdec.proposers.lookup.base import Lookup
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.estimates import Estimates
@@ -116,6 +117,12 @@ class HybridProposer(Proposer):
         self._pacer: Pacer | None = None  # the other proposer's
         self._context: Context | None = None  # this round's
         self._reads_prompt = True  # the other proposer's next draft includes its prefill
+
+    def resume(self, state: DraftState) -> None:
+        self.other.resume(state)
+
+    def state(self, context: Context) -> DraftState | None:
+        return self.other.state(context)
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._stats_of(context.pacer)

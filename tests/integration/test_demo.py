@@ -368,6 +368,18 @@ def test_the_number_format_is_the_one_measured_to_be_fastest(monkeypatch, exact,
     assert hardware.summary(cpu) == why
 
 
+def test_other_programs_do_not_decide_the_number_format(monkeypatch):
+    """They interrupt most products for the same time, next to which the formats look alike."""
+    quiet = {torch.float32: 2e-3, torch.bfloat16: 1e-3}
+    monkeypatch.setattr(hardware, "product_times", lambda dtype, rows: [[quiet[dtype], 8e-3], [9e-3, 8e-3]])
+    hardware.product_seconds.cache_clear()
+    try:
+        assert hardware.product_seconds(torch.bfloat16, 1) == 1e-3
+        assert hardware.best_dtype(torch.device("cpu")) == torch.bfloat16
+    finally:
+        hardware.product_seconds.cache_clear()
+
+
 def test_the_number_format_is_found_by_the_clock_or_given():
     assert hardware.best_dtype(torch.device("cpu")) in (torch.bfloat16, torch.float32)
     assert number_format("float16", best_device()) == DTYPES["float16"]
@@ -491,7 +503,7 @@ def test_a_machine_that_others_use_is_told_from_a_free_one(monkeypatch):
         for with_both, said in ((8e-3, True), (4e-4, False)):
             taken = {2: with_both, 1: 6e-4}
             monkeypatch.setattr(
-                hardware, "timed_product", lambda dtype, rows, taken=taken: taken[torch.get_num_threads()]
+                hardware, "product_times", lambda dtype, rows, taken=taken: [[taken[torch.get_num_threads()]]]
             )
             words = hardware.crowded(torch.device("cpu"))
             assert ("OMP_NUM_THREADS=1" in words) == said

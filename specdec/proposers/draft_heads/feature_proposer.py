@@ -17,6 +17,7 @@ from specdec.models.cache.ragged_rows import CachedRows
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.cuda_graph_drafts import WIDTHS
+from specdec.proposers.draft_state import DraftState
 from specdec.proposers.pacing.draft_passes import FEW_TOKENS
 from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult
@@ -69,6 +70,20 @@ class FeatureProposer(AutoregressiveProposer):
         super().begin(context)
         # per row, the target's states that are still to be processed, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
+        self._after_end: dict[int, Tensor] = {}  # by finished row, the states of its last round
+
+    def resume(self, state: DraftState) -> None:
+        state.put_into(self.rows)
+        self._waiting = [[part] if len(part) else [] for part in state.waiting]
+
+    def state(self, context: Context) -> DraftState | None:
+        if self.recordable is None or context.features is None:
+            return None
+        waiting = []
+        for b, (parts, count) in enumerate(zip(self._waiting, context.fresh, strict=True)):
+            last = context.features[b, context.features.shape[1] - count :]  # of the call's last round
+            waiting.append(torch.cat([*parts, self._after_end.get(b, last[:0]), last]))
+        return DraftState.of(self.rows, waiting)
 
     def _lend(self, context: Context) -> None:
         if self.recordable is not None:
@@ -87,8 +102,12 @@ class FeatureProposer(AutoregressiveProposer):
     def _keep_states(self, context: Context) -> None:
         assert context.features is not None
         for b, count in enumerate(context.fresh):
-            if count and context.active[b] and context.pacer.limit:
-                self._waiting[b].append(context.features[b, context.features.shape[1] - count :])
+            if count and context.pacer.limit:
+                states = context.features[b, context.features.shape[1] - count :]
+                if context.active[b]:
+                    self._waiting[b].append(states)
+                else:
+                    self._after_end[b] = states
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         super().observe(draft, result, accepted)
