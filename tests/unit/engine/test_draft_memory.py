@@ -25,7 +25,8 @@ def drafters(llama, tmp_path_factory):
     with_layers = mtp.target("deepseek_v3", tmp_path_factory.mktemp("mtp"))
     return {
         "EAGLE-3": (target, Eagle3Proposer(head, **chain)),
-        "after n-grams": (target, HybridProposer(Eagle3Proposer(head, **chain), NgramProposer(min_ngram=3))),
+        # n-grams that are never found: where they are, costs decide who drafts
+        "after n-grams": (target, HybridProposer(Eagle3Proposer(head, **chain), NgramProposer(40, 40))),
         "DFlash": (llama, BlockProposer(blocks.head("DFlash"), **chain)),
         "P-EAGLE": (llama, BlockProposer(blocks.parallel(), **chain)),
         "MTP layer": (with_layers, MtpProposer(**chain)),
