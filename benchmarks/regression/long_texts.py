@@ -92,7 +92,7 @@ def _accepted(
     """Accepted tokens of chains after each token of the answer, number of chains, seconds to draft them."""
     head, before = proposer.head, proposer.head.config
     assert isinstance(head, Eagle3Head)
-    head.config = replace(before, sliding_window=window)
+    head.config = replace(before, draft_window=window)
     try:
         runner = HeadRunner(head, BorrowedEmbeddings.by(model, head), proposer._fast)
     finally:

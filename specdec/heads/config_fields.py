@@ -57,6 +57,7 @@ FIELDS = {
     **dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "medusa_num_heads", "num_heads"), COUNT),
     **dict.fromkeys(("vocab_size", "mask_token_id", "sliding_window", "max_window_layers"), INDEX),
     "hidden_state_offset": INDEX,
+    "draft_window": COUNT,
     "rms_norm_eps": SHARE,
     "partial_rotary_factor": SHARE,
     "rope_theta": BASE,

@@ -58,7 +58,7 @@ HEADS = (
         "qwen2.5-coder-0.5b-instruct",
         "qwen2.5-coder-0.5b-instruct-2",
         files={
-            "config.json": Content("3a3b805a2c7dbb2238d14f865afd880b47f9eb00d1733c57e63edf6882acb045", 1072),
+            "config.json": Content("f93ed54dbc1c2661ef880c52752f93414a40734a2159618a6287f80834bb3f07", 1096),
             WEIGHTS: Content("3d3921fd10298707d8cc9b24dcb4856be3a1cc363239a4b3cb082d463a3b682c", 29_725_864),
         },
         fingerprint="24-896-151936-f8fa0ac93ef31395",

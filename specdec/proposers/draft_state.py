@@ -12,35 +12,52 @@ from specdec.models.cache.ragged_rows import CachedRows
 
 
 @dataclass(frozen=True)
+class Entries:
+    """Keys and values of one layer.
+
+    Attributes:
+        keys: (B, heads, L, dim).
+        values: (B, heads, L, dim).
+        first: position of the first ones; those before have left the layer's window.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first: int
+
+
+@dataclass(frozen=True)
 class DraftState:
     """States and entries of B rows that a head has read.
 
     Attributes:
-        layers: the head's keys and values (B, heads, L, dim), by layer.
+        layers: the head's keys and values, by layer.
         lengths: B ints, entries of each row in them. Entry i belongs to the target's state at token i and to token i+1.
         waiting: per row, the target's states (n, C) at the tokens after these entries, which the head has not read.
     """
 
-    layers: dict[int, tuple[Tensor, Tensor]]
+    layers: dict[int, Entries]
     lengths: Sequence[int]
     waiting: Sequence[Tensor]
 
     @classmethod
-    def of(cls, rows: CachedRows, waiting: Sequence[Tensor]) -> DraftState | None:
-        """Move the entries out of a head's rows. None if layers have windows, which keep no early entries."""
-        if any(span.window is not None for span in rows.spans):
-            return None
-        positions = torch.arange(max(rows.lengths)).expand(len(rows.lengths), -1)
-        layers = {layer: rows.cache.take(layer, positions) for layer in rows.cache.filled}
-        return cls(layers, list(rows.lengths), waiting)
+    def of(cls, rows: CachedRows, waiting: Sequence[Tensor]) -> DraftState:
+        """Move the entries out of a head's rows."""
+        layers, lengths = {}, list(rows.lengths)
+        for layer in rows.cache.filled:
+            window = rows.spans[min(layer, len(rows.spans) - 1)].window
+            first = 0 if window is None else max(0, min(lengths) - window)
+            positions = torch.arange(first, max(lengths)).expand(len(lengths), -1)
+            layers[layer] = Entries(*rows.cache.take(layer, positions), first)
+        return cls(layers, lengths, waiting)
 
     def put_into(self, rows: CachedRows) -> None:
         """Fill a head's empty rows with the entries."""
         if any(self.lengths):
             rows.cache.begin_at(self.lengths)
-            columns = torch.arange(max(self.lengths)).expand(len(self.lengths), -1)
-            for layer, (keys, values) in self.layers.items():
-                rows.cache.put(layer, keys, values, columns)
+            for layer, entries in self.layers.items():
+                columns = torch.arange(-entries.first, max(self.lengths) - entries.first)
+                rows.cache.put(layer, entries.keys, entries.values, columns.expand(len(self.lengths), -1))
 
     @property
     def known(self) -> list[int]:
@@ -57,8 +74,10 @@ class DraftState:
             same: tokens of each row that are the same as before.
         """
         lengths, waiting = [], []
+        some_left = any(entries.first for entries in self.layers.values())  # a window: nothing to go back to
         for length, part, known, have, alike in zip(self.lengths, self.waiting, self.known, cached, same, strict=True):
-            lengths.append(max(0, min(length, have - 1, alike - 1)))
-            whole = lengths[-1] == length and known >= have and alike >= have
+            left = max(0, min(length, have - 1, alike - 1))
+            whole = left == length and known >= have and alike >= have
+            lengths.append(0 if some_left and left < length else left)
             waiting.append(part[: have - length] if whole else part[:0])
         return replace(self, lengths=lengths, waiting=waiting)

@@ -3,13 +3,17 @@
 python -m pytest --device pretend tests/integration/test_pretended.py
 """
 
+import copy
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
-from specdec import NgramProposer, SpeculativeGenerator
+from specdec import DynamicTree, Eagle3Proposer, NgramProposer, SpeculativeGenerator
+from specdec.models.compat import CACHE
 from specdec.models.draft_attention import with_draft_attention
-from tests.support import launches, pretend, tiny
+from tests.support import eagle3, launches, pretend, tiny
 
 pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu" or torch.cuda.is_available(), reason="pytest --device pretend")
 
@@ -46,6 +50,30 @@ def test_the_text_is_plain_decodings(name, batch_size, sampling):
     spec, given = launches.generator(name, automatic=False), launches.prompts(batch_size)
     assert written(spec.generate, sampling, **given) == written(spec.model.generate, sampling, **given)
     assert spec.report.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", [{"branching": (1, 1, 1)}, {"tree": DynamicTree(depth=3, top_k=3, size=6)}], ids=str)
+def test_a_head_with_a_window_drafts_the_same_in_graphs(shape, rows):
+    """Also where the text is many windows long, and after a turn; rows that finished early have no memory of it."""
+    head, target, _ = eagle3.trained(**eagle3.BRIEFLY)
+    head = copy.deepcopy(head)
+    head.config = replace(head.config, draft_window=9)
+    found, given = {}, tiny.prompts(*(11, 7, 14)[:rows])
+    for compile in (False, "auto"):
+        spec = SpeculativeGenerator(target, Eagle3Proposer(head, **shape), draft_length=3, compile=compile)
+        cache, arguments = DynamicCache(config=target.config), {"do_sample": False, "max_new_tokens": 40}
+        with spec.watch() as rounds:
+            output = spec.generate(**given, **arguments, **{CACHE: cache})
+            first = len(rounds)
+            longer = torch.cat([output, output[:, -3:]], 1)
+            more = longer.shape[1] - given["attention_mask"].shape[1]
+            mask = torch.nn.functional.pad(given["attention_mask"], (0, more), value=1)
+            text = spec.generate(longer, attention_mask=mask, **arguments, **{CACHE: cache}).tolist()
+        assert text == target.generate(longer, attention_mask=mask, **arguments).tolist()
+        drafts = [(one.row, one.position, list(one.tokens)) for one in rounds]
+        found[compile] = drafts if rows == 1 else drafts[:first]
+    assert found["auto"] == found[False]
 
 
 @pytest.mark.parametrize("sampling", [False, True], ids=["T = 0", "T = 1"])

@@ -77,7 +77,7 @@ class NaiveHead:
                 into.append(parts)
         out = []
         for i in range(len(inputs)):
-            first = 0 if self.c.sliding_window is None else max(0, i - self.c.sliding_window + 1)
+            first = 0 if self.c.window is None else max(0, i - self.c.window + 1)
             joined = []
             for head in range(heads):
                 group = head // (heads // groups)

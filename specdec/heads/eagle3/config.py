@@ -17,6 +17,7 @@ class Eagle3Config(LayerConfig):
 
     Attributes:
         sliding_window: number of tokens that each layer attends to, None for all.
+        draft_window: the same when it drafts, for a head that was trained on shorter texts than it drafts for.
         tap_ids: target layers whose states are read, as the checkpoint counts them. None for a low, a middle and a
             high layer of any target.
         tap_convention: "entering" counts states entering a layer, "output" those leaving it.
@@ -41,6 +42,7 @@ class Eagle3Config(LayerConfig):
     """
 
     sliding_window: int | None = None
+    draft_window: int | None = None
     tap_ids: tuple[int, ...] | None = None
     tap_convention: str = "entering"
     tap_convention_known: bool = True
@@ -58,6 +60,11 @@ class Eagle3Config(LayerConfig):
             raise ValueError(f'tap_convention must be "entering" or "output", got {self.tap_convention!r}')
         if self.version not in (1, 3):
             raise ValueError(f"version must be 1 (EAGLE-1 and 2) or 3, got {self.version}")
+
+    @property
+    def window(self) -> int | None:
+        """Number of tokens that each layer attends to when the head drafts, None for all."""
+        return min(filter(None, (self.sliding_window, self.draft_window)), default=None)
 
     @property
     def drafted(self) -> int:

@@ -55,6 +55,7 @@ class ConfigReader(FieldReader):
             draft_vocab_size=self._draft_vocab_size(),
             target_hidden_size=target_hidden,
             sliding_window=self._window(),
+            draft_window=self._draft_window(),
             tap_ids=taps,
             tap_convention=convention,
             tap_convention_known=known,
@@ -165,6 +166,10 @@ class ConfigReader(FieldReader):
         if types and "sliding_attention" not in types:
             return None
         return int(self._record("sliding_window", window, "config"))
+
+    def _draft_window(self) -> int | None:
+        window = self.top.get("draft_window")
+        return None if window is None else int(self._record("draft_window", window, "config"))
 
     def _flag(self, name: str, default: bool, note: str = "") -> bool:
         return bool(self._from_config(name, self._first(name), default, note))

@@ -147,7 +147,7 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_config(c),
-        **{name: getattr(c, name) for name in HEAD_FIELDS},
+        **_head_fields(c),
         **convention,
         # vLLM reads the ids here and counts states that enter layers. SGLang reads those below and counts outputs.
         **({"eagle_aux_hidden_state_layer_ids": entering} if c.tap_convention_known and entering else {}),
@@ -162,7 +162,7 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
         "architectures": ["Eagle3DraftModel"],
         **speculators_head("eagle3", 3, target),
         "transformer_layer_config": _layer_config(c),
-        **{name: getattr(c, name) for name in HEAD_FIELDS},
+        **_head_fields(c),
         **convention,
         **({} if taps is None else {"eagle_aux_hidden_state_layer_ids": taps}),
     }
@@ -170,6 +170,11 @@ def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
 
 def _layer_config(c: Eagle3Config) -> dict[str, Any]:
     return layer_config(c, [c.sliding_window] * c.num_layers) | {"num_aux_hidden_states": c.num_taps}
+
+
+def _head_fields(c: Eagle3Config) -> dict[str, Any]:
+    window = {} if c.draft_window is None else {"draft_window": c.draft_window}
+    return {name: getattr(c, name) for name in HEAD_FIELDS} | window
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:

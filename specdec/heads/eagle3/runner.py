@@ -33,7 +33,7 @@ class HeadRunner(CachedRows):
         self, head: Eagle3Head, embeddings: BorrowedEmbeddings, fast: Eagle3Head | None = None, sized: bool = False
     ):
         self.sized = sized
-        super().__init__([Span(head.config.sliding_window)])
+        super().__init__([Span(head.config.window)])
         self.head = head
         self._fast = with_fast_linears(head if fast is None else fast)
         head.move_frequencies()

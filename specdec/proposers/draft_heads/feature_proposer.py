@@ -83,7 +83,12 @@ class FeatureProposer(AutoregressiveProposer):
         for b, (parts, count) in enumerate(zip(self._waiting, context.fresh, strict=True)):
             last = context.features[b, context.features.shape[1] - count :]  # of the call's last round
             waiting.append(torch.cat([*parts, self._after_end.get(b, last[:0]), last]))
-        return DraftState.of(self.rows, waiting)
+        state = DraftState.of(self.rows, waiting)
+        if context.call.recorder is None or not self._after_end:
+            return state
+        # Captured drafts overwrite the beginning of rows that finished before others.
+        known = state.known
+        return state.up_to(known, [0 if b in self._after_end else count for b, count in enumerate(known)])
 
     def _lend(self, context: Context) -> None:
         if self.recordable is not None:

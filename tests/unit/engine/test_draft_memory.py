@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache
 from specdec import BlockProposer, Eagle3Proposer, HybridProposer, MtpProposer, NgramProposer, SpeculativeGenerator
 from specdec.engine.draft_memory import DraftMemory
 from specdec.models.compat import CACHE
-from specdec.proposers.draft_state import DraftState
+from specdec.proposers.draft_state import DraftState, Entries
 from tests.support import blocks, eagle3, mtp, tiny
 
 ARGUMENTS = {"do_sample": False, "max_new_tokens": 12}
@@ -22,11 +23,14 @@ def drafters(llama, tmp_path_factory):
     """A target and a proposer of chains by kind."""
     chain = {"branching": (1,) * LENGTH}
     head, target, _ = eagle3.trained(**eagle3.BRIEFLY)
+    windowed = copy.deepcopy(head)
+    windowed.config = replace(head.config, draft_window=6)
     with_layers = mtp.target("deepseek_v3", tmp_path_factory.mktemp("mtp"))
     return {
         "EAGLE-3": (target, Eagle3Proposer(head, **chain)),
         # n-grams that are never found: where they are, costs decide who drafts
         "after n-grams": (target, HybridProposer(Eagle3Proposer(head, **chain), NgramProposer(40, 40))),
+        "window": (target, Eagle3Proposer(windowed, **chain)),
         "DFlash": (llama, BlockProposer(blocks.head("DFlash"), **chain)),
         "P-EAGLE": (llama, BlockProposer(blocks.parallel(), **chain)),
         "MTP layer": (with_layers, MtpProposer(**chain)),
@@ -45,7 +49,7 @@ def ones(ids):
     return torch.ones_like(ids)
 
 
-KINDS = ("EAGLE-3", "after n-grams", "DFlash", "P-EAGLE", "MTP layer")
+KINDS = ("EAGLE-3", "after n-grams", "window", "DFlash", "P-EAGLE", "MTP layer")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,9 +99,10 @@ def test_a_turn_of_new_tokens_alone(drafters):
     assert states[0].known == [had]
 
 
+@pytest.mark.parametrize("kind", ["EAGLE-3", "window"])
 @pytest.mark.parametrize("cut", [1, 4, 15])
-def test_a_cropped_cache_keeps_the_beginning(drafters, cut):
-    target, proposer = drafters["EAGLE-3"]
+def test_a_cropped_cache_keeps_the_beginning(drafters, cut, kind):
+    target, proposer = drafters[kind]
     spec = SpeculativeGenerator(target, proposer, draft_length=LENGTH, on_unsupported="error")
     ids, cache = tiny.prompts(12)["input_ids"], DynamicCache(config=target.config)
     output, _ = say(spec, ids, ones(ids), cache)
@@ -107,7 +112,8 @@ def test_a_cropped_cache_keeps_the_beginning(drafters, cut):
     taken = recalled(spec)
     plain = target.generate(edited, attention_mask=ones(edited), **ARGUMENTS)
     assert say(spec, edited, ones(edited), cache)[0].tolist() == plain.tolist()
-    assert have - LENGTH - 2 <= taken[0].known[0] <= have
+    known = taken[0].known[0]
+    assert have - LENGTH - 2 <= known <= have or (kind == "window" and cut > 1 and known == 0)
     assert taken[0].lengths[0] <= have - 1
 
 
@@ -175,3 +181,11 @@ def state_of(length, waiting):
 def test_what_still_holds(length, waiting, cached, same, left):
     found = state_of(length, waiting).up_to([cached], [same])
     assert (found.lengths[0], found.waiting[0][:, 0].tolist()) == left
+
+
+def test_a_window_has_nothing_to_go_back_to():
+    entries = Entries(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1), first=2)
+    state = replace(state_of(5, 2), layers={0: entries})
+    assert state.up_to([7], [8]).known == [7]
+    assert state.up_to([9], [9]).known == [5]
+    assert state.up_to([5], [5]).known == [0]

@@ -40,14 +40,15 @@ def first_eagle(seed=0):
 
 @pytest.fixture
 def head(request):
-    return first_eagle() if request.param == "EAGLE-1" else eagle3.head(request.param)
+    made = {"EAGLE-1": first_eagle, "draft window": lambda: eagle3.head("plain", draft_window=4)}.get(request.param)
+    return made() if made else eagle3.head(request.param)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("head", "prompts", "lengths"),
     diagonal(
-        [*eagle3.VARIANTS, "EAGLE-1"],
+        [*eagle3.VARIANTS, "EAGLE-1", "draft window"],
         {"remembered": (2, 1024), "in parts": (2, 3), "passed": (1000, 1024)},
         {"single": (9,), "ragged": (9, 3, 12, 6)},
     ),

@@ -119,6 +119,17 @@ def test_vllm_sees_windows_and_the_number_of_taps(layout, tmp_path):
     assert load(tmp_path).config.sliding_window == 6
 
 
+@pytest.mark.parametrize("layout", [*EXACT, "int8"])
+def test_a_window_for_drafting_is_kept(layout, tmp_path):
+    """Other engines do not know it, and read the layer's own span."""
+    save(eagle3.head(draft_window=6), tmp_path, layout)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "sliding_window" not in config.get("transformer_layer_config", config)
+    found = load(tmp_path).config
+    assert (found.draft_window, found.window, found.sliding_window) == (6, 6, None)
+    assert eagle3.head(draft_window=6, sliding_window=4).config.window == 4
+
+
 def test_heads_we_ship_are_what_vllm_takes_them_for(tmp_path):
     save(load(Path(__file__).parents[3] / "heads" / "qwen2.5-coder-0.5b-instruct-2"), tmp_path / "head")
     folder = tmp_path / "head"
@@ -474,6 +485,7 @@ COUNT, FLAG, LIST, OBJECT = (*NUMBERS, 0, 1.5), ("true", 1, [], {}), ("a", 3, {"
         ("num_attention_heads", COUNT, "an integer from 1 to"),
         ("max_position_embeddings", COUNT, "an integer from 1 to"),
         ("sliding_window", COUNT[:-2], "an integer from 0 to"),
+        ("draft_window", COUNT, "an integer from 1 to"),
         ("vocab_size", COUNT[:-2], "an integer from 0 to"),
         ("rms_norm_eps", NUMBERS, "a number from 0 to 1"),
         ("rope_theta", (*NUMBERS, 0), "a number from 1 to"),
