@@ -67,7 +67,7 @@ HEADS = (
         "qwen2.5-coder-1.5b-instruct",
         "qwen2.5-coder-1.5b-instruct-2",
         files={
-            "config.json": Content("87d31d23135bb29225bbd1172d882142ab06f1b42afdc1f814ce06fe01ef8d3b", 1073),
+            "config.json": Content("bade618e53a41e3e3b480daabfa65b13026a3fcb5fa594fe718a92c5cfe564b1", 1097),
             WEIGHTS: Content("99424d0aefed78e4d8fa11f2936a9c24e4af795065cb45837ced403ed6592abe", 32_184_744),
         },
         fingerprint="28-1536-151936-88c9fbbe2593e0cb",
