@@ -86,7 +86,7 @@ class Loop:
         self._first_token(prefill)
         self.proposer.begin(self._context())
         if earlier is not None:
-            self.proposer.resume(earlier)
+            self.proposer.resume_from(earlier)
         while not self.text.done:
             self._round()
         final = self._final_context()

@@ -126,7 +126,7 @@ class Speculation:
             earlier = None if media else self.drafting.memory.take(layout, call.input_ids)
             proposer, final = self._decode(target, text, read, fresh, recorder, earlier)
             if layout.cache is not None and not media:
-                self.drafting.memory.keep(layout.cache, proposer.state(final), final)
+                self.drafting.memory.keep(layout.cache, proposer.draft_state(final), final)
             if self.step is not None:
                 self.step.wait(target.idle)
             columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache

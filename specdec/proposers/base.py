@@ -65,14 +65,14 @@ class Proposer(ABC):
     def begin(self, context: Context) -> None:
         """Prepare for a `generate()` call. Called on the call's own copy; `context` holds the prompts."""
 
-    def resume(self, state: DraftState) -> None:
-        """Continue from what an earlier call has read of the rows. Called after `begin`, only with a state of `state`.
+    def resume_from(self, state: DraftState) -> None:
+        """Continue from what an earlier call has read of the rows. Called after `begin`, only with a state of `draft_state`.
 
         Args:
             state: the state, of rows whose tokens in the target's cache it covers at most.
         """
 
-    def state(self, context: Context) -> DraftState | None:
+    def draft_state(self, context: Context) -> DraftState | None:
         """Return what was read of the rows, for a later call that continues from their cache. Called after `end`.
 
         Args:

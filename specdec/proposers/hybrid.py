@@ -118,11 +118,11 @@ class HybridProposer(Proposer):
         self._context: Context | None = None  # this round's
         self._reads_prompt = True  # the other proposer's next draft includes its prefill
 
-    def resume(self, state: DraftState) -> None:
-        self.other.resume(state)
+    def resume_from(self, state: DraftState) -> None:
+        self.other.resume_from(state)
 
-    def state(self, context: Context) -> DraftState | None:
-        return self.other.state(context)
+    def draft_state(self, context: Context) -> DraftState | None:
+        return self.other.draft_state(context)
 
     def propose(self, context: Context) -> DraftTree:
         rounds = self._stats_of(context.pacer)

@@ -72,11 +72,11 @@ class FeatureProposer(AutoregressiveProposer):
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
         self._after_end: dict[int, Tensor] = {}  # by finished row, the states of its last round
 
-    def resume(self, state: DraftState) -> None:
+    def resume_from(self, state: DraftState) -> None:
         state.put_into(self.rows)
         self._waiting = [[part] if len(part) else [] for part in state.waiting]
 
-    def state(self, context: Context) -> DraftState | None:
+    def draft_state(self, context: Context) -> DraftState | None:
         if self.recordable is None or context.features is None:
             return None
         waiting = []
