@@ -39,13 +39,15 @@ class ProgressLines:
         clock: returns the time in seconds.
 
     Examples:
-        >>> lines = ProgressLines("measuring", clock=iter([0.0, 40.0]).__next__)
+        >>> lines = ProgressLines("measuring", clock=iter([0.0, 0.0, 40.0]).__next__)
+        >>> lines.update(0, 60)
         >>> lines.update(20, 60)  # prints "measuring: 20 of 60, about 1 min 20 s left" on standard error
     """
 
     def __init__(self, title: str, clock: Callable[[], float] = monotonic):
         self._title, self._clock = title, clock
         self._begun = self._printed = clock()
+        self._first: int | None = None  # steps that were done before
 
     def update(self, done: int, total: int | None, note: str = "") -> None:
         """Print a line if it is due.
@@ -56,12 +58,13 @@ class ProgressLines:
             note: shown at the end of the line.
         """
         now = self._clock()
+        self._first = done if self._first is None else self._first
         if now - self._printed < PERIOD:
             return
         self._printed = now
         parts = [f"{self._title}: {done:,}" if total is None else f"{self._title}: {done:,} of {total:,}"]
-        if done and total is not None and done < total:
-            parts.append(f"about {_duration((now - self._begun) / done * (total - done))} left")
+        if total is not None and self._first < done < total:
+            parts.append(f"about {_duration((now - self._begun) / (done - self._first) * (total - done))} left")
         print_message(", ".join(parts + [note] * bool(note)))
 
 

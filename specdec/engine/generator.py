@@ -415,7 +415,8 @@ class SpeculativeGenerator:
     def _warn_if_idle(self, report: Report, drafting: DraftSession, kind: CallKind) -> None:
         """Warn, once per generator, if next to nothing was drafted or accepted over its calls."""
         with self._history.lock:
-            drafting.tally.add(report, drafting.proposer)
+            if self.draft_length != 0:
+                drafting.tally.add(report, drafting.proposer)
             idle = drafting.tally.idle(self.draft_length)
         if idle and not self._history.warned_of(IdleDraftWarning.__name__):
             size = relative_size(drafting.proposer, self.model)

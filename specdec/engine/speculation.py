@@ -34,13 +34,11 @@ from specdec.models.lockstep import Step
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
-from specdec.proposers.base import Proposer
-from specdec.proposers.context import Context
 from specdec.proposers.draft_state import DraftState
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise, noise_of_call
-from specdec.utils.choices import RuleName
+from specdec.utils.choices import COUPLED, RuleName
 from specdec.utils.device_copies import as_current
 
 
@@ -81,7 +79,9 @@ class Speculation:
     @property
     def kind(self) -> CallKind:
         """The kind of the call, which shares estimates with others of its kind."""
-        return CallKind(len(self.call.input_ids), self.call.samples, self.exact is not None, self.rule)
+        samples = self.call.samples
+        rule = self.rule if samples or isinstance(self.rule, Lenient) else COUPLED  # others are the same at T = 0
+        return CallKind(len(self.call.input_ids), samples, self.exact is not None, rule)
 
     def run(self) -> Tensor | GenerateOutput:
         """Decode the call on the target's device, see `_run`."""
@@ -123,10 +123,11 @@ class Speculation:
             if recorder is not None:
                 recorder.lend("target", target.cache)
             read = multimodal or prefill(target, call, layout, text)
-            earlier = None if media else self.drafting.memory.take(layout, call.input_ids)
-            proposer, final = self._decode(target, text, read, fresh, recorder, earlier)
-            if layout.cache is not None and not media:
-                self.drafting.memory.keep(layout.cache, proposer.draft_state(final), final)
+            memory = None if media or call.encoder_outputs is not None else self.drafting.memory
+            earlier = None if memory is None else memory.recall(layout, call.input_ids)
+            state, texts = self._decode(target, text, read, fresh, recorder, earlier, layout.cache is not None)
+            if memory is not None:
+                memory.keep(layout, state, texts)
             if self.step is not None:
                 self.step.wait(target.idle)
             columns.append(layout.real.shape[1] + text.settled - text.start - 1)  # the last token is not in the cache
@@ -213,8 +214,12 @@ class Speculation:
         fresh: Sequence[int],
         recorder: Recorder | None,
         earlier: DraftState | None,
-    ) -> tuple[Proposer, Context]:
-        """Run the loop; return the call's proposer and the final context. Arguments as for `Loop.run`."""
+        keeps: bool,
+    ) -> tuple[DraftState | None, list[Tensor]]:
+        """Run the loop, arguments as for `Loop.run`; if the caller `keeps` the cache, return what was drafted from.
+
+        This is the proposer's state, and the text of each row.
+        """
         with self._noise(read.logits.shape[-1]) as noise:
             loop = self._loop(target, text, noise, recorder)
             try:
@@ -225,7 +230,13 @@ class Speculation:
                     noise.settle(text.settled - text.start)
         if self._group is None or self._group.leads:
             self.drafting.keep(self.kind, loop.pacer)
-        return loop.proposer, final
+        if not keeps:
+            return None, []
+        try:
+            state = loop.proposer.draft_state(final)
+        except torch.OutOfMemoryError:  # the call's output is worth more
+            state = None
+        return state, [final.row(b) for b in range(final.batch_size)]
 
     def _count(self, text: Transcript, pacer: Pacer) -> None:
         """Report the tokens, and the seconds of plain decoding where its passes were measured."""

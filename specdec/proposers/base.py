@@ -66,10 +66,10 @@ class Proposer(ABC):
         """Prepare for a `generate()` call. Called on the call's own copy; `context` holds the prompts."""
 
     def resume_from(self, state: DraftState) -> None:
-        """Continue from what an earlier call has read of the rows. Called after `begin`, only with a state of `draft_state`.
+        """Continue from what an earlier call has read of the rows. Called after `begin`.
 
         Args:
-            state: the state, of rows whose tokens in the target's cache it covers at most.
+            state: a state of `draft_state`, cut to the tokens in the target's cache.
         """
 
     def draft_state(self, context: Context) -> DraftState | None:

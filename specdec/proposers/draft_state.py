@@ -18,12 +18,14 @@ class Entries:
     Attributes:
         keys: (B, heads, L, dim).
         values: (B, heads, L, dim).
-        first: position of the first ones; those before have left the layer's window.
+        first: position of the first ones.
+        window: entries before the last `window` of a row have left the layer's window; None: all are there.
     """
 
     keys: Tensor
     values: Tensor
-    first: int
+    first: int = 0
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class DraftState:
             window = rows.spans[min(layer, len(rows.spans) - 1)].window
             first = 0 if window is None else max(0, min(lengths) - window)
             positions = torch.arange(first, max(lengths)).expand(len(lengths), -1)
-            layers[layer] = Entries(*rows.cache.take(layer, positions), first)
+            layers[layer] = Entries(*rows.cache.take(layer, positions), first, window)
         return cls(layers, lengths, waiting)
 
     def put_into(self, rows: CachedRows) -> None:
@@ -74,10 +76,12 @@ class DraftState:
             same: tokens of each row that are the same as before.
         """
         lengths, waiting = [], []
-        some_left = any(entries.first for entries in self.layers.values())  # a window: nothing to go back to
+        windows = [entries.window for entries in self.layers.values() if entries.window is not None]
         for length, part, known, have, alike in zip(self.lengths, self.waiting, self.known, cached, same, strict=True):
-            left = max(0, min(length, have - 1, alike - 1))
+            unchanged = known == have <= alike
+            left = length if unchanged else max(0, min(length, have - 1, alike - 1))
             whole = left == length and known >= have and alike >= have
-            lengths.append(0 if some_left and left < length else left)
+            lost = left < length and any(length > window for window in windows)  # there is nothing to go back to
+            lengths.append(0 if lost else left)
             waiting.append(part[: have - length] if whole else part[:0])
         return replace(self, lengths=lengths, waiting=waiting)

@@ -130,7 +130,7 @@ class NaiveHydra(NaiveHead):
 
     def __init__(self, weights, c, target_embedding):
         renamed = {name.replace("prefix.layer.", "layers.0."): tensor for name, tensor in weights.items()}
-        shape = None if c.prefix is None else SimpleNamespace(**vars(c.prefix), sliding_window=None)
+        shape = None if c.prefix is None else SimpleNamespace(**vars(c.prefix), window=None)
         super().__init__(renamed, shape, target_embedding)
         self.layers = c.num_layers
 

@@ -23,6 +23,8 @@ from specdec.sampling.draft_tree import DraftTree
 from specdec.sampling.results import NewTokens, RoundResult
 from specdec.utils.timing import clock
 
+MOST_WAITING = 2048  # states of a row to keep after a call: each takes three hidden states or more
+
 
 class Follower(Protocol):
     """Interface of runners of a head or of MTP layers with a cache of their own, such as `HeadRunner`."""
@@ -70,7 +72,8 @@ class FeatureProposer(AutoregressiveProposer):
         super().begin(context)
         # per row, the target's states that are still to be processed, (n, C) each
         self._waiting: list[list[Tensor]] = [[] for _ in range(context.batch_size)]
-        self._after_end: dict[int, Tensor] = {}  # by finished row, the states of its last round
+        self._after_end: dict[int, Tensor] = {}  # by row that finished before others, the states of its last round
+        self._lost: set[int] = set()  # rows of which the head may have wrong entries, which no draft will need
 
     def resume_from(self, state: DraftState) -> None:
         state.put_into(self.rows)
@@ -81,14 +84,12 @@ class FeatureProposer(AutoregressiveProposer):
             return None
         waiting = []
         for b, (parts, count) in enumerate(zip(self._waiting, context.fresh, strict=True)):
-            last = context.features[b, context.features.shape[1] - count :]  # of the call's last round
-            waiting.append(torch.cat([*parts, self._after_end.get(b, last[:0]), last]))
+            last = self._after_end.get(b, context.features[b, context.features.shape[1] - count :])
+            whole = torch.cat([*parts, last])
+            waiting.append(whole if len(whole) <= MOST_WAITING else whole[:0].clone())
         state = DraftState.of(self.rows, waiting)
-        if context.call.recorder is None or not self._after_end:
-            return state
-        # Captured drafts overwrite the beginning of rows that finished before others.
         known = state.known
-        return state.up_to(known, [0 if b in self._after_end else count for b, count in enumerate(known)])
+        return state.up_to(known, [0 if b in self._lost else count for b, count in enumerate(known)])
 
     def _lend(self, context: Context) -> None:
         if self.recordable is not None:
@@ -96,6 +97,8 @@ class FeatureProposer(AutoregressiveProposer):
 
     def propose(self, context: Context) -> DraftTree:
         self._keep_states(context)
+        if context.call.recorder is not None and context.rows:  # a captured draft overwrites entries of other rows
+            self._lost.update({*range(context.batch_size)} - {*context.rows})
         if not any(self._waiting):  # rows that waited for others have no new tokens to draft after
             return DraftTree.root_only(context.root)
         return super().propose(context)
@@ -111,8 +114,10 @@ class FeatureProposer(AutoregressiveProposer):
                 states = context.features[b, context.features.shape[1] - count :]
                 if context.active[b]:
                     self._waiting[b].append(states)
-                else:
-                    self._after_end[b] = states
+                elif b not in self._after_end:  # later states are of padding
+                    self._after_end[b] = states.clone()
+                    if self._waiting[b]:  # they will be read with padding's tokens
+                        self._lost.add(b)
 
     def observe(self, draft: DraftTree, result: RoundResult, accepted: Sequence[int]) -> None:
         super().observe(draft, result, accepted)

@@ -78,10 +78,10 @@ def test_without_its_memory_a_head_drafts_otherwise(drafters, monkeypatch):
 
 
 def recalled(spec):
-    """The states that calls take out of the memory from now on."""
+    """The states that calls begin with from now on."""
     memory, found = spec._sessions.own.memory, []
-    take = memory.take
-    memory.take = lambda *args: found.append(take(*args)) or found[-1]
+    recall = memory.recall
+    memory.recall = lambda *args: found.append(recall(*args)) or found[-1]
     return found
 
 
@@ -90,13 +90,56 @@ def test_a_turn_of_new_tokens_alone(drafters):
     target, proposer = drafters["EAGLE-3"]
     spec = SpeculativeGenerator(target, proposer, draft_length=LENGTH, on_unsupported="error")
     ids, cache = tiny.prompts(9)["input_ids"], DynamicCache(config=target.config)
-    output, _ = say(spec, ids, ones(ids), cache)
-    whole = torch.cat([output, tiny.prompts(5)["input_ids"]], 1)
-    had = cache.get_seq_length()
-    expected, _ = say(spec, whole, ones(whole))
+    whole, states = say(spec, ids, ones(ids), cache)[0], recalled(spec)
+    for turn in range(3):
+        whole = torch.cat([whole, tiny.prompts(5, seed=turn)["input_ids"]], 1)
+        had = cache.get_seq_length()
+        expected, _ = say(spec, whole, ones(whole))
+        assert say(spec, whole[:, had:], ones(whole), cache)[0].tolist() == expected[:, had:].tolist()
+        whole = expected
+    known = [state.known[0] for state in states if state is not None]
+    assert len(known) == 3
+    assert had - 3 * (LENGTH + 1) <= known[-1] <= had
+
+
+def test_rows_that_end_early_remember_their_own_text(drafters):
+    """After its end a row is filled with padding, whose states are not the text's."""
+    target, proposer = drafters["EAGLE-3"]
+    spec = SpeculativeGenerator(target, proposer, draft_length=LENGTH, on_unsupported="error")
+    inputs, cache = tiny.prompts(9, 14), DynamicCache(config=target.config)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    end = int(target.generate(ids, attention_mask=mask, **ARGUMENTS)[0, ids.shape[1] + 3])
+    ended = {"eos_token_id": end, "pad_token_id": 0}
+    output = spec.generate(ids, attention_mask=mask, **ARGUMENTS, **ended, **{CACHE: cache})
+    new = output[:, ids.shape[1] :]
+    real = (new == end).cumsum(1) - (new == end).long() == 0
+    assert not real.all()
+    more = tiny.prompts(5, 5)["input_ids"]
+    ids, mask = torch.cat([output, more], 1), torch.cat([mask, real.long(), ones(more)], 1)
     states = recalled(spec)
-    assert say(spec, whole[:, had:], ones(whole), cache)[0].tolist() == expected[:, had:].tolist()
-    assert states[0].known == [had]
+    assert say(spec, ids, mask, cache)[0].tolist() == target.generate(ids, attention_mask=mask, **ARGUMENTS).tolist()
+    state, cached = states[0], mask[:, : output.shape[1] - 1].sum(1).tolist()
+    features = eagle3.states_of(
+        target, output[:1, inputs["attention_mask"][0].bool().int().argmax() :], proposer.taps(target).at
+    )
+    assert state.known[0] <= cached[0]
+    for i, states in enumerate(state.waiting[0]):
+        torch.testing.assert_close(states, features[0, state.lengths[0] + i], rtol=1e-4, atol=1e-4)
+
+
+def test_an_interrupted_turn_leaves_the_memory(drafters):
+    target, proposer = drafters["EAGLE-3"]
+    spec = SpeculativeGenerator(target, proposer, draft_length=LENGTH, on_unsupported="error")
+    ids, cache = tiny.prompts(9)["input_ids"], DynamicCache(config=target.config)
+    whole = torch.cat([say(spec, ids, ones(ids), cache)[0], tiny.prompts(5)["input_ids"]], 1)
+
+    def interrupt(scores, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spec.generate(whole, attention_mask=ones(whole), stopping_criteria=[interrupt], **ARGUMENTS, **{CACHE: cache})
+    _, expected = say(spec, whole, ones(whole))
+    assert say(spec, whole, ones(whole), cache)[1] == expected
 
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "window"])
@@ -184,8 +227,8 @@ def test_what_still_holds(length, waiting, cached, same, left):
 
 
 def test_a_window_has_nothing_to_go_back_to():
-    entries = Entries(torch.zeros(1, 1, 3, 1), torch.zeros(1, 1, 3, 1), first=2)
-    state = replace(state_of(5, 2), layers={0: entries})
-    assert state.up_to([7], [8]).known == [7]
-    assert state.up_to([9], [9]).known == [5]
-    assert state.up_to([5], [5]).known == [0]
+    entries = Entries(torch.zeros(2, 1, 5, 1), torch.zeros(2, 1, 5, 1), window=3)
+    state = DraftState({0: entries}, [5, 3], [torch.zeros(2, 1), torch.zeros(2, 1)])
+    assert state.up_to([7, 5], [8, 6]).known == [7, 5]
+    assert state.up_to([9, 9], [9, 9]).known == [5, 3]
+    assert state.up_to([5, 3], [5, 3]).known == [0, 2]

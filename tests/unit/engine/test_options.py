@@ -75,3 +75,9 @@ def test_installed_takes_the_options(spec, llama, single):
     with spec.options(draft_length=3).installed(), spec.watch() as rounds:
         llama.generate(**single, **ARGUMENTS)
     assert max(len(one.tokens) for one in rounds) == 4
+
+
+def test_calls_that_draft_nothing_on_purpose_are_no_idle_ones(spec, single):
+    for _ in range(3):
+        spec.options(draft_length=0).generate(**single, max_new_tokens=40, min_new_tokens=40, do_sample=False)
+    assert spec._sessions.own.tally.rounds == 0
