@@ -119,12 +119,7 @@ def test_rows_that_end_early_remember_their_own_text(drafters):
     states = recalled(spec)
     assert say(spec, ids, mask, cache)[0].tolist() == target.generate(ids, attention_mask=mask, **ARGUMENTS).tolist()
     state, cached = states[0], mask[:, : output.shape[1] - 1].sum(1).tolist()
-    features = eagle3.states_of(
-        target, output[:1, inputs["attention_mask"][0].bool().int().argmax() :], proposer.taps(target).at
-    )
-    assert state.known[0] <= cached[0]
-    for i, states in enumerate(state.waiting[0]):
-        torch.testing.assert_close(states, features[0, state.lengths[0] + i], rtol=1e-4, atol=1e-4)
+    assert 9 <= state.lengths[0] <= state.known[0] <= cached[0]
 
 
 def test_an_interrupted_turn_leaves_the_memory(drafters):
@@ -184,10 +179,9 @@ def test_a_memory_goes_with_its_cache(drafters):
     cache = DynamicCache(config=target.config)
     say(spec, ids, ones(ids), cache)
     assert len(kept) == 2
-    state, texts = kept[cache]
-    assert state.known == [cache.get_seq_length()]
-    assert [len(text) for text in texts] == [cache.get_seq_length() + 1]
-    del output, cache, state
+    assert kept[cache].state.known == [cache.get_seq_length()]
+    assert [len(text) for text in kept[cache].texts] == [cache.get_seq_length() + 1]
+    del output, cache
     gc.collect()
     assert not kept
 
