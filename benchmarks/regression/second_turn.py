@@ -44,7 +44,7 @@ def main(
 
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False, "eos_token_id": None}
     first = model.generate(**_first(tokenizer, prompt_tokens), **arguments, return_dict_in_generate=True)
-    second = torch.cat([first.sequences, _second_question(tokenizer)], 1)
+    second = torch.cat([first.sequences, between_turns(tokenizer, SECOND_QUESTION)], 1)
     taken: dict[tuple[str, bool], list[Call]] = {}
     for repeat in range(repeats + 1):
         for method in methods:
@@ -73,12 +73,12 @@ def _first(tokenizer: Any, tokens: int) -> dict[str, torch.Tensor]:
     return Prompt("first turn", text).encode(tokenizer)
 
 
-def _second_question(tokenizer: Any) -> torch.Tensor:
-    """Tokens between the first and the second answer, (1, T) int64."""
+def between_turns(tokenizer: Any, question: str) -> torch.Tensor:
+    """Tokens between two answers, with the second one's question, (1, T) int64."""
     if tokenizer.chat_template is None:
-        return tokenizer(SECOND_QUESTION, return_tensors="pt")["input_ids"]
+        return tokenizer(question, return_tensors="pt")["input_ids"]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    turns.append({"role": "user", "content": SECOND_QUESTION})
+    turns.append({"role": "user", "content": question})
     whole = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
     return tokenizer(whole.rsplit("ANSWER", 1)[1], add_special_tokens=False, return_tensors="pt")["input_ids"]
 

@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from benchmarks.harness.script import Dtype, conditions, load, log, prepare
 from benchmarks.harness.table import table
+from benchmarks.regression.second_turn import between_turns
 from specdec import Eagle3Proposer
 from specdec.evaluation.methods import speculative
 from specdec.evaluation.timing import Call, pooled, time_call
@@ -53,10 +54,8 @@ def main(
         messages, cache = [{"role": "user", "content": first}], DynamicCache(config=model.config)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
         said = method.generate(ids, attention_mask=torch.ones_like(ids), **{CACHE: cache}, **arguments)
-        ended = said[:, : cache.get_seq_length() + 1]
-        between = f"\n<|im_start|>user\n{second}<|im_end|>\n<|im_start|>assistant\n"
-        new = tokenizer(between, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        inputs = {"input_ids": torch.cat([ended, new], 1)}
+        read = said[:, : cache.get_seq_length()]  # the last token is an end token, or of an answer that was cut
+        inputs = {"input_ids": torch.cat([read, between_turns(tokenizer, second)], 1)}
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         caches = dict(zip(READ, (None, cache, copy.deepcopy(cache)), strict=True))
         order = READ if number % 2 else tuple(reversed(READ))

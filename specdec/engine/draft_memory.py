@@ -55,9 +55,9 @@ class DraftMemory:
             input_ids: (B, T) int64, the whole text or its new part.
         """
         remembered = self._kept.get(layout.cache) if layout.cache is not None and layout.cached else None
-        cached = layout.real[:, : layout.cached].sum(1).tolist()
-        if remembered is None or len(remembered.state.lengths) != len(cached):
+        if remembered is None or len(remembered.state.lengths) != len(layout.real):
             return None
+        cached = layout.real[:, : layout.cached].sum(1).tolist()
         if remembered.texts is None or layout.text < layout.real.shape[1]:  # nothing to compare
             return remembered.state.up_to(cached, cached)
         rows = zip(input_ids.tolist(), layout.real.tolist(), remembered.texts, strict=True)

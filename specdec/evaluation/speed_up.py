@@ -75,9 +75,9 @@ class SpeedUp:
 
     @property
     def interval(self) -> str:
-        """The interval in words; "-" if everything was measured once.
+        """The interval as "LOW to HIGH", for tables.
 
-        An interval wider than `WIDE` times either way shows nothing but noise: "too noisy".
+        "-" if everything was measured once. "too noisy" if it is wider than `WIDE` times either way.
         """
         if self.high == inf:
             return "-"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
@@ -23,10 +24,12 @@ from benchmarks.harness.summary import best_of_transformers, spread, summarise
 from benchmarks.regression import (
     kernels,
     long_prompts,
+    long_texts,
     lookups,
     overhead,
     repeated,
     second_turn,
+    second_turn_drafts,
     shapes,
     small_pair,
     teacher_forcing,
@@ -587,6 +590,29 @@ def head(files, pair):
     torch.manual_seed(0)
     save(initialize(pair[0], torch.arange(257)), files / "head")
     return files / "head"
+
+
+def test_drafts_of_second_turns_run(files, head, chat_tokenizer, tmp_path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    chat_tokenizer.save_pretrained(tmp_path / "target")
+    lines = [json.dumps({"turns": turns}) for turns in (["abc", "de"], ["only one"], ["fgh", "ij"])]
+    (tmp_path / "questions.jsonl").write_text("\n".join(lines))
+    command = f"--target {tmp_path}/target --head {head} --prompts {tmp_path}/questions.jsonl --max-new-tokens 8"
+    result = CliRunner().invoke(second_turn_drafts.app, [*command.split(), "--dtype", "float32"])
+    assert result.exit_code == 0, result.output
+    assert first_cells(result.output)[2:] == list(second_turn_drafts.READ)
+    assert result.output.count("| 2 of 2") == 3  # all wrote the same texts
+
+
+def test_drafts_after_long_texts_run(files, head, tmp_path):
+    (tmp_path / "text").write_text("ab x y " * 10)
+    command = f"--target {files}/target --head {head} --text {tmp_path}/text --lengths 20,40 --windows 0,30"
+    arguments = [*command.split(), "--dtype", "float32", "--max-new-tokens", "8"]
+    result = CliRunner().invoke(long_texts.app, arguments)
+    assert result.exit_code == 0, result.output
+    assert first_cells(result.output)[2:] == ["20", "40"]
+    assert [line.count(" ms)") for line in result.output.splitlines() if line.startswith(("| 20 ", "| 40 "))] == [1, 2]
+    assert CliRunner().invoke(long_texts.app, [*arguments, "--lengths", "4000"]).exit_code == 2
 
 
 class TestShapes:

@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from specdec.engine.hf import multimodal, prompt_layout
 from specdec.engine.hf.call import Call
+from specdec.engine.settings import Settings
 from specdec.models.attention_masks import known_at_once, spans
 from specdec.models.cache.buffers import Span
 from specdec.models.capability import Capability
@@ -39,7 +40,7 @@ KNOWN_KWARGS = {
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
 
-SETTINGS = {"proposer", "draft_length", "rule", "on_unsupported", "compile", "exact"}  # not of a call
+SETTINGS = {"proposer", "compile", *Settings.__annotations__}  # not of a call
 
 
 class Unsupported(ValueError):
@@ -69,7 +70,7 @@ def check_arguments(inputs: Any, kwargs: dict[str, Any]) -> None:
     misplaced = SETTINGS & kwargs.keys()
     if misplaced and "custom_generate" not in kwargs:  # it may have arguments of these names
         name = min(misplaced)
-        once = "" if name in ("proposer", "compile") else f", or for single calls to spec.options({name}=...)"
+        once = f", or for single calls to spec.options({name}=...)" if name in Settings.__annotations__ else ""
         raise TypeError(f"{name} is an argument of SpeculativeGenerator(...), not of generate(): pass it there{once}")
     if inputs is not None and not isinstance(inputs, Tensor):
         raise TypeError(
