@@ -68,6 +68,7 @@ test-vllm: $(VENV)/.dev $(VLLM)/.installed
 
 # Those of the README: the chart from benchmarks/results, the demo as it runs here (0.5 GB are downloaded once).
 pictures: $(VENV)/.dev
+	$(PY) -m docs.badges
 	$(PY) -m benchmarks.chart docs/images/speed-up.svg
 	$(PY) -m examples.demo --prompt rewrite --proposer ngram+eagle3 --max-new-tokens 96 --svg docs/images/demo.svg
 

@@ -17,6 +17,7 @@ import typer
 from transformers import AutoModelForCausalLM, AutoTokenizer, WhisperForCausalLM
 
 import specdec
+from docs.badges import IMAGES, badges
 from specdec import SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.models.compat import CACHE
@@ -189,6 +190,11 @@ def test_every_integration_of_the_readme_is_tested_and_every_test_is_in_the_read
         file, _, function = name.rpartition(": ")
         text = source if not file else (ROOT / "tests" / file).read_text(encoding="utf-8")
         assert f"def {function}" in text
+
+
+def test_badges_are_those_of_the_tested_releases():
+    for name, svg in badges().items():
+        assert (IMAGES / f"badge-{name}.svg").read_text(encoding="utf-8") == svg, "run `make pictures`"
 
 
 def test_the_readme_is_short():
