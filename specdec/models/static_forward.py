@@ -10,6 +10,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter
 from types import FunctionType
 from typing import Any
@@ -19,7 +20,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from specdec.models.compat import CACHE
-from specdec.models.decoding_view import DecodingView
+from specdec.models.compiled_layers import with_compiled_layers
+from specdec.models.decoding_view import CurrentView, decoding_view
 from specdec.models.hidden_states import Taps
 from specdec.models.introspection import device_of, is_sharded
 from specdec.models.positions import counts_positions, has_causal_masks
@@ -90,6 +92,10 @@ class SlottedCache(Cache):
         slots = next(iter(written.values()))[2]
         self._rows = torch.arange(len(slots), device=slots.device)[:, None]
 
+    def of_layer(self, layer_idx: int) -> SlottedCache:
+        """The cache of one layer, which has index 0 in it."""
+        return SlottedCache({0: self.written[layer_idx]})
+
     def fixed_buffers(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
         """A layer's whole key and value buffers, and the slots (B, n) int64 that this pass writes."""
         return self.written[layer_idx]
@@ -125,8 +131,8 @@ class StaticForward:
     Args:
         model: the model itself, not a `with_fast_linears` view: the compiler chooses the kernels.
         taps: hidden states to capture in each pass.
-        compiled: compile one full graph per size with `torch.compile`; else run the model's own code, on CUDA its
-            `DecodingView`.
+        compiled: compile the layers for each size with `torch.compile`, or one full graph if its layers are not found;
+            else run the model's own code, on CUDA its `decoding_view`.
 
     Attributes:
         refused: the reason why capture is disabled; empty while it is enabled.
@@ -136,8 +142,11 @@ class StaticForward:
         self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
         self._static_forward: dict[Key, Pass | None] = {}  # None: a size used once
         self._announced = False  # the notice that compilation takes a while
-        on_gpu = not compiled and device_of(model).type == "cuda"
-        self._view = DecodingView(model) if on_gpu else None
+        self._view: CurrentView | None = None  # the view that runs captured passes; None for the model itself
+        if compiled:
+            self._view = CurrentView(model, partial(with_compiled_layers, backend=BACKEND))
+        elif device_of(model).type == "cuda":
+            self._view = CurrentView(model, decoding_view)
 
     def __len__(self) -> int:
         return sum(graph is not None for graph in self._static_forward.values())
@@ -176,12 +185,12 @@ class StaticForward:
         gc.collect()  # unreferenced generators: their hooks must not be removed while torch reads the model's hooks
         name = type(self.model).__name__
         if self.compiled and not self._announced:
-            log.warning("compiling passes of %s, a minute or so each: torch keeps their code for later processes", name)
+            log.warning("compiling passes of %s: torch keeps their code for later processes", name)
             self._announced = True
         log.info("capturing %s for %d nodes", name, right[0].shape[1])
         passed, reason = right, ""
         try:
-            graph = _compiled() if self.compiled else _pass
+            graph = _compiled() if self.compiled and arguments[0] is self.model else _pass
             passed = graph(*arguments)
             apart = _distance(passed[0], right[0])
             if not apart <= WRONG.get(right[0].dtype, 0.1):
@@ -193,7 +202,7 @@ class StaticForward:
             self._static_forward[key] = graph
             return passed
         if arguments[0] is not self.model:
-            log.info("%s runs without its decoding view: %s", name, reason)
+            log.info("%s runs its own layers: %s", name, reason)
             self._view = None
             return self._captured(key, (self.model, *arguments[1:]), right)
         self._refuse(reason)

@@ -22,6 +22,7 @@ from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_
 from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, spread, summarise
 from benchmarks.regression import (
+    compile_seconds,
     kernels,
     long_prompts,
     long_texts,
@@ -569,6 +570,14 @@ class TestLookups:
 
 
 @pytest.mark.slow
+def test_seconds_of_compiling_are_measured(files, monkeypatch):
+    monkeypatch.setattr("specdec.models.static_forward.BACKEND", "eager")
+    torch.compiler.reset()
+    for whole in (False, True):
+        seconds, later, without = compile_seconds.measured(str(files / "target"), 4, "float32", "cpu", whole)
+        assert min(seconds, later, without) > 0
+
+
 def test_long_prompts_measure_in_a_process_of_their_own(files):
     command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
     result = CliRunner().invoke(long_prompts.app, command.split())

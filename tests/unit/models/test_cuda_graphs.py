@@ -44,6 +44,7 @@ def recorders(monkeypatch):
 
     monkeypatch.setattr(speculation, "Recorder", Kept)
     monkeypatch.setattr(static_forward, "_compiled", lambda: static_forward._pass)
+    monkeypatch.setattr(static_forward, "with_compiled_layers", lambda model, backend: model)
     return made
 
 

@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-from specdec.models import decoding_view as module
 from specdec.models import draft_attention, runner, static_forward
-from specdec.models.decoding_view import DecodingView
+from specdec.models.decoding_view import CurrentView, decoding_view
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward
 from specdec.models.views import view
@@ -83,7 +82,7 @@ def test_a_view_that_gives_other_logits_is_given_up(captured, monkeypatch):
     def doubled(model):
         return view(model, lambda layer: torch.nn.Identity() if isinstance(layer, linear) and _square(layer) else layer)
 
-    monkeypatch.setattr(module, "decoding_view", doubled)
+    monkeypatch.setattr(static_forward, "decoding_view", doubled)
     target = tiny.model("llama")
     forward = captured(target)
     with tiny.specdec_warnings() as warned:
@@ -111,7 +110,7 @@ def test_draft_passes_without_captured_ones_run_the_view_on_gpus(device, sized, 
 
 def test_the_view_follows_the_model():
     target = copy.deepcopy(tiny.model("llama"))
-    decoding = DecodingView(target)
+    decoding = CurrentView(target, decoding_view)
     first = decoding.current()
     assert first is not target
     assert decoding.current() is first

@@ -1,0 +1,78 @@
+"""Decoder layers of one kind share compiled code; the view computes what the model computes."""
+
+import copy
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from specdec.models import static_forward
+from specdec.models.compiled_layers import with_compiled_layers
+from specdec.models.hidden_states import Taps
+from specdec.models.static_forward import SlottedCache, StaticForward
+from tests.support import tiny
+
+SLOTS, NODES = 16, 4
+KINDS = {"llama": 1, "gemma3": 2, "gpt2": 1, "gpt_neox": 1}  # sliding and full attention
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def passed(model, written, taps=None):
+    mask = torch.ones(1, 1, NODES, SLOTS, dtype=torch.bool).tril()
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    masks = dict.fromkeys(kinds, mask) if len(kinds) > 1 else mask
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "attention_mask": masks, "position_ids": torch.arange(4)[None]}
+    with torch.no_grad():
+        return static_forward._pass(model, SlottedCache(written), inputs, taps)
+
+
+def buffers(model):
+    c = model.config
+    heads = getattr(c, "num_key_value_heads", None) or c.num_attention_heads
+    shape = 1, heads, SLOTS, getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    slots = torch.arange(NODES)[None]
+    return {layer: (torch.zeros(shape), torch.zeros(shape), slots) for layer in range(c.num_hidden_layers)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_of_a_kind_share_code(name):
+    model = tiny.model(name, num_hidden_layers=7) if name == "gemma3" else tiny.model(name, num_hidden_layers=4)
+    taps = Taps(model, (1, 2))
+    view = with_compiled_layers(model, "eager")
+    right, ours = buffers(model), buffers(model)
+    expected = passed(model, right, taps)
+    for _ in range(2):
+        for got, wanted in zip(passed(view, ours, taps), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert counters["stats"]["unique_graphs"] == KINDS[name]
+    for layer in right:  # each layer has written to its own buffers
+        assert torch.equal(ours[layer][0], right[layer][0])
+
+
+def test_layers_that_differ_in_a_setting_do_not_share_code():
+    model = copy.deepcopy(tiny.model("llama", num_hidden_layers=4))
+    model.model.layers[2].self_attn.scaling *= 2
+    view = with_compiled_layers(model, "eager")
+    assert torch.equal(passed(view, buffers(model))[0], passed(model, buffers(model))[0])
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole(monkeypatch):
+    def missing(model):
+        raise ValueError("no layers")
+
+    monkeypatch.setattr("specdec.models.compiled_layers.decoder_layers", missing)
+    model = tiny.model("llama")
+    assert with_compiled_layers(model, "eager") is model
+    whole = []
+    monkeypatch.setattr(static_forward, "_compiled", lambda: whole.append(1) or static_forward._pass)
+    forward = StaticForward(model)
+    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "attention_mask": None, "position_ids": torch.arange(4)[None]}
+    for _ in range(2):
+        forward(buffers(model), inputs, lambda: passed(model, buffers(model)))
+    assert whole == [1]
