@@ -12,7 +12,7 @@ and are not generated again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -62,7 +62,7 @@ def main(
             threads=threads,
         )
     )
-    written = _answers(bench, head[0], answers)
+    written = answers_of_jobs(bench, bench.jobs, head[0], answers)
     groups = sorted({job.group for job in bench.jobs})
     rows = []
     for name in head:
@@ -76,14 +76,14 @@ def _both(lengths: Tensor) -> str:
     return " / ".join(number(length) for length in lengths.tolist())
 
 
-def _answers(bench: Bench, proposer: str, file: Path) -> dict[str, list[int]]:
+def answers_of_jobs(bench: Bench, jobs: Sequence[Job], proposer: str, file: Path) -> dict[str, list[int]]:
     """Answers by job id, in the order of the file. The target's text does not depend on the proposer."""
     written = {}
     if file.exists():
         written = {entry["id"]: entry["tokens"] for entry in map(json.loads, file.read_text().splitlines())}
     generator = SpeculativeGenerator(bench.target, proposer)
     with file.open("a") as out:
-        for job in bench.jobs:
+        for job in jobs:
             if job.id not in written:
                 prompt = job.prompts[0]
                 text = generator.generate(prompt[None], **bench.options.generate_arguments)[0]

@@ -22,6 +22,7 @@ from benchmarks.harness.prompts import Job, choose, cut_into_jobs, encode, left_
 from benchmarks.harness.store import Store
 from benchmarks.harness.summary import best_of_transformers, spread, summarise
 from benchmarks.regression import (
+    adaptation,
     compile_seconds,
     kernels,
     long_prompts,
@@ -731,6 +732,33 @@ class TestTeacherForcing:
         assert first.exit_code == 0, first.output
         assert first.stdout == again.stdout
         assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == len(QUESTIONS)
+
+
+class TestAdaptation:
+    """Learning from answers, one after the other."""
+
+    def test_a_head_learns_what_comes_again(self, pair, head):
+        first = load(head).float()
+        session = adaptation.Session(adaptation.LocalTeacher.of(pair[0].eval(), first), first, 3)
+        answers = session.read([(torch.tensor([5, 9, 2]), [7, 8] * 8)] * 6)
+        before, _ = session.run(answers, None)
+        after, seconds = session.run(answers, adaptation.Learning(1e-2, updates=4))
+        assert torch.equal(before[0], before[1])
+        assert seconds > 0
+        assert after[1, 1] > max(before[1, 1], after[0, 1])  # at T = 1, which the target's distribution decides
+        assert torch.equal(session.run(answers, None)[0], before)  # each run starts with the head as it is
+
+    def test_it_runs(self, files, head, tmp_path):
+        questions = [{"question_id": number, "category": "qa", "turns": ["abc"]} for number in range(2)]
+        (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, questions)))
+        command = f"--target {files}/target --head {head} --prompts {tmp_path}/questions.jsonl --methods 1e-05"
+        command += f" --answers {tmp_path}/answers.jsonl --max-new-tokens 12 --draft-length 3"
+        result = CliRunner().invoke(adaptation.app, [*command.split(), "--groups", "qa"])
+        assert result.exit_code == 0, result.output
+        assert first_cells(result.output)[2:] == ["no learning", "all weights, 1e-05"]
+        result = CliRunner().invoke(adaptation.app, [*command.split(), "--groups", "poems"])
+        assert result.exit_code == 2
+        assert "no two questions of the group poems" in result.stderr
 
 
 @pytest.mark.slow
