@@ -139,13 +139,13 @@ class Kept:
 
 
 def corrected(head, logits, h, tokens, embed):
-    """The logits (B, D, K) after the true tokens (B, D), with -inf replaced by a small number."""
+    """The logits (B, D, K) after the true tokens (B, D)."""
     parts, state = [], None
     for depth in range(logits.shape[1]) if head.correction is not None else ():
         at = slice(depth, depth + 1)
         before = head.correction.embedded(tokens[:, at], embed)
         part, state = head.correction.corrected(logits[:, at], before, h[:, at], state, depth)
-        parts.append(part.clamp(min=-30.0))
+        parts.append(part)
     return torch.cat(parts, 1) if parts else logits
 
 
@@ -159,6 +159,9 @@ def trained(name: str = "DFlash", updates: int = 250):
     config = DFlashConfig(**shape | {"confidence": False, "confidence_with_markov": False})
     torch.manual_seed(0)
     made = DFlashHead(config)
+    for name, weight in made.named_parameters():  # DFlash 2's parts begin as if they were not there
+        if "codebook" in name or "kernel_projection" in name:
+            weight.data.mul_(0.1)
     states, (B, T) = eagle3.states_of(target, texts, config.tap_ids), texts.shape
     n, skipped = config.block_size, config.block_size - config.drafted
     embed, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
@@ -177,7 +180,8 @@ def trained(name: str = "DFlash", updates: int = 250):
         h = made(embed(ids), anchor + places, visible, cache)[:, skipped:]
         logits, wanted = lm_head(h), texts[rows, anchor + 1 + torch.arange(config.drafted)]
         drafted = [logits, corrected(made, logits, h, texts[rows, anchor + torch.arange(config.drafted)], embed)]
-        loss = sum(torch.nn.functional.cross_entropy(part.flatten(0, 1), wanted.flatten()) for part in drafted)
+        losses = [torch.nn.functional.cross_entropy(part.mT, wanted, reduction="none") for part in drafted]
+        loss = sum(part[part.isfinite()].mean() for part in losses)  # a selector learns from its candidates alone
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

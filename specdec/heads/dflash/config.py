@@ -113,7 +113,7 @@ class DFlashConfig(LayerConfig):
 
     @property
     def is_scaled(self) -> bool:
-        """Whether embeddings or logits are scaled, which neither training nor the layout of speculators supports."""
+        """True if embeddings or logits are scaled, which neither training nor the layout of speculators supports."""
         return (self.embedding_scale, self.logit_scale, self.logit_softcap) != (1.0, 1.0, None)
 
     @property

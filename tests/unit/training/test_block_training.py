@@ -260,7 +260,7 @@ def test_the_layout_says_all_of_a_drafter(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_the_command_goes_on_as_if_it_had_not_been_stopped(files, tmp_path, kind):
     options = ["--kind", kind, "--anchors", "5", "--layers", "1"]
     whole = run(files, tmp_path / "whole", *options)
