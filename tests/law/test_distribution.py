@@ -231,7 +231,6 @@ PROPOSERS = {
     "block": lambda: BlockProposer(block_head("DFlash"), tree=SMALL_TREE),
     "block, Markov": lambda: BlockProposer(block_head("DSpark")),
     "block, Markov, drawn chain": lambda: BlockProposer(block_head("rnn"), branching=(1, 1, 1)),
-    "block, selector, drawn chain": lambda: BlockProposer(few_candidates(), branching=(1, 1, 1)),
     "block, selector, drawn tree": lambda: BlockProposer(few_candidates(), branching=(2, 2)),
     "block, drawn tree": lambda: BlockProposer(block_head("DFlash"), branching=(2, 2)),
     "medusa": lambda: BlockProposer(blocks.medusa(hidden=16, vocab=VOCAB), tree=SMALL_TREE),
@@ -391,9 +390,6 @@ REPRESENTATIVE = [
     ),
     pytest.param(
         "block, Markov, drawn chain", "block", "plain", 3, id="drawn chain of a block", marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "block, selector, drawn tree", "block", "plain", 3, id="drawn tree of few candidates", marks=pytest.mark.slow
     ),
     pytest.param("block, Markov", "coupled", "warped", 3, id="tree of a block, coupled, warped"),
     pytest.param(
