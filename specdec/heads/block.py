@@ -30,14 +30,14 @@ class Correction(Protocol):
         """Correct the logits after n tokens.
 
         Args:
-            logits: (B, n, K), from the block alone.
+            logits: (B, 1, K), from the block alone, the same for all n tokens.
             before: (B, n, r), the tokens from `embedded`.
             hidden: (B, n, H), the block's hidden state at the depth that is drafted.
             state: (B, n, r), recurrent state before these tokens. None: a block begins.
             depth: length of the draft up to and including these tokens, 0 for the anchor.
 
         Returns:
-            The corrected logits, and the recurrent state after these tokens. None if there is none.
+            The corrected logits (B, n or 1, K), and the recurrent state after these tokens. None if there is none.
         """
 
 
@@ -77,9 +77,9 @@ class Block:
             Logits (B, n, K), and the block updated with these tokens.
         """
         n = tokens.shape[1]
-        logits = self.logits[:, depth : depth + 1].expand(-1, n, -1)
+        logits = self.logits[:, depth : depth + 1]
         if self.hidden is None or (self.correction is None and self.confidence is None):
-            return logits, self
+            return logits.expand(-1, n, -1), self
         hidden = self.hidden[:, depth : depth + 1].expand(-1, n, -1)
         inputs, states = hidden, self.states
         if self.correction is not None:
@@ -92,7 +92,7 @@ class Block:
         acceptance = None
         if self.confidence is not None:
             acceptance = self.confidence(inputs[..., : self.confidence.proj.in_features])
-        return logits, replace(self, states=states, acceptance=acceptance)
+        return logits.expand(-1, n, -1), replace(self, states=states, acceptance=acceptance)
 
     def _state(self, depth: int, above: Tensor | None, n: int) -> Tensor | None:
         """Return the recurrent states (B, n, r) of the correction before n nodes."""

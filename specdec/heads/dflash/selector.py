@@ -52,7 +52,8 @@ class CandidateSelector(nn.Module):
     ) -> tuple[Tensor, None]:
         """See `Correction.corrected`. Tokens that are no candidates get -inf."""
         known = logits[..., : self.successor_codebook.num_embeddings]  # a target may pad its vocabulary
-        best, ids = known.topk(min(self.candidates, known.shape[-1]), -1)
-        codes = self.successor_codebook(ids)  # (B, n, candidates, rank)
-        scores = (codes @ (before * self.hidden_projection(hidden))[..., None])[..., 0]
-        return torch.full_like(logits, -torch.inf).scatter(-1, ids, best + scores.to(best.dtype)), None
+        best, ids = known.topk(min(self.candidates, known.shape[-1]), -1)  # (B, 1, candidates)
+        codes = self.successor_codebook(ids)
+        scores = best + ((before * self.hidden_projection(hidden))[..., None, :] * codes).sum(-1).to(best.dtype)
+        (B, n), K = before.shape[:2], logits.shape[-1]
+        return logits.new_full((B, n, K), -torch.inf).scatter(-1, ids.expand(-1, n, -1), scores), None
