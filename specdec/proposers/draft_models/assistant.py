@@ -170,9 +170,20 @@ class AssistantProposer(AutoregressiveProposer):
             logits_to_keep=torch.arange(tokens.shape[1], device=x.device),
         ).last_hidden_state
         self._hidden = torch.cat([self._hidden, self.model.post_projection(output).to(self._hidden.dtype)], 1)
-        if self.model.masked_embedding is not None:
-            return self.model.masked_embedding(output, self.model.lm_head.weight)
-        return self.model.lm_head(output)
+        return self._logits(output)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """Return logits (B, n, V); with clusters of tokens, -inf for those outside of the most probable clusters.
+
+        transformers gives these the least logit of the batch, less 1, which makes rows depend on each other.
+        """
+        lm_head, clusters = self.model.lm_head, self.model.masked_embedding
+        if clusters is None:
+            return lm_head(h)
+        best = clusters.centroids(h).topk(clusters.centroid_intermediate_top_k, -1).indices
+        ids = clusters.token_ordering.long().view(clusters.num_centroids, -1)[best].flatten(2)  # (B, n, tokens)
+        logits = (lm_head.weight[ids] @ h[..., None])[..., 0]
+        return logits.new_full((*h.shape[:2], lm_head.out_features), -torch.inf).scatter(-1, ids, logits)
 
     def _seen(self, span: Span) -> Tensor:
         """Slots (B, 1, S) bool that layers of a span see: as the root would, but without itself."""
