@@ -182,3 +182,57 @@ def test_an_assistant_of_another_model():
         AssistantProposer(tiny.model("llama"))
     with pytest.raises(ValueError, match="vocabulary of 96 tokens, the target's has 64"):
         SpeculativeGenerator(gemma4.target(), AssistantProposer(gemma4.assistant(vocab_size=96)))
+
+
+# A trained assistant
+
+
+def trained(target, texts, prompt=8, updates=150):
+    """An assistant that has learnt a target's own texts (B, T), by transformers' forward pass."""
+    made = gemma4.assistant().cpu()
+    for weight in made.parameters():
+        weight.mul_(0.5 if weight.dim() > 1 else 1.0)
+    made.requires_grad_(True)
+    optimizer = torch.optim.AdamW(made.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=updates)
+    with torch.no_grad():
+        output = target(texts, output_hidden_states=True, return_shared_kv_states=True)
+    for _ in range(updates):
+        end = int(torch.randint(prompt, texts.shape[1] - 3, ()))
+        window = max(0, end - target.config.sliding_window + 1)
+        starts = {"full_attention": 0, "sliding_attention": window}
+        shared = {k: tuple(part[:, :, starts[k] : end] for part in kv) for k, kv in output.shared_kv_states.items()}
+        state, loss = output.hidden_states[-1][:, end - 1 : end], 0.0
+        for depth in range(3):
+            embeds = target.get_input_embeddings()(texts[:, end + depth, None]).detach()
+            position = torch.full((len(texts), 1), end)
+            drafted = made(inputs_embeds=torch.cat([embeds, state], -1), position_ids=position, shared_kv_states=shared)
+            state = drafted.last_hidden_state
+            loss = loss + torch.nn.functional.cross_entropy(drafted.logits[:, 0], texts[:, end + depth + 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    return made.requires_grad_(False).eval()
+
+
+@pytest.mark.slow
+def test_a_trained_assistant_accepts_what_transformers_drafts():
+    target, prompts = gemma4.target().cpu(), tiny.prompts(*[8] * 16)["input_ids"].cpu()
+    arguments = {"do_sample": False, "max_new_tokens": 30}
+    texts = target.generate(prompts, attention_mask=torch.ones_like(prompts), **arguments)
+    assistant = trained(target, texts)
+    spec = SpeculativeGenerator(target, assistant, draft_length=3, on_unsupported="error")
+    for prompt in prompts[:6]:
+        text = spec.generate(prompt[None], **arguments)[0]
+        root, rounds = len(prompt), 0  # the first token comes from the prefill
+        while root < len(text) - 2:
+            rounds, path = rounds + 1, []
+            while len(path) < min(3, len(text) - 2 - root):
+                path.append(theirs(assistant, target, text[: root + 1], path).argmax())
+                if path[-1] != text[root + len(path)]:
+                    path.pop()
+                    break
+            root += 1 + len(path)
+        assert spec.last_report.num_drafts == rounds
+    assert spec.report.mean_acceptance_length > 1.2
