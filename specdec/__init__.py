@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
     from specdec.proposers.draft_heads.hydra import HydraProposer
     from specdec.proposers.draft_heads.mtp import MtpProposer
+    from specdec.proposers.draft_models.assistant import AssistantProposer
     from specdec.proposers.draft_models.draft_model import DraftModelProposer
     from specdec.proposers.draft_models.early_exit import EarlyExitProposer
     from specdec.proposers.draft_models.translated import TranslatedDraftProposer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from specdec.sampling.results import RoundResult
 else:
     _FILES = {
+        "AssistantProposer": "proposers.draft_models.assistant",
         "BlockProposer": "proposers.draft_heads.block",
         "Chat": "engine.chat",
         "Context": "proposers.context",
@@ -81,6 +83,7 @@ else:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AssistantProposer",
     "BlockProposer",
     "Chat",
     "Context",

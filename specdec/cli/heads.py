@@ -55,7 +55,7 @@ def heads(
 
 
 def inspect(
-    head: str = typer.Argument(help="Folder or hub id of an EAGLE head, or of a DFlash or DSpark drafter."),
+    head: str = typer.Argument(help="Folder or hub id of an EAGLE head, or of a DFlash drafter or its kin."),
     target: str | None = typer.Option(None, help="Path or hub id of its target, to check that they are compatible."),
     probe: bool = typer.Option(False, help="Measure which numbering of the target's layers the head uses."),
 ) -> None:

@@ -24,7 +24,8 @@ def train(
     ),
     out: Path = typer.Argument(help="Folder for states, checkpoints and the head. An unfinished run in it is resumed."),
     kind: HeadKind = typer.Option(
-        "eagle3", help='Kind of head: "eagle3"; "dflash" or "dspark" (drafters of whole blocks); "mtp" (MTP layers).'
+        "eagle3",
+        help='Kind of head: "eagle3"; "dflash", "jetspec" or "dspark" (drafters of whole blocks); "mtp" (MTP layers).',
     ),
     start_from: str | None = typer.Option(
         None, "--from", help="Head to start from: folder or hub id. Default: a new head."
@@ -110,7 +111,7 @@ def train(
         help="Check the texts and OUT, print the memory, disk space and work needed, evaluations included, and stop.",
     ),
 ) -> None:
-    """Train a head for a target: EAGLE-3, DFlash, DSpark or MTP. Run the same command again to resume."""
+    """Train a head for a target: EAGLE-3, DFlash, JetSpec, DSpark or MTP. Run the same command again to resume."""
     options = {name: value for name, value in locals().items() if name != "dry_run"}
     started = monotonic()
     check(target)

@@ -25,9 +25,15 @@ RULES = (
     (re.compile(r"encoder\.fc\.(.*)"), r"fc.\1"),
     (re.compile(r"encoder\.output_norm_enc\.(.*)"), r"hidden_norm.\1"),
 )
-# Suffixes of the tensors from whose shapes the config is inferred: matrices and vectors.
-MATRICES = ("fc.weight", "lm_head.weight", "embed_tokens.weight", "proj.weight", "markov_w1.weight")
-VECTORS = ("norm.weight", "d2t")
+# Suffixes of the tensors from whose shapes the config is inferred, by their number of dimensions.
+DIMENSIONS = {
+    1: ("norm.weight", "d2t"),
+    2: (
+        *("fc.weight", "lm_head.weight", "embed_tokens.weight", "proj.weight", "projection.weight", "gates.weight"),
+        *("markov_w1.weight", "codebook.weight"),
+    ),
+    3: ("base_kernel",),
+}
 # Tensors that a head does not compute with, each with the reason that `specdec inspect` gives.
 IGNORED = {
     "t2d": "the inverse of d2t",
@@ -147,7 +153,7 @@ def rename_tensors(
 def check_shapes(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError for an empty tensor, or for one that the config is inferred from with a wrong number of dims."""
     for name, tensor in weights.items():
-        dims = 2 if name.endswith(MATRICES) else 1 if name.endswith(VECTORS) else tensor.dim()
+        dims = next((dims for dims, ends in DIMENSIONS.items() if name.endswith(ends)), tensor.dim())
         if tensor.dim() != dims or not tensor.numel():
             expected = f"{dims} dimension{'s' if dims > 1 else ''} and at least one value"
             raise ValueError(

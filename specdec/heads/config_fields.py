@@ -44,6 +44,7 @@ INDEX = Kind(f"an integer from 0 to {LARGEST}", lambda value: _whole(value, 0))
 LAYERS = Kind("a list of integers from -1", lambda value: isinstance(value, list) and all(_whole(i, -1) for i in value))
 SHARE = Kind("a number from 0 to 1", lambda value: _number(value, 1))
 BASE = Kind("a number from 1 to 1e18", lambda value: _number(value, 1e18) and value >= 1)
+FACTOR = Kind("a number from 0 to 1e18", lambda value: _number(value, 1e18))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 NAME = Kind("a string", lambda value: isinstance(value, str))
 NAMES = Kind("a list of strings", lambda value: _list_of(str, value))
@@ -56,12 +57,14 @@ FIELDS = {
     **dict.fromkeys(("block_size", "speculative_tokens", "num_target_layers", "draft_vocab_size"), COUNT),
     **dict.fromkeys(("hydra_num_heads", "hydra_num_layers", "medusa_num_heads", "num_heads"), COUNT),
     **dict.fromkeys(("vocab_size", "mask_token_id", "sliding_window", "max_window_layers"), INDEX),
-    "hidden_state_offset": INDEX,
-    "draft_window": COUNT,
+    **dict.fromkeys(("hidden_state_offset", "pure_draft_prefix_len"), INDEX),
+    **dict.fromkeys(("draft_window", "selector_top_k"), COUNT),
     "rms_norm_eps": SHARE,
     "partial_rotary_factor": SHARE,
     "rope_theta": BASE,
-    **dict.fromkeys(("use_sliding_window", "sliding_window_non_causal", "causal", "grounded_heads"), FLAG),
+    **dict.fromkeys(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"), FACTOR),
+    **dict.fromkeys(("use_sliding_window", "sliding_window_non_causal", "grounded_heads"), FLAG),
+    **dict.fromkeys(("causal", "causal_head", "is_causal"), FLAG),
     **dict.fromkeys(("norm_before_residual", "norm_output", "sample_from_anchor", "shift_label"), FLAG),
     **dict.fromkeys(("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids", "target_layer_ids"), LAYERS),
     **dict.fromkeys(("tap_convention", "tap_convention_assumed", "speculators_model_type", "hydra_head_arch"), NAME),

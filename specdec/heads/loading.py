@@ -1,4 +1,4 @@
-"""Loading a block drafter (DFlash, DSpark, Medusa, Hydra, P-EAGLE) from a checkpoint of any layout."""
+"""Loading a block drafter (DFlash and its kin, Medusa, Hydra, P-EAGLE) from a checkpoint of any layout."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(path: str | Path) -> DFlashHead | Eagle3Head | MedusaHeads | HydraHeads
         path: a folder or hub id, in any supported layout.
 
     Returns:
-        A `DFlashHead` for DFlash and DSpark, an `Eagle3Head` for P-EAGLE, `MedusaHeads` or `HydraHeads`, on the CPU.
+        A `DFlashHead` for DFlash and its kin, an `Eagle3Head` for P-EAGLE, `MedusaHeads` or `HydraHeads`, on the CPU.
 
     Raises:
         ValueError: the checkpoint is missing, damaged or of an unknown layout.

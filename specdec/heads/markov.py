@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -27,8 +28,8 @@ class MarkovHead(nn.Module):
         elif kind == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
-    def embedded(self, before: Tensor) -> Tensor:
-        """Embed tokens (...) int64. Returns (..., r)."""
+    def embedded(self, before: Tensor, embed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Embed tokens (...) int64. Returns (..., r). embed is not used."""
         return self.markov_w1(before.clamp(max=self.markov_w1.num_embeddings - 1))  # a target may pad its vocabulary
 
     def forward(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -44,6 +45,20 @@ class MarkovHead(nn.Module):
         """
         x, state = self.read(before, hidden, state)
         return self.markov_w2(x), state
+
+    def initial_state(self, before: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return the state (B, 1, r) with which a block begins whose anchor drafts nothing: after the anchor.
+
+        before: (B, 1, r), embedding of the anchor. hidden: (B, 1, H), the block's hidden state there.
+        """
+        return self.read(before, hidden, None)[1]
+
+    def corrected(
+        self, logits: Tensor, before: Tensor, hidden: Tensor, state: Tensor | None, depth: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `Correction.corrected`."""
+        bias, state = self(before, hidden, state)
+        return logits + bias, state
 
     def read(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Compute the input (B, n, r) of `markov_w2` and the new recurrent state. See `forward`."""

@@ -38,7 +38,7 @@ class Known:
     Attributes:
         target: the target's name on the hub, in lower case and without its organization.
         head: a folder in `heads/`, or a hub id.
-        kind: name of the proposer that drafts with it. DSpark drafters have "dflash", too.
+        kind: name of the proposer that drafts with it: "dflash" for DSpark, JetSpec, Domino and DFlash 2, too.
         layout: layout of its checkpoint, by the project that defined it.
         files: files of a shipped head, with checksums. Empty for a hub id.
         fingerprint: fingerprint of the target, which identifies it under any other name.
@@ -79,12 +79,17 @@ HEADS = (
     Known("qwen3-4b", "AngelSlim/Qwen3-4B_eagle3", layout="SGLang"),
     Known("qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16", "dflash", "z-lab"),
     Known("qwen3-4b", "deepseek-ai/dspark_qwen3_4b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-4b", "Huang2020/Qwen3-4B-Domino-b16", "dflash", "z-lab"),
     Known("qwen3-8b", "RedHatAI/Qwen3-8B-speculator.eagle3", layout="speculators"),
     Known("qwen3-8b", "z-lab/Qwen3-8B-DFlash-b16", "dflash", "z-lab"),
     Known("qwen3-8b", "deepseek-ai/dspark_qwen3_8b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-8b", "JetSpec/jetspec-qwen3-8b", "dflash", "z-lab"),
+    Known("qwen3-8b", "Huang2020/Qwen3-8B-Domino-b16", "dflash", "z-lab"),
     Known("qwen3-14b", "RedHatAI/Qwen3-14B-speculator.eagle3", layout="speculators"),
     Known("qwen3-14b", "deepseek-ai/dspark_qwen3_14b_block7", "dflash", "DeepSpec"),
+    Known("qwen3-30b-a3b", "JetSpec/jetspec-qwen3-30b-a3b", "dflash", "z-lab"),
     Known("qwen3-32b", "RedHatAI/Qwen3-32B-speculator.eagle3", layout="speculators"),
+    Known("qwen3.8-27b", "z-lab/Qwen3.8-27B-DFlash2", "dflash", "z-lab"),
     Known("gemma-4-31b-it", "RedHatAI/gemma-4-31B-it-speculator.eagle3", layout="speculators"),
     Known("gpt-oss-20b", "RedHatAI/gpt-oss-20b-speculator.eagle3", layout="speculators"),
 )

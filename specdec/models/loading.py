@@ -17,10 +17,10 @@ from specdec.utils.paths import require_folder_or_id
 
 
 def is_block(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a DFlash or DSpark drafter, in any layout."""
+    """Return whether a config.json describes a DFlash drafter or one of its kin, in any layout."""
     kind = str(config.get("speculators_model_type", ""))
     names = [kind, *(config.get("architectures") or ())]
-    return any(word in str(name).lower() for word in ("dflash", "dspark") for name in names) or (
+    return any(word in str(name).lower() for word in ("dflash", "dspark", "domino") for name in names) or (
         not kind and config.get("mask_token_id") is not None and config.get("target_layer_ids") is not None
     )
 

@@ -19,6 +19,7 @@ from specdec.proposers.draft_heads.block import BlockProposer
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.draft_heads.hydra import HydraProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.proposers.draft_models.assistant import AssistantProposer, is_assistant
 from specdec.proposers.draft_models.draft_model import DraftModelProposer
 from specdec.proposers.draft_models.early_exit import EarlyExitProposer
 from specdec.proposers.draft_models.translated import TranslatedDraftProposer
@@ -89,7 +90,9 @@ def as_proposer(
 def _draft_model(
     model: PreTrainedModel | str, target: PreTrainedModel, tokenizers: tuple[Any, Any] = (None, None)
 ) -> Proposer:
-    """Build a `DraftModelProposer`, or a `TranslatedDraftProposer` if the tokenizers differ."""
+    """Build a `DraftModelProposer`, a `TranslatedDraftProposer` if the tokenizers differ, or an `AssistantProposer`."""
+    if is_assistant(model):
+        return AssistantProposer(model)
     proposer = DraftModelProposer(model, like=target)
     if None not in tokenizers and tokenizers[0].get_vocab() != tokenizers[1].get_vocab():
         return TranslatedDraftProposer(model, like=target, target_tokenizer=tokenizers[0], tokenizer=tokenizers[1])

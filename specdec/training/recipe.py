@@ -30,7 +30,7 @@ class Recipe:
         data: file or folder of texts, see `read_entries`. Best are answers that the target wrote, as `regenerate` lets
             it.
         out: folder for all results.
-        kind: "eagle3", "dflash" or "dspark" (block drafters), or "mtp" (multi-token-prediction layers).
+        kind: "eagle3", "dflash", "jetspec" or "dspark" (block drafters), or "mtp" (multi-token-prediction layers).
         start_from: folder or hub id of a head to continue training. None: a fresh head.
         start_from_target: the model that `start_from` drafts for, if that is another one with the same tokens
             (see `transfer_head`).

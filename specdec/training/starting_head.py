@@ -61,11 +61,12 @@ def given_head(recipe: Recipe) -> StandAlone | None:
 
 def _given_drafter(recipe: Recipe, path: str) -> DFlashHead:
     head = load_block(path)
-    kind = "dspark" if isinstance(head, DFlashHead) and head.markov_head is not None else "dflash"
-    if not isinstance(head, DFlashHead) or kind != recipe.kind:
+    if not isinstance(head, DFlashHead) or head.config.kind != recipe.kind:
         raise ValueError(f"{path} is not a {recipe.kind} drafter: choose another --kind")
     if head.lm_head is None:
         raise ValueError(f"{path} uses its target's LM head, but only drafters with their own can be trained")
+    if head.config.is_scaled:
+        raise ValueError(f"{path} scales its embeddings or logits, which is not trained: choose another drafter")
     if recipe.drafted > head.config.drafted:
         raise ValueError(
             f"{path} drafts {head.config.drafted} tokens, --steps is {recipe.drafted}: choose a smaller --steps"

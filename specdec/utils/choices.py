@@ -20,7 +20,7 @@ NumberFormat = Literal["auto", "bfloat16", "float16", "float32"]
 HeadLayout = Literal["sglang", "speculators", "int8"]
 LossName = Literal["ce", "lk", "ce+lk", "tv"]
 OptimizerName = Literal["adamw", "muon"]
-HeadKind = Literal["eagle3", "dflash", "dspark", "mtp"]
+HeadKind = Literal["eagle3", "dflash", "jetspec", "dspark", "mtp"]
 Sharding = Literal["none", "devices", "tp", "fsdp"]
 Tracker = Literal["none", "tensorboard", "wandb"]
 

@@ -21,7 +21,7 @@ from docs.badges import IMAGES, badges
 from specdec import SpeculativeGenerator
 from specdec.cli.app import app
 from specdec.models.compat import CACHE
-from tests.support import blocks, encoded, tiny
+from tests.support import blocks, encoded, gemma4, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -115,6 +115,8 @@ def test_python_blocks_run(page, tokenizer, monkeypatch, tmp_path):
         "draft_model": tiny.model("llama", seed=1),
         "tokenizer": with_chat_template(tokenizer),
         "inputs": tiny.prompts(9),
+        "gemma": gemma4.target() if gemma4.AVAILABLE else target,
+        "assistant": gemma4.assistant() if gemma4.AVAILABLE else tiny.model("llama", seed=1),
         "whisper": encoded.model("whisper"),
         "input_features": encoded.inputs("whisper")["input_features"],
         "more_tokens": tiny.prompts(4)["input_ids"],

@@ -31,6 +31,7 @@ from specdec import (
     TranslatedDraftProposer,
 )
 from specdec.engine import draft_session
+from specdec.heads.dflash.selector import SelectorShape
 from specdec.models.hidden_states import FINAL
 from specdec.proposers.pacing.estimates import DraftCost, Estimates
 from specdec.proposers.pacing.pacer import Pacer
@@ -180,10 +181,11 @@ def trained_eagle_head():
     return head.eval()
 
 
-def block_head(name: str):
+def block_head(name: str, **changes):
     """Untrained, for blocks of five."""
     return blocks.head(
         name,
+        **changes,
         hidden_size=16,
         target_hidden_size=16,
         vocab_size=VOCAB,
@@ -193,6 +195,11 @@ def block_head(name: str):
         tap_ids=(0, 1),
         mask_token_id=0,
     )
+
+
+def few_candidates():
+    """A drafter that draws from three of the tokens."""
+    return block_head("DFlash 2", selector=SelectorShape(rank=6, candidates=3))
 
 
 def translated(**shape):
@@ -224,6 +231,7 @@ PROPOSERS = {
     "block": lambda: BlockProposer(block_head("DFlash"), tree=SMALL_TREE),
     "block, Markov": lambda: BlockProposer(block_head("DSpark")),
     "block, Markov, drawn chain": lambda: BlockProposer(block_head("rnn"), branching=(1, 1, 1)),
+    "block, selector, drawn tree": lambda: BlockProposer(few_candidates(), branching=(2, 2)),
     "block, drawn tree": lambda: BlockProposer(block_head("DFlash"), branching=(2, 2)),
     "medusa": lambda: BlockProposer(blocks.medusa(hidden=16, vocab=VOCAB), tree=SMALL_TREE),
     "hydra": lambda: HydraProposer(blocks.hydra(hidden=16, vocab=VOCAB), tree=SMALL_TREE),

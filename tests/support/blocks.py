@@ -6,7 +6,10 @@ import torch
 
 from specdec.heads.config import LayerConfig
 from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.convolution import ConvolutionShape
+from specdec.heads.dflash.domino import DominoShape
 from specdec.heads.dflash.head import DFlashHead
+from specdec.heads.dflash.selector import SelectorShape
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.hydra.head import HydraConfig, HydraHeads
 from specdec.heads.medusa import MedusaConfig, MedusaHeads
@@ -29,12 +32,18 @@ SHAPE = {
     "windows": (None, None),
 }
 OWN = {"own_head": True, "draft_vocab_size": 40}
+DFLASH2 = {
+    "selector": SelectorShape(rank=6, candidates=9),
+    "convolution": ConvolutionShape(kernel_size=2, group_size=8),
+}
 MARKOV = {"markov_rank": 4, "from_anchor": True, "confidence": True, "confidence_with_markov": True}
-VARIANTS = {
+TRAINED = {
     "DFlash": {},
     "one layer": {"num_layers": 1, "windows": (None,)},
     "window": {"windows": (6, None)},
-    "window from the anchor": {"windows": (None, 6), "window_from_anchor": True, "causal_windows": True},
+    "window from the anchor": {"windows": (None, 6), "window_from_anchor": True, "causal": "windows"},
+    "JetSpec": {"causal": "all"},
+    "causal and windowed": {"causal": "all", "windows": (6, None)},
     "from the anchor": {"from_anchor": True},
     "own vocabulary": OWN,
     "own embedding": {"own_embedding": True, "own_head": True},
@@ -46,6 +55,14 @@ VARIANTS = {
     "rnn behind the anchor": {"markov": "rnn"} | MARKOV | {"from_anchor": False, "confidence_with_markov": False},
     "confidence alone": {"confidence": True},
 }
+UNTRAINED = {  # variants that specdec does not train
+    "Domino": {"domino": DominoShape(state_size=6, rank=5, uncorrected=1), "from_anchor": True},
+    "Domino behind the anchor": {"domino": DominoShape(state_size=6, rank=5)} | OWN,
+    "DFlash 2": DFLASH2,
+    "DFlash 2, wide kernel": DFLASH2 | {"convolution": ConvolutionShape(kernel_size=4, group_size=16)},
+    "scaled": {"embedding_scale": 1.5, "logit_scale": 0.5, "logit_softcap": 3.0},
+}
+VARIANTS = TRAINED | UNTRAINED
 
 
 def head(name: str = "DFlash", seed: int = 0, **changes) -> DFlashHead:
@@ -54,8 +71,11 @@ def head(name: str = "DFlash", seed: int = 0, **changes) -> DFlashHead:
     torch.manual_seed(seed)
     made = DFlashHead(config).eval()
     with torch.no_grad():
-        for weight in made.parameters():
-            weight.mul_(2.0) if weight.dim() > 1 else weight.uniform_(0.5, 1.5)
+        for name, weight in made.named_parameters():
+            if name.endswith("base_kernel"):
+                weight.normal_()
+            else:
+                weight.mul_(2.0) if weight.dim() > 1 else weight.uniform_(0.5, 1.5)
     if made.d2t is not None and config.draft_vocab_size < config.vocab_size:
         ids = torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values
         made.d2t.copy_(ids - torch.arange(len(ids)))
@@ -118,6 +138,17 @@ class Kept:
         return tuple(torch.cat(pair, 2) for pair in zip(context, (keys, values), strict=True))
 
 
+def corrected(head, logits, h, tokens, embed):
+    """The logits (B, D, K) after the true tokens (B, D)."""
+    parts, state = [], None
+    for depth in range(logits.shape[1]) if head.correction is not None else ():
+        at = slice(depth, depth + 1)
+        before = head.correction.embedded(tokens[:, at], embed)
+        part, state = head.correction.corrected(logits[:, at], before, h[:, at], state, depth)
+        parts.append(part)
+    return torch.cat(parts, 1) if parts else logits
+
+
 @functools.cache
 def trained(name: str = "DFlash", updates: int = 250):
     """A drafter overfitted to a tiny target's own greedy texts; the target, and the prompts it was trained on."""
@@ -128,6 +159,9 @@ def trained(name: str = "DFlash", updates: int = 250):
     config = DFlashConfig(**shape | {"confidence": False, "confidence_with_markov": False})
     torch.manual_seed(0)
     made = DFlashHead(config)
+    for name, weight in made.named_parameters():  # DFlash 2's parts begin as if they were not there
+        if "codebook" in name or "kernel_projection" in name:
+            weight.data.mul_(0.1)
     states, (B, T) = eagle3.states_of(target, texts, config.tap_ids), texts.shape
     n, skipped = config.block_size, config.block_size - config.drafted
     embed, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
@@ -140,14 +174,14 @@ def trained(name: str = "DFlash", updates: int = 250):
         made.append_kv(states, torch.arange(T).expand(B, -1), cache)
         ids = torch.full((B, n), config.mask_token_id)
         ids[:, :1] = texts.gather(1, anchor)
-        seen = torch.cat([torch.arange(T) < anchor, torch.ones(B, n, dtype=torch.bool)], 1)
-        visible = [seen[:, None].expand(-1, n, -1)] * config.num_layers
+        text, own = torch.arange(T) < anchor, torch.ones(B, n, n, dtype=torch.bool)
+        own = own.tril() if config.causal == "all" else own
+        visible = [torch.cat([text[:, None].expand(-1, n, -1), own], -1)] * config.num_layers
         h = made(embed(ids), anchor + places, visible, cache)[:, skipped:]
         logits, wanted = lm_head(h), texts[rows, anchor + 1 + torch.arange(config.drafted)]
-        if made.markov_head is not None:
-            before = made.markov_head.embedded(texts[rows, anchor + torch.arange(config.drafted)])
-            logits = logits + made.markov_head(before, h, None)[0]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        drafted = [logits, corrected(made, logits, h, texts[rows, anchor + torch.arange(config.drafted)], embed)]
+        losses = [torch.nn.functional.cross_entropy(part.mT, wanted, reduction="none") for part in drafted]
+        loss = sum(part[part.isfinite()].mean() for part in losses)  # a selector learns from its candidates alone
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,5 +1,6 @@
 """Block-parallel drafters a second time: one row, no cache, no masks, loops. Imports nothing from specdec."""
 
+import functools
 import math
 from types import SimpleNamespace
 
@@ -25,7 +26,13 @@ class NaiveDrafter(NaiveHead):
         slot = len(path) + (0 if self.c.from_anchor else 1)
         before = [anchor, *path]
         own = "lm_head.weight" in self.w
-        logits = (self.w["lm_head.weight"] if own else self.target_lm_head.double()) @ h[slot]
+        logits = (self.w["lm_head.weight"] if own else self.target_lm_head.double()) @ h[slot] * self.c.logit_scale
+        if self.c.logit_softcap is not None:
+            logits = torch.tanh(logits / self.c.logit_softcap) * self.c.logit_softcap
+        if self.c.domino is not None and len(path) >= self.c.domino.uncorrected:
+            logits = logits + self.domino(h[slot], before)
+        if self.c.selector is not None:
+            logits = self.selected(logits, h[slot], before[-1])
         if self.c.markov is not None:
             logits = logits + self.bias(h, before)
         sure = None
@@ -35,6 +42,43 @@ class NaiveDrafter(NaiveHead):
                 x = torch.cat([x, self.w["markov_head.markov_w1.weight"][before[-1]]])
             sure = torch.sigmoid(self.linear(x, "confidence_head.proj"))[0]
         return logits, sure
+
+    def domino(self, h, before):
+        """What Domino's head adds behind these tokens, with torch's own GRU."""
+        gru = torch.nn.GRU(self.c.hidden_size, self.c.domino.state_size, bias=False).double()
+        gru.weight_ih_l0.copy_(self.w["domino_head.input_gates.weight"])
+        gru.weight_hh_l0.copy_(self.w["domino_head.state_gates.weight"])
+        state = gru(torch.stack([self.embedding[token] for token in before]))[0][-1]
+        inner = torch.nn.functional.silu(self.linear(torch.cat([h, state]), "domino_head.down_proj"))
+        return self.linear(inner, "domino_head.up_proj")
+
+    def selected(self, logits, h, before):
+        """The candidates' logits with their scores behind this token, one by one; -inf for all other tokens."""
+        name, out = "candidate_selector.", torch.full_like(logits, -math.inf)
+        context = self.w[name + "predecessor_codebook.weight"][before] * self.linear(h, name + "hidden_projection")
+        for token in logits.argsort(descending=True)[: self.c.selector.candidates].tolist():
+            out[token] = logits[token] + context @ self.w[name + "successor_codebook.weight"][token]
+        return out
+
+    def convolved(self, rows, kernels, which):
+        """Each row, mixed with those before it in the block."""
+        groups = self.c.hidden_size // self.c.convolution.group_size
+        out = []
+        for i in range(len(rows)):
+            base, moved = kernels[0][which], kernels[1][i].view(2, -1, groups)[which]
+            mixed = torch.zeros_like(rows[i])
+            for back in range(min(i + 1, self.c.convolution.kernel_size)):
+                channel = [g for g in range(groups) for _ in range(self.c.convolution.group_size)]
+                mixed = mixed + (base[back] + moved[back][channel]) * rows[i - back]
+            out.append(mixed)
+        return out
+
+    def wrapped(self, part, name, rows):
+        """A part of a layer over all rows, between two convolutions if there are any."""
+        if self.c.convolution is None:
+            return part(rows)
+        kernels = self.w[name + ".base_kernel"], [self.linear(row, name + ".kernel_projection") for row in rows]
+        return self.convolved(part(self.convolved(rows, kernels, 0)), kernels, 1)
 
     def bias(self, h, before):
         """What the Markov head adds behind the last of these tokens."""
@@ -59,13 +103,16 @@ class NaiveDrafter(NaiveHead):
         """The normed output at every place of the block."""
         context = [self.rms(self.linear(state.double(), "fc"), "hidden_norm") for state in states]
         x = [self.embedding[anchor], *[self.embedding[self.c.mask_token_id]] * (self.c.block_size - 1)]
+        x = [row * self.c.embedding_scale for row in x]
         for number in range(self.c.num_layers):
             name = f"layers.{number}."
             inputs = [self.rms(row, name + "input_layernorm") for row in x]
-            attended = self.attend(name + "self_attn.", number, context, inputs)
+            attend = functools.partial(self.attend, name + "self_attn.", number, context)
+            attended = self.wrapped(attend, name + "attention_conv", inputs)
             x = [row + a for row, a in zip(x, attended, strict=True)]
             normed = [self.rms(row, name + "post_attention_layernorm") for row in x]
-            x = [row + self.mlp(n, name) for row, n in zip(x, normed, strict=True)]
+            outputs = self.wrapped(lambda rows, at=name: [self.mlp(n, at) for n in rows], name + "mlp_conv", normed)
+            x = [row + out for row, out in zip(x, outputs, strict=True)]
         return [self.rms(row, "norm") for row in x]
 
     def mlp(self, n, name):
@@ -93,10 +140,10 @@ class NaiveDrafter(NaiveHead):
     def sees(self, number, anchor, here, there):
         """Whether the token at position `here` sees the one at `there`, in this layer."""
         window = self.c.windows[number]
+        if there > here and (self.c.causal == "all" or (self.c.causal == "windows" and window is not None)):
+            return False
         if window is None:
             return True
-        if self.c.causal_windows and there > here:
-            return False
         return there >= (anchor if self.c.window_from_anchor else here) - window
 
     def projected(self, name, kind, x, position):

@@ -9,6 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.convolution import ConvolutionShape
+from specdec.heads.dflash.domino import DominoShape
+from specdec.heads.dflash.selector import SelectorShape
 from specdec.heads.eagle3.config_reader import ConfigReader
 
 
@@ -30,6 +33,7 @@ class BlockReader(ConfigReader):
         own_head = bool(seen("own_head", "lm_head.weight" in weights))
         windows, vocab_size = self._windows(layers["num_layers"]), self._known_vocabulary()
         markov, confidence = weights.get("markov_head.markov_w1.weight"), weights.get("confidence_head.proj.weight")
+        softcap = self._first("final_logit_softcapping")
         deep = self.format == "DeepSpec"
         return DFlashConfig(
             **layers,
@@ -49,9 +53,15 @@ class BlockReader(ConfigReader):
             ),
             windows=windows,
             window_from_anchor=self.speculators and any(windows),
-            causal_windows=self._causal_windows() if any(windows) else False,
+            causal=self._causal(any(windows)),
             markov=None if markov is None else self._markov(),
             markov_rank=0 if markov is None else seen("markov_rank", markov.shape[1]),
+            domino=self._domino(),
+            selector=self._selector(),
+            convolution=self._convolution(layers["hidden_size"]),
+            embedding_scale=self._scale("embedding_scale", "input_embedding_scale"),
+            logit_scale=self._scale("logit_scale", "output_multiplier"),
+            logit_softcap=self._record("logit_softcap", float(softcap), "config") if softcap else None,
             confidence=seen("confidence", confidence is not None),
             confidence_with_markov=confidence is not None
             and seen("confidence_with_markov", confidence.shape[1] > layers["hidden_size"]),
@@ -101,15 +111,28 @@ class BlockReader(ConfigReader):
             self._record("windows", found, "config", "positions back from the anchor" if self.speculators else "")
         return found
 
-    def _causal_windows(self) -> bool:
-        if not self.speculators:
-            return bool(self._from_config("causal_windows", self._first("causal"), False))
-        opposite = self._first("sliding_window_non_causal")
-        return bool(self._from_config("causal_windows", None if opposite is None else not opposite, True))
+    def _causal(self, windowed: bool) -> Any:
+        """Return which layers are causal within the block. windowed: whether any layer has a window.
+
+        A field for all layers comes first: JetSpec's, z-lab's or vLLM's. Without it, windows are causal in the z-lab
+        layout, and in that of speculators' `dflash` unless a field says otherwise.
+        """
+        stated = self._first("causal_head")
+        stated = self._first("is_causal", "causal") if stated is None else stated
+        opposite = self._first("sliding_window_non_causal") if self.speculators else None
+        found, kind = "none", self.top.get("speculators_model_type")
+        if stated is not None:
+            found = "all" if stated else "none"
+        elif opposite is not None:
+            found = "windows" if windowed and not opposite else "none"
+        elif windowed and self.format in ("vLLM speculators", "z-lab") and kind != "dflash2":
+            found = "windows"
+        return self._record("causal", found, "assumed" if stated is None and opposite is None else "config")
 
     def _known_vocabulary(self) -> int:
         """Return the vocabulary's size, or 0 for the target's if neither a tensor nor the config gives it."""
-        for name in ("embed_tokens.weight", "markov_head.markov_w1.weight"):
+        names = ("embed_tokens", "markov_head.markov_w1", "candidate_selector.predecessor_codebook")
+        for name in (f"{name}.weight" for name in names):
             if name in self.weights:
                 return int(self._from_weights("vocab_size", self.weights[name].shape[0]))
         size = self.layer.get("vocab_size") or self.top.get("vocab_size")
@@ -123,6 +146,32 @@ class BlockReader(ConfigReader):
             raise ValueError(f"{self.folder} drafts {size} of {vocab_size} tokens and lacks lm_head.weight")
         self._from_weights("draft_vocab_size", "the target's", "drafts through the target's LM head")
         return vocab_size
+
+    def _domino(self) -> DominoShape | None:
+        gates = self.weights.get("domino_head.input_gates.weight")
+        if gates is None:
+            return None
+        size = self._from_weights("domino_state", len(gates) // 3, "width of the GRU's state")
+        rank = self._from_weights("domino_rank", len(self._weight("domino_head.down_proj.weight")))
+        return DominoShape(size, rank, self._from_config("uncorrected", self._first("pure_draft_prefix_len"), 0))
+
+    def _selector(self) -> SelectorShape | None:
+        codes = self.weights.get("candidate_selector.predecessor_codebook.weight")
+        if codes is None:
+            return None
+        return SelectorShape(self._from_weights("selector_rank", codes.shape[1]), self._required("selector_top_k"))
+
+    def _convolution(self, hidden_size: int) -> ConvolutionShape | None:
+        if "layers.0.attention_conv.base_kernel" not in self.weights:
+            return None
+        size = self.weights["layers.0.attention_conv.base_kernel"].shape[1]
+        groups = len(self._weight("layers.0.attention_conv.kernel_projection.weight")) // (2 * size)
+        self._from_weights("convolution", [size, hidden_size // groups], "tokens, channels per group")
+        return ConvolutionShape(size, hidden_size // groups)
+
+    def _scale(self, name: str, field: str) -> float:
+        stated = self._first(field)
+        return 1.0 if stated is None else float(self._record(name, stated, "config"))
 
     def _markov(self) -> Any:
         parts = {"gated": "gate_proj", "rnn": "joint_proj"}

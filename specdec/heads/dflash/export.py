@@ -1,4 +1,4 @@
-"""`save`: writes a DFlash or DSpark drafter in the layout of vLLM speculators."""
+"""`save`: writes a DFlash, JetSpec or DSpark drafter in the layout of vLLM speculators."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ def save(head: DFlashHead, folder: str | Path, target: str = "") -> None:
         raise ValueError("this drafter uses its target's LM head, but this layout needs a drafter with its own LM head")
     if any(c.windows) and not c.window_from_anchor:
         raise ValueError("this drafter's windows count from each token, but this layout's count from the anchor")
+    if c.kind in ("domino", "dflash2") or c.is_scaled:
+        raise ValueError(f"this {c.kind} drafter cannot be written: copy the files that it was loaded from")
     check_overwrite(folder)
     weights = {name: tensor.contiguous().cpu() for name, tensor in head.state_dict().items()}
     ids = head.draft_to_target
@@ -47,7 +49,8 @@ def config_dict(c: DFlashConfig, target: str) -> dict[str, Any]:
         "mask_token_id": c.mask_token_id,
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
-        "sliding_window_non_causal": not c.causal_windows,
+        "sliding_window_non_causal": c.causal == "none",
+        **({"dflash_config": {"causal": True}} if c.causal == "all" else {}),
         **(markov if c.markov is not None else {}),
         **(confidence if c.confidence else {}),
     }

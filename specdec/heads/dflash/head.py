@@ -2,7 +2,7 @@
 
     context = hidden_norm(fc([tap, tap, ...]))          # one entry per known token before the anchor
     x = [embed(anchor), embed(mask), embed(mask), ...]  # the anchor is the last known token
-    x = layer(x)                                        # attends to the context and to all of x, not causally
+    x = layer(x)                                        # attends to the context and to x, causally in JetSpec alone
     logits = lm_head(norm(x))                           # of the tokens after the anchor
 
 The context's keys and values do not depend on x, so they are computed once per token and cached. Embeddings and
@@ -19,13 +19,17 @@ from transformers import Cache
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.heads.base import StateHead
+from specdec.heads.block import Correction
 from specdec.heads.dflash.config import DFlashConfig
+from specdec.heads.dflash.convolution import ConvolvedLayer
+from specdec.heads.dflash.domino import DominoHead
+from specdec.heads.dflash.selector import CandidateSelector
 from specdec.heads.layers import DecoderLayer
 from specdec.heads.markov import ConfidenceHead, MarkovHead
 
 
 class DFlashHead(StateHead):
-    """DFlash drafter, with DSpark's Markov and confidence heads if the config has them.
+    """DFlash drafter, with the further parts of JetSpec, DSpark, Domino or DFlash 2 if the config has them.
 
     Parameters have the names of z-lab's checkpoints; the Markov and confidence heads have DeepSpec's.
 
@@ -51,16 +55,30 @@ class DFlashHead(StateHead):
         self.embed_tokens = nn.Embedding(V, H) if config.own_embedding else None
         self.fc = nn.Linear(config.target_hidden_size * len(config.tap_ids), H, bias=False)
         self.hidden_norm = LlamaRMSNorm(H, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(self._layer(i) for i in range(config.num_layers))
         self.norm = LlamaRMSNorm(H, config.rms_norm_eps)
         self.lm_head = nn.Linear(H, K, bias=False) if config.own_head else None
         self.markov_head = None
         if config.markov is not None:
             self.markov_head = MarkovHead(config.markov, config.markov_rank, V, K, H)
+        self.domino_head = None if config.domino is None else DominoHead(config.domino, H, K)
+        self.candidate_selector = None if config.selector is None else CandidateSelector(config.selector, H, K)
         self.confidence_head = None
         if config.confidence:
             self.confidence_head = ConfidenceHead(H + config.markov_rank * config.confidence_with_markov)
         self.register_buffer("d2t", torch.zeros(K, dtype=torch.long) if config.own_head else None)
+
+    def _layer(self, index: int) -> DecoderLayer:
+        c = self.config
+        if c.convolution is None:
+            return DecoderLayer(c, index)
+        return ConvolvedLayer(c, index, c.convolution, c.block_size)
+
+    @property
+    def correction(self) -> Correction | None:
+        """The head that corrects the logits for the tokens drafted so far, if there is one."""
+        heads = self.markov_head, self.domino_head, self.candidate_selector
+        return next((head for head in heads if head is not None), None)
 
     @property
     def draft_to_target(self) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""`DFlashRunner`: runs a DFlash or DSpark drafter next to a target, over the rows of a batch.
+"""`DFlashRunner`: runs a DFlash drafter, or one of its kin, next to a target, over the rows of a batch.
 
 Slot i of a row in its cache holds the keys and values of the target's state at token i, at position i. The slots after
 them hold the drafted block, which the next `extend` overwrites.
@@ -66,19 +66,23 @@ class DFlashRunner(BlockDrafts, CachedRows):
         c, B = self.head.config, len(anchor)
         assert c.mask_token_id is not None
         masks = anchor.new_full((B, c.block_size - 1), c.mask_token_id)
-        # An embedding that norms is read without its norm, as transformers does (5.23, candidate_generator.py).
-        embeds = self.embeddings.embedded(torch.cat([anchor, masks], 1), self.head, normed=False)
+        embeds = self._embedded(torch.cat([anchor, masks], 1))
         place = torch.arange(c.block_size, device=self.head.device)
         whole = torch.ones(B, c.block_size, c.block_size, dtype=torch.bool, device=self.head.device)
         visible_slots = self.place_draft(place.expand(B, -1), whole)
         h = self._fast(embeds, visible_slots.positions, self._visible(visible_slots, place, B), self.cache)
         drafting = h[:, c.block_size - c.drafted :]
-        block = Block(self._logits(drafting), drafting, self._fast.markov_head, self._fast.confidence_head)
-        if c.from_anchor or block.markov is None:
+        correction, confidence = self._fast.correction, self._fast.confidence_head
+        block = Block(self._logits(drafting), drafting, correction, confidence, self._embedded)
+        if c.from_anchor or correction is None:
             return block
-        # A recurrent Markov head starts at the anchor, although the anchor's own output drafts nothing.
-        before = block.markov.embedded(anchor.to(h.device)).to(h.dtype)
-        return replace(block, initial_state=block.markov(before, h[:, :1], None)[1])
+        before = correction.embedded(anchor.to(h.device), self._embedded).to(h.dtype)
+        return replace(block, initial_state=correction.initial_state(before, h[:, :1]))
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        # An embedding that norms is read without its norm, as transformers does (5.23, candidate_generator.py).
+        embeds, scale = self.embeddings.embedded(tokens, self.head, normed=False), self.head.config.embedding_scale
+        return embeds if scale == 1.0 else embeds * scale
 
     def _visible(self, visible_slots: VisibleSlots, place: Tensor, rows: int) -> list[Tensor]:
         """Return (B, n, slots) bool for each layer: known tokens and the block, within the layer's window."""
@@ -90,13 +94,17 @@ class DFlashRunner(BlockDrafts, CachedRows):
             if window is not None:
                 first = visible_slots.base[..., None] if c.window_from_anchor else visible_slots.positions[..., None]
                 seen = seen & (held >= first - window)
-                if c.causal_windows:
-                    seen = seen & (node <= place[:, None])
+            if c.is_causal(window):
+                seen = seen & (node <= place[:, None])
             masks[window] = seen.expand(rows, c.block_size, -1)
         return [masks[window] for window in c.windows]
 
     def _logits(self, h: Tensor) -> Tensor:
+        c = self.head.config
         if self.lm_head is None:
             assert self._fast.lm_head is not None
-            return self._fast.lm_head(h)
-        return apply_lm_head(self.lm_head, h)
+            logits = self._fast.lm_head(h)
+        else:
+            logits = apply_lm_head(self.lm_head, h)
+        logits = logits if c.logit_scale == 1.0 else logits * c.logit_scale
+        return logits if c.logit_softcap is None else torch.tanh(logits / c.logit_softcap) * c.logit_softcap

@@ -98,6 +98,11 @@ class Slots:
         keys, values = self.buffers[layer]
         return keys, values
 
+    def committed(self, layer: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """See `SpeculativeCache.committed`."""
+        keys, values = self.pair(layer)
+        return keys, values, self._positions(as_column(lengths, keys.device))
+
     def slots(self, device: torch.device) -> Tensor:
         """Slots (B, n) int64 that this pass writes."""
         assert self._order is not None

@@ -131,6 +131,13 @@ class SpeculativeCache(Cache):
         kinds = {layer: self._kind_of(layer) for layer in self.filled}
         return {layer: (*kind.pair(layer), kind.slots(device)) for layer, kind in kinds.items()}
 
+    def committed(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a layer's whole key and value buffers, and the position (B, S) int64 in each slot, negative if empty.
+
+        Positions of a draft that was not committed count as the older ones that it overwrote, which no window reaches.
+        """
+        return self._kind_of(layer_idx).committed(layer_idx, self.lengths)
+
     def held(self, span: Span, device: torch.device) -> Tensor:
         """Position (B, S) int64 in each slot that attention sees in the current pass; (1, S) if all rows agree.
 

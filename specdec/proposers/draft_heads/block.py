@@ -1,4 +1,4 @@
-"""`BlockProposer`: a block-parallel drafter (DFlash, DSpark, P-EAGLE, Medusa) drafts all its tokens in one pass.
+"""`BlockProposer`: a block-parallel drafter (DFlash and its kin, P-EAGLE, Medusa) drafts all its tokens in one pass.
 
 The pass gives one distribution per position of the block. A chain or a tree is read out of them.
 """
@@ -25,11 +25,12 @@ from specdec.sampling.dynamic_tree import DynamicTree
 
 
 class BlockProposer(HeadProposer):
-    """Drafts a whole block of tokens in one pass of a DFlash, DSpark, P-EAGLE or Medusa head.
+    """Drafts a whole block of tokens in one pass of a DFlash, P-EAGLE or Medusa head, or of a kin of DFlash.
 
     Drafts are dynamic trees of the most probable combinations by default, and chains if the target cannot verify trees.
-    With a Markov head, each token's distribution depends on the token before. With a confidence head, the length of a
-    chain follows the head's confidence. See DFlash (arXiv 2602.06036) and Medusa (arXiv 2401.10774).
+    DSpark, Domino and DFlash 2 correct each token's distribution for the tokens before. With a confidence head, the
+    length of a chain follows the head's confidence. See DFlash (arXiv 2602.06036), JetSpec (arXiv 2606.18394), Domino
+    (arXiv 2605.29707) and Medusa (arXiv 2401.10774).
 
     Args:
         head: the head, or a folder or hub id to load it from.
@@ -106,9 +107,9 @@ class BlockProposer(HeadProposer):
         context.pacer.observe_read_out(seconds + building if context.host_sync_is_free else 0.0)
 
     def _children(self, context: Context, logits: Tensor, stepped: DraftNodes, k: int) -> tuple[Tensor, Tensor]:
-        """See `HeadProposer`. Without a Markov head, all nodes of a depth have the same children."""
+        """See `HeadProposer`. Without a correction, all nodes of a depth have the same children."""
         n = logits.shape[1]
-        if n == 1 or self.runner.block.markov is not None or not context.call.processors.read_scores_alone:
+        if n == 1 or self.runner.block.correction is not None or not context.call.processors.read_scores_alone:
             return super()._children(context, logits, stepped, k)
         tokens, log_probs = super()._children(context, logits[:, :1], stepped, k)
         return tokens.expand(-1, n, -1), log_probs.expand(-1, n, -1)

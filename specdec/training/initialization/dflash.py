@@ -44,8 +44,8 @@ def block_config_for(
         target: model to draft for.
         draft_vocab_size: number of tokens that can be drafted.
         mask_token_id: a token of the target that texts do not contain.
-        kind: "dflash": a block is an anchor and a mask for each drafted token. "dspark": the anchor also drafts, with
-            a Markov and a confidence head.
+        kind: "dflash": a block is an anchor and a mask for each drafted token. "jetspec": the same with a causal mask
+            within the block. "dspark": the anchor also drafts, with a Markov and a confidence head.
         drafted: tokens drafted per pass.
         changes: fields of `DFlashConfig`. By default a layer has the shape of one of the target's.
     """
@@ -54,5 +54,7 @@ def block_config_for(
         rank = max(1, shape["hidden_size"] // RANK)
         further = {"markov": "vanilla", "markov_rank": rank, "confidence": True, "confidence_with_markov": True}
         shape = {"block_size": drafted, "from_anchor": True} | further | shape
+    if kind == "jetspec":
+        shape = {"causal": "all"} | shape
     windows = (None,) * shape["num_layers"]
     return DFlashConfig(**{"block_size": drafted + 1, "windows": windows, "mask_token_id": mask_token_id} | shape)

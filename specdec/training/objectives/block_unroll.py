@@ -93,9 +93,9 @@ def _visible(c: DFlashConfig, documents: Tensor, position: Tensor, anchors: Tens
     mine = anchors.repeat_interleave(n, 1)[..., None]  # (B, A * n, 1)
     text = (column < mine) & (documents[:, None, :L] == documents.gather(1, mine[..., 0])[..., None])
     own = (block[:, None] // n == block // n).expand(B, -1, -1)
-    masks: dict[int | None, Tensor] = {None: torch.cat([text, own], -1)}
-    for window in {window for window in c.windows if window is not None}:
+    masks: dict[int | None, Tensor] = {}
+    for window in set(c.windows):
         first = (at[..., :1].expand_as(at) if c.window_from_anchor else at).flatten(1)[..., None]
-        near = text & (position[:, None, :L] >= first - window)
-        masks[window] = torch.cat([near, own & (block <= block[:, None]) if c.causal_windows else own], -1)
+        near = text if window is None else text & (position[:, None, :L] >= first - window)
+        masks[window] = torch.cat([near, own & (block <= block[:, None]) if c.is_causal(window) else own], -1)
     return [masks[window] for window in c.windows]

@@ -78,6 +78,12 @@ def speculators(kind, layer=(), **changes):
     return config | changes
 
 
+def z_lab(top=(), architectures=("DFlashDraftModel",), **nested):
+    """A config in z-lab's layout with these fields in its `dflash_config`."""
+    config = Z_LAB | {"architectures": list(architectures)} | dict(top)
+    return config | {"dflash_config": Z_LAB["dflash_config"] | nested}
+
+
 def written(folder, weights, config):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -100,6 +106,17 @@ def drafts(head):
 
 WINDOWED = {"windows": (6, None)}
 ANCHORED = {"windows": (7, None), "window_from_anchor": True}
+MASK = "sliding_window_non_causal"  # its default depends on the kind
+BORROWED = {"own_head": False, "draft_vocab_size": tiny.VOCAB}
+DOMINO = {"projector_type": "domino", "emb_dim": 5, "gru_hidden_dim": 6}
+PUBLISHED = {  # names in checkpoints
+    "domino_head.input_gates.weight": "prefix_gru.weight_ih_l0",
+    "domino_head.state_gates.weight": "prefix_gru.weight_hh_l0",
+    "domino_head.down_proj.weight": "embed_proj.0.weight",
+    "domino_head.up_proj.weight": "embed_proj.2.weight",
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+}
 WITH_TABLES = {"own_embedding": True, "own_head": True}
 LAYOUTS = {
     "z-lab": ("DFlash", {}, Z_LAB, "z-lab"),
@@ -110,7 +127,30 @@ LAYOUTS = {
         | {"dflash_config": Z_LAB["dflash_config"] | {"block_size": 5}},
         "z-lab",
     ),
-    "z-lab, windows": ("DFlash", WINDOWED, Z_LAB | SLIDING, "z-lab"),
+    "z-lab, windows": ("DFlash", WINDOWED | {"causal": "windows"}, Z_LAB | SLIDING, "z-lab"),
+    "z-lab, windows both ways": ("DFlash", WINDOWED, Z_LAB | SLIDING | {"is_causal": False}, "z-lab"),
+    "JetSpec": ("JetSpec", {}, z_lab(causal_head=True), "z-lab"),
+    "JetSpec, for vLLM": ("JetSpec", {}, z_lab(causal=True), "z-lab"),
+    "Domino": (
+        "Domino",
+        {},
+        z_lab(architectures=["DominoDraftModel"], **DOMINO, pure_draft_prefix_len=1, shift_label=True),
+        "z-lab",
+    ),
+    "Domino, masks alone": ("Domino behind the anchor", BORROWED, z_lab(**DOMINO, shift_label=False), "z-lab"),
+    "DFlash 2": ("DFlash 2", WINDOWED, z_lab(SLIDING | {"is_causal": False}, selector_top_k=9), "z-lab"),
+    "DFlash 2, scaled": (
+        "DFlash 2, wide kernel",
+        {"embedding_scale": 1.5, "logit_scale": 0.5, "logit_softcap": 3.0},
+        z_lab(selector_top_k=9, input_embedding_scale=1.5, output_multiplier=0.5, final_logit_softcapping=3.0),
+        "z-lab",
+    ),
+    "speculators dflash2": (
+        "DFlash 2",
+        ANCHORED,
+        {name: value for name, value in speculators("dflash2", SLIDING, selector_top_k=9).items() if name != MASK},
+        "vLLM speculators",
+    ),
     "DeepSpec": ("DSpark", WITH_TABLES, DEEPSPEC, "DeepSpec"),
     "DeepSpec, gated": ("gated", WITH_TABLES | {"draft_vocab_size": 64}, DEEPSPEC, "DeepSpec"),
     "DeepSpec, rnn": ("rnn", WITH_TABLES, DEEPSPEC, "DeepSpec"),
@@ -124,7 +164,7 @@ LAYOUTS = {
     ),
     "speculators dflash, windows": (
         "DFlash",
-        ANCHORED | {"causal_windows": True},
+        ANCHORED | {"causal": "windows"},
         speculators("dflash", SLIDING),
         "vLLM speculators",
     ),
@@ -153,6 +193,7 @@ def test_every_layout_is_read(layout, tmp_path):
         weights.pop("d2t", None)
     else:
         weights["t2d"] = torch.zeros(tiny.VOCAB, dtype=torch.bool)
+    weights = {PUBLISHED.get(name, name): tensor for name, tensor in weights.items()}
     checkpoint = read(written(tmp_path, weights, config))
     assert checkpoint.format == format
     loaded = checkpoint.head()

@@ -191,7 +191,7 @@ def test_published_heads_are_found_and_read_in_their_layouts(target, entry, monk
 def test_quantized_and_downloaded_targets_have_the_same_head(target, name):
     target.config._name_or_path = name
     assert registry.find(target, "eagle3") == "RedHatAI/Qwen3-8B-speculator.eagle3"
-    assert [entry.target for entry in registry.known_for(name)] == ["qwen3-8b"] * 3
+    assert {entry.target for entry in registry.known_for(name)} == {"qwen3-8b"}
 
 
 def test_other_models_of_a_family_have_none():
@@ -234,7 +234,7 @@ def test_a_head_in_the_hubs_cache_is_listed(monkeypatch, tmp_path):
     ("name", "draft"),
     [
         ("google/gemma-3-4b-it", '"ngram+draft:google/gemma-3-270m-it"'),
-        ("Qwen/Qwen3-30B-A3B", '"ngram+draft:Qwen/Qwen3-0.6B"'),
+        ("Qwen/Qwen3-235B-A22B", '"ngram+draft:Qwen/Qwen3-0.6B"'),
         ("google/gemma-3-270m", '"ngram+draft:PATH_OR_ID"'),
         ("openai-community/gpt2", '"ngram+draft:PATH_OR_ID"'),
     ],

@@ -9,6 +9,7 @@ import torch
 from specdec import BlockProposer
 from specdec.data.packed_dataset import PackedTexts
 from specdec.heads import loading
+from specdec.heads.dflash.config import DFlashConfig
 from specdec.heads.dflash.export import save
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.embeddings import BorrowedEmbeddings
@@ -69,7 +70,7 @@ def some_rows():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", blocks.VARIANTS)
+@pytest.mark.parametrize("name", blocks.TRAINED)
 def test_many_blocks_at_once_are_the_naive_drafters(name):
     check_unroll(blocks.head(name, **OWN), *some_rows())
 
@@ -97,18 +98,29 @@ def one_token_early(monkeypatch):
     monkeypatch.setattr(block_unroll, "split", lambda wanted, like: ((split(wanted, like)[0] - 1).clamp(min=0), None))
 
 
+def bidirectional(monkeypatch):
+    """Tokens of a block see those after them."""
+    monkeypatch.setattr(DFlashConfig, "is_causal", lambda self, window: False)
+
+
 split = block_unroll.split
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("fault", [sees_its_anchor, late, one_text, one_token_early], ids=lambda fault: fault.__name__)
-def test_that_check_finds_faults(fault, monkeypatch):
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        *((fault, "DSpark") for fault in (sees_its_anchor, late, one_text, one_token_early)),
+        (bidirectional, "JetSpec"),
+    ],
+)
+def test_that_check_finds_faults(fault, name, monkeypatch):
     documents, wanted = some_rows()
     wanted[0, 0] = False
-    check_unroll(blocks.head("DSpark", **OWN), documents, wanted)
+    check_unroll(blocks.head(name, **OWN), documents, wanted)
     fault(monkeypatch)
     with pytest.raises(AssertionError):
-        check_unroll(blocks.head("DSpark", **OWN), documents, wanted)
+        check_unroll(blocks.head(name, **OWN), documents, wanted)
 
 
 def batch(target, count=3, new_tokens=20):
@@ -203,7 +215,7 @@ def test_anchors_are_few_and_others_in_every_update():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dspark"])
 def test_training_makes_a_drafter_that_accepts_what_it_was_taught(kind, tmp_path):
     """From nothing; read back from its folder; simulation and decoder agree."""
     target = tiny.on_host("llama", num_hidden_layers=4)
@@ -229,7 +241,7 @@ def test_training_makes_a_drafter_that_accepts_what_it_was_taught(kind, tmp_path
 
 
 def test_the_layout_says_all_of_a_drafter(tmp_path):
-    for name in ("DFlash", "DSpark", "window from the anchor", "rnn", "rope", "confidence alone"):
+    for name in ("DFlash", "JetSpec", "DSpark", "window from the anchor", "rnn", "rope", "confidence alone"):
         head = blocks.head(name, **OWN)
         if name == "window from the anchor":
             head.config = replace(head.config, windows=(None, 6))
@@ -242,6 +254,9 @@ def test_the_layout_says_all_of_a_drafter(tmp_path):
         save(blocks.head(), tmp_path / "none")
     with pytest.raises(ValueError, match="this layout's count from the anchor"):
         save(blocks.head("window", **OWN), tmp_path / "none")
+    for name in blocks.UNTRAINED:
+        with pytest.raises(ValueError, match="cannot be written: copy the files"):
+            save(blocks.head(name, own_head=True), tmp_path / "none")
 
 
 @pytest.mark.slow
@@ -267,7 +282,7 @@ def test_the_command_goes_on_as_if_it_had_not_been_stopped(files, tmp_path, kind
         files,
         tmp_path / "other",
         "--kind",
-        "dspark" if kind == "dflash" else "dflash",
+        "dspark" if kind != "dspark" else "jetspec",
         "--from",
         str(tmp_path / "whole" / "head"),
     )
