@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from specdec.engine.hf import multimodal, prompt_layout
 from specdec.engine.hf.call import Call
+from specdec.engine.hf.grammars import is_grammar
 from specdec.engine.settings import Settings
 from specdec.models.attention_masks import known_at_once, spans
 from specdec.models.cache.buffers import Span
@@ -171,7 +172,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return reason
     if not capability.trees and len(input_ids) > 1:
         return capability.message(f"{type(model).__name__} in a batch")
-    unknown = NodeProcessors(processors).unknown
+    unknown = NodeProcessors(processor for processor in processors if not is_grammar(processor)).unknown
     if unknown and not (uses_target_choices and len(input_ids) == 1):
         why, remedy = (
             ("in a batch, whose rows grow at different speeds", "pass one prompt per call")

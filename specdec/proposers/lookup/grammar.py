@@ -1,0 +1,168 @@
+"""`GrammarLookup`: drafts what a call's grammar forces, and other candidates as far as the grammar allows them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel
+
+from specdec.proposers.context import Context
+from specdec.proposers.lookup.base import Candidate, Lookup, expected
+from specdec.proposers.pacing.pacer import LONGEST, Acceptance
+from specdec.sampling.grammar import GrammarState
+from specdec.utils.byte_pairs import BytePairs
+
+LIKELY = {"alone": 0.99, "inside": 0.95, "last": 0.7}
+MOST_BYTES = 4 * LONGEST  # of a forced text that is encoded
+
+
+@dataclass
+class Node:
+    """A token that may follow.
+
+    Attributes:
+        token: the token id.
+        chance: the chance that it and all tokens before it are accepted.
+        kind: the confidence bin of a forced token; None for one of the other lookup.
+        children: the tokens that may follow it.
+    """
+
+    token: int = -1
+    chance: float = 1.0
+    kind: Hashable = None
+    children: list[Node] = field(default_factory=list)
+
+    def learn(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
+        """Record which of the forced tokens agree with the row's new tokens, drafted or not."""
+        node: Node | None = self
+        for token in tokens:
+            for child in node.children:
+                if child.kind is not None:
+                    acceptance.observe(child.kind, child.token == token)
+            node = next((child for child in node.children if child.token == token), None)
+            if node is None:
+                return
+
+    def candidates(self, most: int) -> list[Candidate]:
+        """The `most` likeliest nodes below this one, parents before their children."""
+        nodes: list[tuple[Node, Node]] = []
+        waiting = [self]
+        for node in waiting:
+            nodes += [(child, node) for child in node.children]
+            waiting += node.children
+        nodes = sorted(nodes, key=lambda pair: -pair[0].chance)[:most]
+        place = {id(node): i for i, (node, _) in enumerate(nodes)}
+        return [(node.chance, node.token, place.get(id(parent), -1)) for node, parent in nodes]
+
+
+class GrammarLookup(Lookup):
+    """Drafts the tokens that a call's grammar forces, and the candidates of another lookup that it allows.
+
+    A grammar forces a text, for example a key and its quotes, which can be written with several tokens. It is encoded
+    as a byte-pair tokenizer would. Where only one token is allowed, that one is drafted.
+
+    Args:
+        other: the lookup for text that is not forced; None: only forced tokens are drafted.
+    """
+
+    def __init__(self, other: Lookup | None = None):
+        self.other = other
+        self._encoders: list[BytePairs] = []  # one, of the target's vocabulary, once a call has needed it
+
+    def check(self, target: PreTrainedModel) -> None:
+        if self.other is not None:
+            self.other.check(target)
+
+    def begin(self, context: Context) -> None:
+        if self.other is not None:
+            self.other = copy(self.other)
+            self.other.begin(context)
+        self._roots = [Node() for _ in range(context.batch_size)]  # what may follow each row
+        self._best: list[list[Candidate]] = []
+        self._seen = [0] * context.batch_size  # new tokens of each row that were compared with `_roots`
+
+    @property
+    def drafted_by(self) -> str:
+        return type(self).__name__
+
+    def expect(self, context: Context) -> list[float]:
+        pacer, grammar = context.pacer, context.call.grammar
+        for b in context.rows:
+            self._roots[b].learn(context.call.written[b][self._seen[b] :], pacer.acceptance)
+            self._roots[b] = Node()
+            self._seen[b] = len(context.call.written[b])
+        self._best = [[] for _ in range(context.batch_size)]
+        if pacer.limit == 0 or grammar is None:
+            return []
+        if self.other is not None:
+            self.other.expect(context)
+        for b in context.rows:
+            state = grammar.after(b, context.call.written[b])
+            if state is not None:  # else the verification is going to raise
+                found = [] if self.other is None else self.other.candidates(context, b)
+                _Growth(state, found, self._encoder(state), context, b).below(self._roots[b])
+                self._best[b] = self._roots[b].candidates(pacer.limit)
+        return expected(self._best)
+
+    def candidates(self, context: Context, b: int) -> list[Candidate]:
+        return self._best[b]
+
+    def end(self, context: Context) -> None:
+        if self.other is not None:
+            self.other.end(context)
+
+    def _encoder(self, state: GrammarState) -> BytePairs:
+        if not self._encoders:
+            self._encoders.append(BytePairs(state.vocabulary() or ()))
+        return self._encoders[0]
+
+
+class _Growth:
+    """Grows the tree of what may follow one row.
+
+    Args:
+        state: the grammar after the row's text. It is moved, and moved back.
+        found: the candidates of the other lookup.
+        encoder: encodes forced text.
+        context: the state of the batch.
+        b: the row.
+    """
+
+    def __init__(self, state: GrammarState, found: Sequence[Candidate], encoder: BytePairs, context: Context, b: int):
+        self._state, self._found, self._encoder = state, found, encoder
+        self._acceptance, self._vocab_size = context.pacer.acceptance, context.vocab_size
+        self._deepest, self._chains_only = min(context.budget[b], context.pacer.limit), context.chains_only
+        self._below: dict[int, list[int]] = {}
+        for i, (_, _, parent) in enumerate(found):
+            self._below.setdefault(parent, []).append(i)
+
+    def below(self, node: Node, source: int | None = -1, depth: int = 0) -> None:
+        """Grow the tree below a node, which is the token `source` of the other lookup (-1: the root)."""
+        if depth == self._deepest or self._state.ended:
+            return
+        sources = {self._found[i][1]: i for i in reversed(self._below.get(source, ()))} if source is not None else {}
+        before = 1.0 if source in (None, -1) else self._found[source][0]
+        rates = {token: self._found[i][0] / before for token, i in sources.items()}
+        forced = self._forced()
+        if forced is not None:
+            token, kind = forced
+            rate = self._acceptance.rate(kind, like=LIKELY[kind[1]])
+            rates = {other: (1 - rate) * chance for other, chance in rates.items() if other != token} | {token: rate}
+        ranked = sorted(rates, key=rates.__getitem__, reverse=True)
+        for token in ranked[:1] if self._chains_only else ranked:
+            if self._state.accept(token):
+                own = forced is not None and token == forced[0]
+                child = Node(token, node.chance * rates[token], forced[1] if own else None)
+                node.children.append(child)
+                self.below(child, sources.get(token), depth + 1)
+                self._state.rollback(1)
+
+    def _forced(self) -> tuple[int, tuple[str, str]] | None:
+        """The token that the grammar forces next and its confidence bin, if there is one."""
+        tokens = self._encoder.encode(self._state.forced_text()[:MOST_BYTES])
+        if tokens:
+            return tokens[0], ("grammar", "inside" if len(tokens) > 1 else "last")
+        allowed = self._state.allowed(self._vocab_size)
+        return (int(allowed.nonzero()), ("grammar", "alone")) if int(allowed.sum()) == 1 else None
