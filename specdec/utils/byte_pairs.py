@@ -21,6 +21,7 @@ class BytePairs:
     """
 
     def __init__(self, vocabulary: Sequence[bytes]):
+        self.vocabulary = vocabulary
         self._ids = {token: index for index, token in enumerate(vocabulary)}
 
     def encode(self, text: bytes) -> list[int]:

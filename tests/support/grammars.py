@@ -19,7 +19,7 @@ class Template(GrammarState):
     """Accepts fixed texts with at least one letter where the template has None, and then the end.
 
     Args:
-        template: texts, and None for letters. A text after letters begins with another character.
+        template: texts, and None for letters. A text follows letters, and begins with another character.
         tokens: the text of each token.
         encodes: False for a library that does not know what its tokens look like.
     """

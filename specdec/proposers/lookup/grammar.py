@@ -14,8 +14,11 @@ from specdec.proposers.pacing.pacer import LONGEST, Acceptance
 from specdec.sampling.grammar import GrammarState
 from specdec.utils.byte_pairs import BytePairs
 
-LIKELY = {"alone": 0.99, "inside": 0.95, "last": 0.7}
 MOST_BYTES = 4 * LONGEST  # of a forced text that is encoded
+# How often the target chose such a token (Qwen2.5-Coder-0.5B-Instruct, JSON of five texts, with fixed and free spaces):
+# the only one allowed, 15 of 15; one inside a forced text, 143 of 145; one that the row wrote at the end of such a text,
+# 34 of 38; the last one of the text, 18 of 23.
+LIKELY = {"alone": 0.99, "inside": 0.98, "usual": 0.9, "last": 0.8}
 
 
 @dataclass
@@ -60,8 +63,9 @@ class Node:
 class GrammarLookup(Lookup):
     """Drafts the tokens that a call's grammar forces, and the candidates of another lookup that it allows.
 
-    A grammar forces a text, for example a key and its quotes, which can be written with several tokens. It is encoded
-    as a byte-pair tokenizer would. Where only one token is allowed, that one is drafted.
+    A grammar forces a text, for example `name"`, which can be written with several tokens. It is encoded as a byte-pair
+    tokenizer would. Its last token may go beyond it (`":`): the one that the row has written last is drafted. Where
+    only one token is allowed, that one is drafted.
 
     Args:
         other: the lookup for text that is not forced; None: only forced tokens are drafted.
@@ -134,6 +138,7 @@ class _Growth:
         self._state, self._found, self._encoder = state, found, encoder
         self._acceptance, self._vocab_size = context.pacer.acceptance, context.vocab_size
         self._deepest, self._chains_only = min(context.budget[b], context.pacer.limit), context.chains_only
+        self._written = context.call.written[b]
         self._below: dict[int, list[int]] = {}
         for i, (_, _, parent) in enumerate(found):
             self._below.setdefault(parent, []).append(i)
@@ -161,8 +166,15 @@ class _Growth:
 
     def _forced(self) -> tuple[int, tuple[str, str]] | None:
         """The token that the grammar forces next and its confidence bin, if there is one."""
-        tokens = self._encoder.encode(self._state.forced_text()[:MOST_BYTES])
-        if tokens:
-            return tokens[0], ("grammar", "inside" if len(tokens) > 1 else "last")
-        allowed = self._state.allowed(self._vocab_size)
-        return (int(allowed.nonzero()), ("grammar", "alone")) if int(allowed.sum()) == 1 else None
+        text = self._state.forced_text()[:MOST_BYTES]
+        tokens = self._encoder.encode(text)
+        if len(tokens) > 1:
+            return tokens[0], ("grammar", "inside")
+        allowed = self._state.allowed(self._vocab_size).nonzero()[:, 0]
+        if len(allowed) == 1:
+            return int(allowed), ("grammar", "alone")
+        if not tokens:
+            return None
+        ends = {token for token in allowed.tolist() if self._encoder.vocabulary[token].startswith(text)}
+        usual = next((token for token in reversed(self._written) if token in ends), None)
+        return (tokens[0], ("grammar", "last")) if usual is None else (usual, ("grammar", "usual"))
