@@ -1,4 +1,4 @@
-"""JSON by grammar, with packages that others use: their processors are asked about drafts, and forced tokens drafted."""
+"""JSON by grammar, with packages that others use: they are asked about drafts, and forced tokens drafted."""
 
 import json
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 
@@ -10,15 +10,16 @@ from transformers import PreTrainedModel
 
 from specdec.proposers.context import Context
 from specdec.proposers.lookup.base import Candidate, Lookup, expected
-from specdec.proposers.pacing.pacer import LONGEST, Acceptance
+from specdec.proposers.pacing.estimates import Acceptance
+from specdec.proposers.pacing.pacer import LONGEST
 from specdec.sampling.grammar import GrammarState
 from specdec.utils.byte_pairs import BytePairs
 
 MOST_BYTES = 4 * LONGEST  # of a forced text that is encoded
 # How often the target chose such a token (Qwen2.5-Coder-0.5B-Instruct, JSON of five texts, with fixed and free spaces):
-# the only one allowed, 15 of 15; one inside a forced text, 143 of 145; one that the row wrote at the end of such a text,
-# 34 of 38; the last one of the text, 18 of 23.
-LIKELY = {"alone": 0.99, "inside": 0.98, "usual": 0.9, "last": 0.8}
+# the only one allowed, 15 of 15; one within a forced text, 143 of 145; one that the row wrote before at the end of a
+# forced text, 34 of 38; the last one of such a text, 18 of 23.
+LIKELY = {"alone": 0.99, "within": 0.98, "usual": 0.9, "last": 0.8}
 
 
 @dataclass
@@ -28,13 +29,13 @@ class Node:
     Attributes:
         token: the token id.
         chance: the chance that it and all tokens before it are accepted.
-        kind: the confidence bin of a forced token; None for one of the other lookup.
+        kind: how it is forced, a key of LIKELY; None for a token of the other lookup.
         children: the tokens that may follow it.
     """
 
     token: int = -1
     chance: float = 1.0
-    kind: Hashable = None
+    kind: str | None = None
     children: list[Node] = field(default_factory=list)
 
     def learn(self, tokens: Sequence[int], acceptance: Acceptance) -> None:
@@ -43,7 +44,7 @@ class Node:
         for token in tokens:
             for child in node.children:
                 if child.kind is not None:
-                    acceptance.observe(child.kind, child.token == token)
+                    acceptance.observe(("grammar", child.kind), child.token == token)
             node = next((child for child in node.children if child.token == token), None)
             if node is None:
                 return
@@ -118,9 +119,10 @@ class GrammarLookup(Lookup):
             self.other.end(context)
 
     def _encoder(self, state: GrammarState) -> BytePairs:
-        if not self._encoders:
-            self._encoders.append(BytePairs(state.vocabulary() or ()))
-        return self._encoders[0]
+        vocabulary = None if self._encoders else state.vocabulary()
+        if vocabulary is not None:
+            self._encoders.append(BytePairs(vocabulary))
+        return self._encoders[0] if self._encoders else BytePairs(())
 
 
 class _Growth:
@@ -139,42 +141,40 @@ class _Growth:
         self._acceptance, self._vocab_size = context.pacer.acceptance, context.vocab_size
         self._deepest, self._chains_only = min(context.budget[b], context.pacer.limit), context.chains_only
         self._written = context.call.written[b]
-        self._below: dict[int, list[int]] = {}
+        self._below: dict[int | None, list[int]] = {}  # by parent, candidates of the other lookup
         for i, (_, _, parent) in enumerate(found):
             self._below.setdefault(parent, []).append(i)
 
     def below(self, node: Node, source: int | None = -1, depth: int = 0) -> None:
-        """Grow the tree below a node, which is the token `source` of the other lookup (-1: the root)."""
+        """Grow the tree below a node, which is candidate `source` of the other lookup (-1: the root, None: not one)."""
         if depth == self._deepest or self._state.ended:
             return
-        sources = {self._found[i][1]: i for i in reversed(self._below.get(source, ()))} if source is not None else {}
-        before = 1.0 if source in (None, -1) else self._found[source][0]
+        sources = {self._found[i][1]: i for i in self._below.get(source, ())}
+        before = self._found[source][0] if source is not None and source >= 0 else 1.0
         rates = {token: self._found[i][0] / before for token, i in sources.items()}
-        forced = self._forced()
-        if forced is not None:
-            token, kind = forced
-            rate = self._acceptance.rate(kind, like=LIKELY[kind[1]])
-            rates = {other: (1 - rate) * chance for other, chance in rates.items() if other != token} | {token: rate}
-        ranked = sorted(rates, key=rates.__getitem__, reverse=True)
-        for token in ranked[:1] if self._chains_only else ranked:
-            if self._state.accept(token):
-                own = forced is not None and token == forced[0]
-                child = Node(token, node.chance * rates[token], forced[1] if own else None)
+        token, kind = self._forced()
+        if kind is not None:
+            rate = self._acceptance.rate(("grammar", kind), like=LIKELY[kind])
+            rates = {other: (1 - rate) * chance for other, chance in rates.items()} | {token: rate}
+        likeliest = sorted(rates, key=rates.__getitem__, reverse=True)
+        for next_token in likeliest[:1] if self._chains_only else likeliest:
+            if self._state.accept(next_token):
+                child = Node(next_token, node.chance * rates[next_token], kind if next_token == token else None)
                 node.children.append(child)
-                self.below(child, sources.get(token), depth + 1)
+                self.below(child, sources.get(next_token), depth + 1)
                 self._state.rollback(1)
 
-    def _forced(self) -> tuple[int, tuple[str, str]] | None:
-        """The token that the grammar forces next and its confidence bin, if there is one."""
+    def _forced(self) -> tuple[int, str | None]:
+        """The token that the grammar forces next, and how; (-1, None) if it leaves a choice."""
         text = self._state.forced_text()[:MOST_BYTES]
         tokens = self._encoder.encode(text)
         if len(tokens) > 1:
-            return tokens[0], ("grammar", "inside")
+            return tokens[0], "within"
         allowed = self._state.allowed(self._vocab_size).nonzero()[:, 0]
         if len(allowed) == 1:
-            return int(allowed), ("grammar", "alone")
+            return int(allowed), "alone"
         if not tokens:
-            return None
+            return -1, None
         ends = {token for token in allowed.tolist() if self._encoder.vocabulary[token].startswith(text)}
         usual = next((token for token in reversed(self._written) if token in ends), None)
-        return (tokens[0], ("grammar", "last")) if usual is None else (usual, ("grammar", "usual"))
+        return (tokens[0], "last") if usual is None else (usual, "usual")
