@@ -40,7 +40,6 @@ KNOWN_KWARGS = {
 # Fields of a GenerationConfig for transformers' own assisted generation, which have no effect here.
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
 
-
 SETTINGS = {"proposer", "compile", *Settings.__annotations__}  # not of a call
 
 
@@ -181,8 +180,8 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         )
         return (
             f"{unknown[0]} may follow the text with a state of its own, as a grammar's does, so it cannot be called on "
-            f"drafts {why}: {remedy}, or set its attribute `stateless` to True if its scores of a row depend on that "
-            "row's text and scores only"
+            f"drafts {why}: {remedy}, make it a specdec.GrammarProcessor if it is a grammar, or set its attribute "
+            "`stateless` to True if its scores of a row depend on that row's text and scores only"
         )
     return None
 
