@@ -21,8 +21,12 @@ class BytePairs:
     """
 
     def __init__(self, vocabulary: Sequence[bytes]):
-        self.vocabulary = vocabulary
+        self._vocabulary = vocabulary
         self._ids = {token: index for index, token in enumerate(vocabulary)}
+
+    def begins(self, token: int, text: bytes) -> bool:
+        """Return True if the token's bytes begin with `text`; False for a token outside the vocabulary."""
+        return token < len(self._vocabulary) and self._vocabulary[token].startswith(text)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the token ids of a text; [] if one of its bytes is no token."""

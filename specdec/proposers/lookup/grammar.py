@@ -175,6 +175,6 @@ class _Growth:
             return int(allowed), "alone"
         if not tokens:
             return -1, None
-        ends = {token for token in allowed.tolist() if self._encoder.vocabulary[token].startswith(text)}
+        ends = {token for token in allowed.tolist() if self._encoder.begins(token, text)}
         usual = next((token for token in reversed(self._written) if token in ends), None)
         return (tokens[0], "last") if usual is None else (usual, "usual")
