@@ -67,9 +67,9 @@ class GrammarState(ABC):
 class GrammarProcessor(LogitsProcessor):
     """A grammar as a logits processor, for plain and for speculative decoding. Make one for each `generate()` call.
 
-    specdec makes one of the processors of xgrammar and outlines by itself. For another library, implement
+    specdec recognises the processors of xgrammar and outlines by itself. For another library, implement
     `GrammarState`. Batches and draft trees are supported, and where the grammar leaves no choice its tokens are
-    drafted, beside any proposer.
+    drafted, next to any proposer.
 
     Args:
         states: called once with the batch size B; returns the states of B texts without new tokens.
@@ -84,18 +84,32 @@ class GrammarProcessor(LogitsProcessor):
     stateless = True  # specdec asks about any node of a draft, by `GrammarRows`
 
     def __init__(self, states: Callable[[int], Sequence[GrammarState]]):
-        self.states = states
+        self._states = states
         self._rows: GrammarRows | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mask scores (B, V) after texts (B, T), as plain decoding calls it: with the prompts first.
 
         Raises:
-            ValueError: the grammar refuses a text.
+            ValueError: the grammar refuses a text, or there is not one state for each row.
         """
         if self._rows is None:
             self._rows = GrammarRows(self.states(len(input_ids)), input_ids.shape[1])
         return self._rows.masked(scores[:, None], [[text] for text in input_ids])[:, 0]
+
+    def states(self, batch_size: int) -> Sequence[GrammarState]:
+        """Make the states of B texts without new tokens.
+
+        Raises:
+            ValueError: there is not one for each row.
+        """
+        states = self._states(batch_size)
+        if len(states) != batch_size:
+            raise ValueError(
+                f"GrammarProcessor got {len(states)} states for {batch_size} rows: its function takes the batch size "
+                "and returns one state for each row"
+            )
+        return states
 
 
 class GrammarRows:

@@ -184,6 +184,12 @@ def test_recorded_scores_are_those_of_plain_decoding(target):
         torch.testing.assert_close(expected, scores)
 
 
+def test_a_state_for_each_row(target):
+    for generate in (target.generate, speculating(target, "ngram").generate):
+        with pytest.raises(ValueError, match="got 2 states for 3 rows: its function takes the batch size"):
+            written(generate, (9, 1, 5), processor(RECORD, FIXED))
+
+
 @pytest.mark.parametrize("lengths", [(9,), (9, 5)], ids=str)
 def test_a_text_that_the_grammar_refuses_is_an_error(target, lengths):
     """Another processor forbids all letters and their pairs, so that the best of nothing is token 0."""
