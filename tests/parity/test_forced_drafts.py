@@ -1,11 +1,20 @@
-"""Grammars that can be rolled back: the text of plain `generate()`, with forced tokens drafted beside any proposer."""
+"""Grammars that can be rolled back: the text of plain `generate()`, with forced tokens drafted next to any proposer."""
 
 import pytest
 import torch
 from transformers import StoppingCriteria, SuppressTokensLogitsProcessor
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, NgramProposer, SpeculativeGenerator, SuffixProposer
-from tests.support import tiny
+from specdec import (
+    BlockProposer,
+    DraftModelProposer,
+    DynamicTree,
+    HybridProposer,
+    HydraProposer,
+    NgramProposer,
+    SpeculativeGenerator,
+    SuffixProposer,
+)
+from tests.support import blocks, tiny
 from tests.support.grammars import LETTERS, RECORD, TOKENS, processor
 
 PROPOSERS = {
@@ -15,7 +24,10 @@ PROPOSERS = {
     "itself": lambda target: DraftModelProposer(target),
     "tree of itself": lambda target: DraftModelProposer(target, tree=DynamicTree(depth=3, top_k=3)),
     "turns": lambda target: tiny.TakingTurns(DraftModelProposer(target)),
-    "hybrid": lambda target: HybridProposer(DraftModelProposer(tiny.model("llama", seed=1, vocab_size=len(TOKENS)))),
+    "hybrid": lambda target: HybridProposer(DraftModelProposer(tiny.model("llama", seed=1))),
+    "block": lambda target: BlockProposer(blocks.head("DSpark")),
+    "medusa": lambda target: BlockProposer(blocks.medusa()),
+    "hydra": lambda target: HydraProposer(blocks.hydra()),
     "garbage": lambda target: tiny.Garbage(),
 }
 FIXED = ['{"', "abcde", '":"', "fgh", '"}']
@@ -24,7 +36,7 @@ KEY = ["abc", "de", '":"']  # what a byte-pair tokenizer makes of the first key
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.model("llama", vocab_size=len(TOKENS))
+    return tiny.model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +120,7 @@ def test_without_the_tokens_bytes_only_single_tokens_are_drafted(target):
         state = processor(RECORD).states(1)[0]
         assert all(map(state.accept, ours[0, : trace.position].tolist()))
         for token in trace.tokens[1:2]:
-            assert state.allowed(len(TOKENS)).nonzero().flatten().tolist() == [token]
+            assert state.allowed(tiny.VOCAB).nonzero().flatten().tolist() == [token]
 
 
 def test_the_end_is_drafted_and_nothing_after_it(target, plain):

@@ -64,6 +64,8 @@ class Template(GrammarState):
     def _after(self, token: int) -> tuple[int, int] | None:
         """The place after a token; None if it is refused."""
         part, done = self.places[-1]
+        if token >= len(self.tokens):
+            return None
         if token == 0 or self.ended:
             return (len(self.template) + 1, 0) if part >= len(self.template) else None
         for character in self.tokens[token]:
