@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from specdec.proposers.lookup.text_memory import TextMemory
     from specdec.sampling.draft_tree import DraftTree
     from specdec.sampling.dynamic_tree import DynamicTree
+    from specdec.sampling.grammar import GrammarProcessor, GrammarState
     from specdec.sampling.results import RoundResult
 else:
     _FILES = {
@@ -48,6 +49,8 @@ else:
         "DynamicTree": "sampling.dynamic_tree",
         "Eagle3Proposer": "proposers.draft_heads.eagle3",
         "EarlyExitProposer": "proposers.draft_models.early_exit",
+        "GrammarProcessor": "sampling.grammar",
+        "GrammarState": "sampling.grammar",
         "HybridProposer": "proposers.hybrid",
         "HydraProposer": "proposers.draft_heads.hydra",
         "Lenient": "engine.lenient",
@@ -92,6 +95,8 @@ __all__ = [
     "DynamicTree",
     "Eagle3Proposer",
     "EarlyExitProposer",
+    "GrammarProcessor",
+    "GrammarState",
     "HybridProposer",
     "HydraProposer",
     "Lenient",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,6 +19,7 @@ from specdec.models.static_forward import StaticForward
 from specdec.proposers.base import Proposer
 from specdec.proposers.draft_models.draft_model import DraftModelProposer
 from specdec.proposers.factory import as_proposer
+from specdec.proposers.hybrid import within_grammar
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.cost_store import CostStore
 from specdec.proposers.pacing.estimates import Estimates
@@ -33,12 +35,14 @@ class CallKind(NamedTuple):
         sampling: False for greedy decoding.
         exact: True if draft nodes are computed bit for bit as in plain decoding.
         rule: verification rule.
+        grammar: True if a grammar restricts the text.
     """
 
     batch_size: int
     sampling: bool
     exact: bool = False
     rule: RuleName | Lenient = COUPLED
+    grammar: bool = False
 
 
 class DraftSession:
@@ -66,6 +70,7 @@ class DraftSession:
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()
+        self._within_grammar: Proposer | None = None
         self._kept: dict[tuple[int, bool], CostStore] = {}  # by (batch size, exact); shared with other processes
 
     def pacer(self, kind: CallKind, draft_length: int | None) -> Pacer:
@@ -73,6 +78,14 @@ class DraftSession:
         if kind not in self.estimates:
             self.estimates.setdefault(kind, Estimates(*self._store(kind).read()))  # unless another thread did
         return Pacer(draft_length, self.estimates[kind])
+
+    def proposer_of(self, kind: CallKind) -> Proposer:
+        """Return a call's own copy of the proposer, with a source of forced tokens next to it if there is a grammar."""
+        if not kind.grammar:
+            return copy(self.proposer)
+        if self._within_grammar is None:
+            self._within_grammar = within_grammar(self.proposer)
+        return copy(self._within_grammar)
 
     def capture(self, compiled: bool) -> StaticForward:
         """Capture passes of the target and of a draft model from now on; `compiled` as for `StaticForward`."""

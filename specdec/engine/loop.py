@@ -26,6 +26,7 @@ from specdec.proposers.draft_check import checked
 from specdec.proposers.draft_state import DraftState
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.grammar import GrammarRows
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.sampling.results import HostResult, RoundResult, features_at
@@ -50,6 +51,7 @@ class Loop:
         traces: lists to which every round is appended.
         recorder: captures drafts as CUDA graphs; None to launch each kernel separately.
         captured_round: captures whole target passes likewise; None to run them eagerly.
+        grammar: the grammar that the processors follow; None if there is none.
     """
 
     target: ModelRunner
@@ -65,6 +67,7 @@ class Loop:
     traces: Sequence[list[RoundTrace]] = ()
     recorder: Recorder | None = None
     captured_round: CapturedRound | None = None
+    grammar: GrammarRows | None = None
 
     def run(self, prefill: Output, fresh: Sequence[int], earlier: DraftState | None = None) -> Context:
         """Decode until all rows have stopped.
@@ -241,6 +244,7 @@ class Loop:
             recorder=self.recorder,
             start=self.text.start,
             written=self.text.written,
+            grammar=self.grammar,
         )
 
     def _final_context(self) -> Context:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from specdec.engine.call_history import CallHistory
 from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_session import CallKind, DraftSession
 from specdec.engine.hf.call import Call, prefill, returned, transcript
+from specdec.engine.hf.grammars import is_grammar, with_grammar_rows
 from specdec.engine.hf.multimodal import multimodal_prefill, shown
 from specdec.engine.hf.prompt_layout import PromptLayout, prompt_layout
 from specdec.engine.lenient import Lenient
@@ -75,13 +75,14 @@ class Speculation:
     def __post_init__(self) -> None:
         self._group, self._device = group_of(self.model), self.call.input_ids.device
         self._traces = self.history.traces
+        self.kind = self._call_kind()
 
-    @property
-    def kind(self) -> CallKind:
+    def _call_kind(self) -> CallKind:
         """The kind of the call, which shares estimates with others of its kind."""
         samples = self.call.samples
         rule = self.rule if samples or isinstance(self.rule, Lenient) else COUPLED  # others are the same at T = 0
-        return CallKind(len(self.call.input_ids), samples, self.exact is not None, rule)
+        grammar = any(map(is_grammar, self.call.processors))
+        return CallKind(len(self.call.input_ids), samples, self.exact is not None, rule, grammar)
 
     def run(self) -> Tensor | GenerateOutput:
         """Decode the call on the target's device, see `_run`."""
@@ -247,14 +248,15 @@ class Speculation:
             report.estimate_plain(passes * pacer.plain_seconds)
 
     def _loop(self, target: ModelRunner, text: Transcript, noise: Noise | None, recorder: Recorder | None) -> Loop:
-        processors, sampling = NodeProcessors(self.call.processors), self.call.samples
-        proposer = copy.copy(self.drafting.proposer)  # attributes that a call sets are its own
+        processors = NodeProcessors(with_grammar_rows(self.call.processors, text.batch_size, text.start))
+        sampling = self.call.samples
+        proposer = self.drafting.proposer_of(self.kind)
         verify = verification(self.rule, processors, noise, sampling, self._device)
         return Loop(
             target=target,
             proposer=proposer if self._group is None else self._group.drafting(proposer),
             verify=verify,
-            processors=processors.without_unknown(),
+            processors=processors.for_drafts(captured=recorder is not None),
             noise=noise,
             text=text,
             pacer=self.drafting.pacer(self.kind, self.draft_length),
@@ -264,4 +266,5 @@ class Speculation:
             traces=self._traces,
             recorder=recorder,
             captured_round=CapturedRound.of(target, verify, recorder),
+            grammar=next(iter(processors.grammars), None),
         )

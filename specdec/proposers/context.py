@@ -17,6 +17,7 @@ from specdec.models.cuda_graphs import Recorder
 from specdec.models.encoder import EncoderOutputs
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
+from specdec.sampling.grammar import GrammarRows
 from specdec.sampling.logits_processors import NodeProcessors
 from specdec.sampling.noise import Noise
 from specdec.utils.device_copies import HOST, uploaded
@@ -41,6 +42,7 @@ class CallState:
         recorder: captures and replays drafts as CUDA graphs. None if drafts run eagerly.
         start: the column of the first new token.
         written: the new tokens of each row on the host (see `Context.recent`).
+        grammar: the grammar that the call's processors follow; None if there is none.
         device_budget: (B,) int64, `Context.budget` on the device, 0 for finished rows. Set while a draft is captured,
             since a replay may have another budget.
     """
@@ -53,6 +55,7 @@ class CallState:
     recorder: Recorder | None = None
     start: int = 0
     written: Sequence[Sequence[int]] = ()
+    grammar: GrammarRows | None = None
     device_budget: Tensor | None = None
 
 

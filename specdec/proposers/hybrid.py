@@ -19,6 +19,7 @@ from specdec.proposers.base import Proposer
 from specdec.proposers.context import Context
 from specdec.proposers.draft_state import DraftState
 from specdec.proposers.lookup.base import Lookup
+from specdec.proposers.lookup.grammar import GrammarLookup
 from specdec.proposers.lookup.ngram import NgramProposer
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import OUTLIER, Pacer
@@ -194,3 +195,14 @@ class HybridProposer(Proposer):
             rate = left / (left / rate + reading)
         promised = (1 + sum(gains[:length]) / len(rows)) / verify(1 + length)
         return promised > rate
+
+
+def within_grammar(proposer: Proposer) -> Proposer:
+    """Return a proposer that drafts with `proposer`, and what a call's grammar forces."""
+    if isinstance(proposer, Lookup):
+        return GrammarLookup(proposer)
+    if isinstance(proposer, HybridProposer):
+        both = copy(proposer)
+        both.ngram = GrammarLookup(proposer.ngram)
+        return both
+    return HybridProposer(proposer, GrammarLookup())

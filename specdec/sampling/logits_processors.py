@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
+from specdec.sampling.grammar import GrammarRows
+
 # According to transformers 5.23, generation/logits_process.py, __call__ of these uses the scores only,
 CONTEXT_FREE = (
     hf.TemperatureLogitsWarper,
@@ -57,7 +59,7 @@ class NodeProcessors:
     at a time, as in plain decoding, so that processors which use the row's index stay correct.
 
     Args:
-        processors: transformers' logits processors, or functions of the same signature.
+        processors: transformers' logits processors, functions of the same signature, and `GrammarRows`.
 
     Examples:
         >>> processors = NodeProcessors([hf.NoBadWordsLogitsProcessor([[1, 0]])])  # 0 must not follow 1
@@ -90,9 +92,18 @@ class NodeProcessors:
         """True if no processor reads the text."""
         return all(_reads_scores_alone(processor) for processor in self.processors)
 
-    def without_unknown(self) -> NodeProcessors:
-        """The processors without state, which can be applied while drafting."""
-        return NodeProcessors(processor for processor in self.processors if not follows_the_text(processor))
+    def for_drafts(self, captured: bool) -> NodeProcessors:
+        """The processors to apply while drafting: those without state.
+
+        captured: drafts are captured as CUDA graphs, and a grammar, which is followed on the host, is left out.
+        """
+        left_out = [follows_the_text(made) or (captured and isinstance(made, GrammarRows)) for made in self.processors]
+        return NodeProcessors(made for made, out in zip(self.processors, left_out, strict=True) if not out)
+
+    @property
+    def grammars(self) -> list[GrammarRows]:
+        """The grammars among the processors."""
+        return [processor for processor in self.processors if isinstance(processor, GrammarRows)]
 
     @property
     def fit_any_vocabulary(self) -> bool:
@@ -130,7 +141,10 @@ class NodeProcessors:
                 scores = _scores_alone(processor, scores.flatten(0, 1)).view_as(scores)
             else:
                 texts = prefixes() if texts is None else texts
-                scores = _by_prefix(processor, texts, scores, ruled_out)
+                if isinstance(processor, GrammarRows):
+                    scores = processor.masked(scores, texts, ruled_out)
+                else:
+                    scores = _by_prefix(processor, texts, scores, ruled_out)
         return scores
 
 

@@ -14,4 +14,6 @@ def common_prefix(one: Sequence[Any], two: Sequence[Any]) -> int:
         4
     """
     shorter = min(len(one), len(two))
+    if one[:shorter] == two[:shorter]:  # many times as fast as the search, and common
+        return shorter
     return next((i for i in range(shorter) if one[i] != two[i]), shorter)

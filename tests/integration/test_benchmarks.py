@@ -1,10 +1,12 @@
 """The benchmarks: their bookkeeping by hand, and a run of each on a tiny random model."""
 
+import copy
 import dataclasses
 import json
 import math
 import re
 import shutil
+from importlib import import_module
 
 import pytest
 import torch
@@ -773,3 +775,20 @@ def test_kernels_against_modules():
     assert len(rows) == 2 * (5 + 5 + 6)
     assert all(float(row[3]) < 0.01 and float(row[4].rstrip("%")) < 1 for row in rows)
     assert result.output.count("DecoderLayer") == 3
+
+
+def test_json_by_grammar(files, tokenizer, tmp_path):
+    pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
+    grammar = import_module("benchmarks.regression.grammar")
+    shutil.copytree(files / "target", tmp_path / "target")
+    ending = copy.deepcopy(tokenizer)
+    ending.eos_token = "ab"
+    ending.save_pretrained(tmp_path / "target")
+    command = (
+        f"--target {tmp_path}/target --proposer ngram --proposer draft:{files}/draft --texts 1 --max-new-tokens 24"
+    )
+    result = CliRunner().invoke(grammar.app, command.split())
+    assert result.exit_code == 0, result.output
+    methods = ["plain", "ngram, grammar unknown", "ngram", "draft, grammar unknown", "draft"]
+    assert first_cells(result.output)[2:] == methods
+    assert result.output.count("| 1 of 1 ") == len(methods)  # all wrote plain decoding's text

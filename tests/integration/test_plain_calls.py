@@ -95,12 +95,12 @@ def test_the_arguments_of_the_page_give_these_reasons(models, single, argument, 
 
 def test_a_grammar_in_a_batch_is_told_to_come_alone(llama, ragged):
     spec = SpeculativeGenerator(llama, "ngram", on_unsupported="error")
-    with pytest.raises(Unsupported, match="pass one prompt per call, or set its attribute `stateless`"):
+    with pytest.raises(Unsupported, match="pass one prompt per call, make it a specdec.GrammarProcessor"):
         spec.generate(**ragged, logits_processor=[lambda ids, scores: scores], max_new_tokens=4)
 
 
 @pytest.mark.parametrize("rule", ["block", "token", "typical"])
 def test_a_grammar_under_another_rule_is_told_which_to_use(llama, single, rule):
     spec = SpeculativeGenerator(llama, "ngram", rule=rule, on_unsupported="error")
-    with pytest.raises(Unsupported, match='use rule="coupled", or set its attribute `stateless`'):
+    with pytest.raises(Unsupported, match='use rule="coupled", make it a specdec.GrammarProcessor if it is a grammar'):
         spec.generate(**single, logits_processor=[lambda ids, scores: scores], do_sample=True, max_new_tokens=4)

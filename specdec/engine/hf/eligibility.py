@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from specdec.engine.hf import multimodal, prompt_layout
 from specdec.engine.hf.call import Call
+from specdec.engine.hf.grammars import is_grammar
 from specdec.engine.settings import Settings
 from specdec.models.attention_masks import known_at_once, spans
 from specdec.models.cache.buffers import Span
@@ -38,7 +39,6 @@ KNOWN_KWARGS = {
 }
 # Fields of a GenerationConfig for transformers' own assisted generation, which have no effect here.
 ASSISTED_FIELDS = ("assistant_ensemble_weight", "use_mtp")
-
 
 SETTINGS = {"proposer", "compile", *Settings.__annotations__}  # not of a call
 
@@ -171,7 +171,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return reason
     if not capability.trees and len(input_ids) > 1:
         return capability.message(f"{type(model).__name__} in a batch")
-    unknown = NodeProcessors(processors).unknown
+    unknown = NodeProcessors(processor for processor in processors if not is_grammar(processor)).unknown
     if unknown and not (uses_target_choices and len(input_ids) == 1):
         why, remedy = (
             ("in a batch, whose rows grow at different speeds", "pass one prompt per call")
@@ -180,8 +180,8 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         )
         return (
             f"{unknown[0]} may follow the text with a state of its own, as a grammar's does, so it cannot be called on "
-            f"drafts {why}: {remedy}, or set its attribute `stateless` to True if its scores of a row depend on that "
-            "row's text and scores only"
+            f"drafts {why}: {remedy}, make it a specdec.GrammarProcessor if it is a grammar, or set its attribute "
+            "`stateless` to True if its scores of a row depend on that row's text and scores only"
         )
     return None
 

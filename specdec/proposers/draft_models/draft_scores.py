@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
+from specdec.utils.device_copies import uploaded
 
 
 class DraftScores:
@@ -49,7 +50,7 @@ class DraftScores:
 
         full = self._full(logits, context.vocab_size)
         try:
-            scores = context.call.processors(full, texts, stepped.dead)
+            scores = context.call.processors(full, texts, _unreachable(context, stepped, full.shape[1]))
         except Exception:  # plain decoding may never reach this text; if it does, verification raises the error
             scores = full.float()
         if context.call.processors.processors:
@@ -65,6 +66,14 @@ class DraftScores:
             return full.index_copy_(-1, self.ids, logits)
         missing = vocab_size - logits.shape[-1]
         return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
+
+
+def _unreachable(context: Context, stepped: DraftNodes, count: int) -> Tensor | None:
+    """(B, n) bool: of the last level's `count` nodes, those in finished rows or ruled out by processors."""
+    if all(context.active) or context.call.processors.read_scores_alone:
+        return stepped.dead
+    finished = ~uploaded(context.active, context.tokens.device).bool()[:, None].expand(-1, count)
+    return finished if stepped.dead is None else finished | stepped.dead
 
 
 def top_children(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

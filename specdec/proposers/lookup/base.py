@@ -23,6 +23,9 @@ LENGTHS = (1, 2, 3, 5, 8, 16)  # upper bounds of the match-length bins, in token
 # How often the token after a match in each bin was the next token of the text. Measured on answers of
 # Qwen2.5-Coder-0.5B-Instruct (`benchmarks/regression/lookups.py --matches`). Observations soon outweigh these priors.
 LIKELY = (0.23, 0.52, 0.62, 0.72, 0.79, 0.87, 0.97)
+# A token that may follow a row: the chance that it and all tokens before it are accepted, its id, and the index of its
+# parent among the row's candidates (-1: the root).
+Candidate = tuple[float, int, int]
 
 
 class Lookup(Proposer):
@@ -43,8 +46,14 @@ class Lookup(Proposer):
         """
 
     @abstractmethod
+    def candidates(self, context: Context, b: int) -> list[Candidate]:
+        """The tokens that `expect` found for row b, the likeliest first, parents before their children."""
+
     def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
         """Draft the part of the candidates found by `expect` that is worth verifying. gains: its return value."""
+        size = context.pacer.best_length(gains, context.batch_size)
+        found = [self.candidates(context, b)[:size] for b in range(context.batch_size)]
+        return laid_out(context, [([token for _, token, _ in row], [parent for *_, parent in row]) for row in found])
 
 
 def new_tokens(context: Context, known: Sequence[int], rows: Sequence[int] | None = None) -> dict[int, list[int]]:
@@ -56,6 +65,15 @@ def new_tokens(context: Context, known: Sequence[int], rows: Sequence[int] | Non
 def longest(context: Context, row: int) -> int:
     """The number of tokens to look up for a row: the pacer's limit, capped at max(LONGEST, the row's budget)."""
     return min(context.pacer.limit, max(LONGEST, context.budget[row]))
+
+
+def expected(rows: Sequence[Sequence[Candidate]]) -> list[float]:
+    """For each index of a candidate, how many of these are expected to be accepted over all rows."""
+    gains = [0.0] * max(map(len, rows))
+    for row in rows:
+        for i, (chance, *_) in enumerate(row):
+            gains[i] += chance
+    return gains
 
 
 def kind_of(length: int) -> int:

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec.proposers.context import Context
-from specdec.proposers.lookup.base import LENGTHS, LIKELY, Lookup, kind_of, laid_out, longest, new_tokens, writable
+from specdec.proposers.lookup.base import (
+    LENGTHS,
+    LIKELY,
+    Candidate,
+    Lookup,
+    expected,
+    kind_of,
+    laid_out,
+    longest,
+    new_tokens,
+    writable,
+)
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.draft_tree import DraftTree
 from specdec.utils.prefix import common_prefix
@@ -61,7 +72,10 @@ class NgramProposer(Lookup):
                 self._read(b, source + context.row(b).tolist(), context.pacer)
 
     def expect(self, context: Context) -> list[float]:
-        """Look the rows up. Returns the expected accepted tokens per depth, for the best guess of each row."""
+        """Look the rows up. Returns the expected accepted tokens per depth, for the best guess of each row.
+
+        A row counts up to its budget.
+        """
         pacer = context.pacer
         self._found = [[] for _ in range(context.batch_size)]
         if pacer.limit == 0:
@@ -70,7 +84,7 @@ class NgramProposer(Lookup):
             self._read(b, tokens, pacer)
             self._found[b] = self._lookup(b, longest(context, b))
             self.guesses[b] = self._found[b][0] if self._found[b] else None
-        return self._gains(context, pacer)
+        return expected([self.candidates(context, b) for b in range(context.batch_size)])
 
     @property
     def _known(self) -> list[int]:
@@ -121,19 +135,17 @@ class NgramProposer(Lookup):
                         return out
         return out
 
-    def _gains(self, context: Context, pacer: Pacer) -> list[float]:
-        """Expected accepted tokens per depth, see `expect`. A row counts up to its budget."""
-        found = [context.budget[b] for b in context.rows if self.guesses[b] is not None]
-        gains = [0.0] * min(max(found, default=0), pacer.limit)  # a budget may be millions of tokens
-        for b in context.rows:
-            guess, chance, rate = self.guesses[b], 1.0, None
-            if guess is not None:
-                for depth, key in enumerate(guess.confidence_bins[: min(context.budget[b], pacer.limit)]):
-                    # The prior of a bin is the rate of the token before; for the first token it is LIKELY.
-                    rate = pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
-                    chance *= rate
-                    gains[depth] += chance
-        return gains
+    def candidates(self, context: Context, b: int) -> list[Candidate]:
+        chance, rate = 1.0, None
+        found: list[Candidate] = []
+        for guess in self._found[b][:1]:
+            most = min(context.budget[b], context.pacer.limit)  # a budget may be millions of tokens
+            for token, key in zip(guess.tokens[:most], guess.confidence_bins, strict=False):
+                # The prior of a bin is the rate of the token before; for the first token it is LIKELY.
+                rate = context.pacer.acceptance.rate(key, like=LIKELY[key[1]] if rate is None else rate)
+                chance *= rate
+                found.append((chance, token, len(found) - 1))
+        return found
 
 
 @dataclass(frozen=True)

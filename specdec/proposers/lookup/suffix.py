@@ -15,10 +15,9 @@ from itertools import count
 from transformers import PreTrainedModel
 
 from specdec.proposers.context import Context
-from specdec.proposers.lookup.base import LIKELY, Lookup, kind_of, laid_out, longest, new_tokens, writable
+from specdec.proposers.lookup.base import LIKELY, Candidate, Lookup, expected, kind_of, longest, new_tokens, writable
 from specdec.proposers.lookup.text_memory import Match, TextMemory
 from specdec.proposers.pacing.pacer import Pacer
-from specdec.sampling.draft_tree import DraftTree
 
 SHARES = (0.3, 0.6, 0.99)  # upper bounds of the bins for the share of occurrences that agree on a token
 
@@ -97,7 +96,7 @@ class SuffixProposer(Lookup):
             self.memory.write(self._numbers[b], context.source_text(b))
         self._matches: list[list[Match]] = [[] for _ in rows]
         self._found = [Node(-1, 0, True) for _ in rows]  # this round's trees, by their root nodes
-        self._best: list[list[tuple[float, int, int]]] = []  # nodes, best first: (chance, token, index of the parent)
+        self._best: list[list[Candidate]] = []
 
     def expect(self, context: Context) -> list[float]:
         pacer = context.pacer
@@ -113,20 +112,14 @@ class SuffixProposer(Lookup):
             self._found[b] = _grown(self._matches[b], context.vocab_size)
             chains_only = self.chains_only or context.chains_only
             self._best[b] = _ranked(self._found[b], context.budget[b], pacer, chains_only)
-        gains = [0.0] * max(map(len, self._best))
-        for row in self._best:
-            for i, (chance, *_) in enumerate(row):
-                gains[i] += chance
-        return gains
+        return expected(self._best)
+
+    def candidates(self, context: Context, b: int) -> list[Candidate]:
+        return self._best[b]
 
     def end(self, context: Context) -> None:
         for b, tokens in new_tokens(context, self._known, range(context.batch_size)).items():
             self.memory.write(self._numbers[b], tokens)
-
-    def draft(self, context: Context, gains: Sequence[float]) -> DraftTree:
-        size = context.pacer.best_length(gains, context.batch_size)
-        cut = [row[:size] for row in self._best]
-        return laid_out(context, [([token for _, token, _ in row], [parent for *_, parent in row]) for row in cut])
 
     @staticmethod
     def _learn(node: Node, tokens: Sequence[int], pacer: Pacer) -> None:
@@ -158,9 +151,9 @@ def _grown(matches: Sequence[Match], vocab_size: int) -> Node:
     return root
 
 
-def _ranked(root: Node, budget: int, pacer: Pacer, chains_only: bool) -> list[tuple[float, int, int]]:
-    """The nodes most likely to be accepted, best first: chance, token, index of the parent (-1: the root)."""
-    out: list[tuple[float, int, int]] = []
+def _ranked(root: Node, budget: int, pacer: Pacer, chains_only: bool) -> list[Candidate]:
+    """The nodes most likely to be accepted, best first."""
+    out: list[Candidate] = []
     order = count()  # breaks ties: first in, first out
     waiting: list[tuple[float, int, float, int, int, Node]] = []
 

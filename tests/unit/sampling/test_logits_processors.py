@@ -340,4 +340,4 @@ def test_which_processors_may_follow_the_text(processor, follows):
     assert follows_the_text(made) == follows
     processors = NodeProcessors([hf.TopKLogitsWarper(5), made])
     assert processors.known == (not follows)
-    assert len(processors.without_unknown().processors) == 2 - follows
+    assert len(processors.for_drafts(captured=False).processors) == 2 - follows
