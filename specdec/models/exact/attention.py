@@ -15,18 +15,38 @@ from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.views import shallow_copy_as
 
 NAME = "specdec_exact"  # among transformers' attention functions
+ON_DEVICES = "specdec_exact_rows"  # likewise: `device_attention.row_attention`
 
 
 def with_exact_attention(module: nn.Module, draft: DraftPass) -> nn.Module:
-    """A copy of an attention module that uses `exact_attention`; `module` itself if it is none that runs sdpa."""
-    config = getattr(module, "config", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa" or not runs_sdpa(type(module)):
+    """A copy of an attention module for passes over draft nodes; `module` itself if it is none that runs sdpa.
+
+    It uses `exact_attention`, or on a device still `row_attention`, which both read the slots of the pass.
+    """
+    named = with_attention(module, NAME)
+    if not any(runs(named, name) for name in (NAME, ON_DEVICES)):
         return module
-    made: Any = shallow_copy_as(module, type(module))
-    made.config = copy.copy(config)
-    made.config._attn_implementation = NAME
+    made: Any = shallow_copy_as(named, type(named))
     made._draft_pass = draft
     return made
+
+
+def with_attention(module: nn.Module, name: str) -> nn.Module:
+    """A copy of an attention module that runs another of transformers' attention functions instead of sdpa.
+
+    `module` itself if it does not run sdpa.
+    """
+    if not runs(module, "sdpa") or not runs_sdpa(type(module)):
+        return module
+    made: Any = shallow_copy_as(module, type(module))
+    made.config = copy.copy(module.config)
+    made.config._attn_implementation = name
+    return made
+
+
+def runs(module: nn.Module, name: str) -> bool:
+    """Return whether a module's config names this attention function."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) == name
 
 
 def exact_attention(
