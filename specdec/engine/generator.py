@@ -88,9 +88,9 @@ class SpeculativeGenerator:
             target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
         exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
-            half precision, too. On CPUs. The first call probes the model, see `exactness`.
-            Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`. Needs
-            `rule="coupled"`. Passes are not compiled.
+            half precision, too. On a GPU plain decoding does so within `exact()`. The first call probes the model, see
+            `exactness`. Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.
+            Needs `rule="coupled"`. Passes are not compiled.
 
     Raises:
         ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
@@ -354,7 +354,7 @@ class SpeculativeGenerator:
                 assert torch.equal(spec.generate(**inputs, max_new_tokens=64), plain)
             ```
         """
-        checked_settings(**{**self._settings, "exact": True})
+        self.options(exact=True)  # checks the rule
         with row_kernels(self.model):
             yield self
 

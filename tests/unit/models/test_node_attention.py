@@ -15,7 +15,6 @@ from tests.support import interpreted, tiny
 DEVICE = torch.device(tiny.DEVICE)
 pytestmark = pytest.mark.skipif(not available(DEVICE), reason="Triton's kernels do not run here")
 DTYPES = [torch.float16, torch.bfloat16 if DEVICE.type == "cuda" else torch.float32]
-dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 PARENTS = [-1, 0, 0, 1, 2, 2, 4, 3]
 if DEVICE.type == "cpu":
     interpreted.mend()
@@ -31,8 +30,7 @@ def random(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-@dtypes
-@pytest.mark.parametrize("use", [QKV, OUT, DOWN])
+@pytest.mark.parametrize(("use", "dtype"), [(QKV, DTYPES[0]), (OUT, DTYPES[1]), (DOWN, DTYPES[0])])
 def test_a_rows_product_has_the_same_bits_among_any_rows(use, dtype):
     weight, bias, x = random(70, 600, dtype=dtype), random(70, dtype=dtype), random(64, 600, dtype=dtype)
     (right,) = joined_linear(x, [weight], [bias], TILES[use])
@@ -61,8 +59,9 @@ def visible(draft, lengths, slots):
     return mask, positions
 
 
-@dtypes
-@pytest.mark.parametrize(("KV", "groups", "D"), [(2, 3, 64), (1, 1, 80), (1, 18, 16)])
+@pytest.mark.parametrize(
+    ("KV", "groups", "D", "dtype"), [(2, 3, 64, DTYPES[0]), (1, 1, 80, DTYPES[1]), (1, 18, 16, DTYPES[0])]
+)
 def test_a_node_of_a_tree_has_the_bits_of_its_path_as_a_plain_text(KV, groups, D, dtype):
     """Alone, in a row of its own length, in a contiguous cache of another size; and close to float64."""
     lengths, n, slots = (2 * PART - 3, 7), len(PARENTS), 2 * PART + 40
@@ -85,7 +84,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_as_a_plain_text(KV, groups, D
             torch.testing.assert_close(ours[row, node].double(), right[0, :, 0], rtol=0, atol=2e-3)
 
 
-@dtypes
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_padding_and_the_order_of_slots_do_not_matter(dtype):
     query, keys, values = rows_of((0,), 50, 1, 2, 2, 32, dtype)
     mask = torch.ones(1, 1, 50, dtype=torch.bool, device=DEVICE)
