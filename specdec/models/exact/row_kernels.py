@@ -16,9 +16,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from transformers import PreTrainedModel
 
+from specdec.models.exact.attention import MASKED, with_attention
 from specdec.models.exact.padded_linear import with_padded_linears
 from specdec.models.introspection import device_of
 from specdec.models.kernels.launch import compiles_for
+from specdec.models.views import view
 
 M = TypeVar("M", bound=PreTrainedModel)
 Placed = tuple[nn.Module, str, nn.Module]  # a module after its parent and its name there
@@ -43,7 +45,7 @@ def on_device(model: PreTrainedModel) -> bool:
 def with_row_kernels(model: M) -> M:
     """A view of `model` that computes each row of a pass on its own; `model` itself if it is one."""
     if not on_device(model):
-        return with_padded_linears(model)
+        return view(with_padded_linears(model), lambda module: with_attention(module, MASKED))
     from specdec.models.exact.device_layers import with_device_layers
 
     return with_device_layers(model)
