@@ -33,12 +33,14 @@ class CallKind(NamedTuple):
         sampling: False for greedy decoding.
         exact: True if draft nodes are computed bit for bit as in plain decoding.
         rule: verification rule.
+        row_kernels: True within `SpeculativeGenerator.exact`, where passes have other costs.
     """
 
     batch_size: int
     sampling: bool
     exact: bool = False
     rule: RuleName | Lenient = COUPLED
+    row_kernels: bool = False
 
 
 class DraftSession:
@@ -66,7 +68,7 @@ class DraftSession:
         self._target = target
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()
-        self._kept: dict[tuple[int, bool], CostStore] = {}  # by (batch size, exact); shared with other processes
+        self._kept: dict[tuple[int, bool, bool], CostStore] = {}  # by what costs depend on; shared with other processes
 
     def pacer(self, kind: CallKind, draft_length: int | None) -> Pacer:
         """Make the pacer of a call. Calls of one kind share estimates, and begin with the cost store's."""
@@ -88,11 +90,11 @@ class DraftSession:
         self._store(kind).keep(pacer.estimates.verify, pacer.estimates.draft)
 
     def _store(self, kind: CallKind) -> CostStore:
-        key = kind.batch_size, kind.exact
+        key = kind.batch_size, kind.exact, kind.row_kernels
         if key not in self._kept:
             captured = self.static_forward is not None and not kind.exact
             drafting = self.proposer.drafting_model()
-            self._kept[key] = CostStore(self._target, kind.batch_size, drafting, captured, kind.exact)
+            self._kept[key] = CostStore(self._target, kind.batch_size, drafting, captured, kind.exact, kind.row_kernels)
         return self._kept[key]
 
 

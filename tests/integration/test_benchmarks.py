@@ -28,6 +28,7 @@ from benchmarks.regression import (
     lookups,
     overhead,
     repeated,
+    row_bits,
     second_turn,
     second_turn_drafts,
     shapes,
@@ -736,3 +737,13 @@ def test_kernels_against_modules():
     assert len(rows) == 2 * (5 + 5 + 6)
     assert all(float(row[3]) < 0.01 and float(row[4].rstrip("%")) < 1 for row in rows)
     assert result.output.count("DecoderLayer") == 3
+
+
+def test_products_whose_bits_depend_on_the_rows_are_counted(monkeypatch):
+    weight, rows = torch.randn(8, 16), 3 * len(row_bits.ROWS) - 1  # three of each product, but of the first two
+    assert row_bits.differing(weight, None, 3)[0] == 8 * rows
+    right = row_bits.together
+    monkeypatch.setattr(row_bits, "together", lambda x, *layer: right(x, *layer) + (x.shape[1] > 3))
+    compared, alone, padded = row_bits.differing(weight, None, 3)
+    assert compared - min(alone, padded) <= 8 * 5  # of the products of two and three rows
+    assert min(alone, padded) >= 8 * 3 * (len(row_bits.ROWS) - 2)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from specdec import SpeculativeGenerator, Unsupported
+from specdec.engine.draft_session import CallKind
 from specdec.models.cache.buffers import Span
 from specdec.models.capability import capability
 from specdec.models.compat import CACHE, cache_in
@@ -65,6 +66,7 @@ def test_plain_decoding_and_every_draft_write_the_same_text(family, dtype, sampl
             assert torch.equal(text_of(other.generate, 12, **sampling), plain)
             assert other.report.num_exact_calls == 1
             assert other.report.num_draft_tokens > 15
+            assert [*other._sessions.own.estimates] == [CallKind(1, sampling is SAMPLED, exact=True, row_kernels=True)]
     text_of(spec.generate, 12, new=4, **GREEDY)
     assert spec.report.num_exact_calls == 0
 
