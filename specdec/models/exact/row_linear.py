@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from specdec.models.views import shallow_copy_as
 
 L = TypeVar("L", bound="RowLinear")
-ROWS = 64  # rows of a pass over single tokens or a short prompt at most; longer prompts run torch's product
+ROWS = 64  # rows of a pass over single tokens at most
 
 
 class RowLinear(nn.Linear):
     """Base class of such layers. They share the parameters of the layer that they are made from.
 
+    Prompts run torch's product: plain decoding and exact calls read them in the same passes.
+
     Attributes:
-        most: rows of a pass at most, a longer one runs torch's product; None for passes over draft nodes.
+        most: rows of a pass at most, more are a prompt; None for passes over draft nodes.
     """
 
     most: int | None = ROWS
@@ -31,7 +33,8 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        if not len(rows) or (self.most is not None and len(rows) > self.most):
+        prompt = self.most is not None and (len(rows) > self.most or (x.dim() == 3 and x.shape[1] > 1))
+        if prompt or not len(rows):
             return super().forward(x)
         return self.product(rows).view(*x.shape[:-1], -1)
 
