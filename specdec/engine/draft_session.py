@@ -36,6 +36,7 @@ class CallKind(NamedTuple):
         exact: True if draft nodes are computed bit for bit as in plain decoding.
         rule: verification rule.
         grammar: True if a grammar restricts the text.
+        row_kernels: True within `SpeculativeGenerator.exact`, where passes have other costs.
     """
 
     batch_size: int
@@ -43,6 +44,7 @@ class CallKind(NamedTuple):
     exact: bool = False
     rule: RuleName | Lenient = COUPLED
     grammar: bool = False
+    row_kernels: bool = False
 
 
 class DraftSession:
@@ -71,7 +73,7 @@ class DraftSession:
         self.static_forward: StaticForward | None = None
         self.recorded, self.graphs = KnownFunctions(), GraphPool()
         self._within_grammar: Proposer | None = None
-        self._kept: dict[tuple[int, bool], CostStore] = {}  # by (batch size, exact); shared with other processes
+        self._kept: dict[tuple[int, bool, bool], CostStore] = {}  # by what costs depend on; shared with other processes
 
     def pacer(self, kind: CallKind, draft_length: int | None) -> Pacer:
         """Make the pacer of a call. Calls of one kind share estimates, and begin with the cost store's."""
@@ -101,11 +103,11 @@ class DraftSession:
         self._store(kind).keep(pacer.estimates.verify, pacer.estimates.draft)
 
     def _store(self, kind: CallKind) -> CostStore:
-        key = kind.batch_size, kind.exact
+        key = kind.batch_size, kind.exact, kind.row_kernels
         if key not in self._kept:
             captured = self.static_forward is not None and not kind.exact
             drafting = self.proposer.drafting_model()
-            self._kept[key] = CostStore(self._target, kind.batch_size, drafting, captured, kind.exact)
+            self._kept[key] = CostStore(self._target, kind.batch_size, drafting, captured, kind.exact, kind.row_kernels)
         return self._kept[key]
 
 

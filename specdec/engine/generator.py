@@ -35,6 +35,7 @@ from specdec.models.capability import Capability, capability
 from specdec.models.compat import NOT_HANDED_OVER, generate_frame, is_synced, with_current_cache_name
 from specdec.models.cpu_threads import warn_of_excess_threads
 from specdec.models.exact.exactness import Exactness, exactness
+from specdec.models.exact.row_kernels import has_row_kernels, row_kernels
 from specdec.models.introspection import device_of, generate_owner, require_lm_head, unwrap_model
 from specdec.models.lockstep import in_step
 from specdec.proposers.base import Proposer
@@ -87,9 +88,9 @@ class SpeculativeGenerator:
             target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
             size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
         exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
-            half precision, too. On CPUs. The first call probes the model, see `exactness`.
-            Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`. Needs
-            `rule="coupled"`. Passes are not compiled.
+            half precision, too. On a GPU plain decoding does so within `exact()`. The first call probes the model, see
+            `exactness`. Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.
+            Needs `rule="coupled"`. Passes are not compiled.
 
     Raises:
         ValueError: an unknown proposer name, rule or option, or a proposer that does not fit the target.
@@ -105,7 +106,6 @@ class SpeculativeGenerator:
     draft_length: int | None
     rule: RuleName | Lenient
     on_unsupported: OnUnsupported
-    exact: bool
 
     def __init__(
         self,
@@ -119,8 +119,7 @@ class SpeculativeGenerator:
         exact: bool = False,
     ):
         check_choice("compile", compile, Literal[True, False, "auto"])
-        settings = checked_settings(draft_length=draft_length, rule=rule, on_unsupported=on_unsupported, exact=exact)
-        vars(self).update(settings)
+        self._set(draft_length=draft_length, rule=rule, on_unsupported=on_unsupported, exact=exact)
         self.compile = compile
         self.model, self._generate_owner = unwrap_model(model), generate_owner(model)
         require_lm_head(self.model)
@@ -179,14 +178,28 @@ class SpeculativeGenerator:
             output = spec.options(draft_length=4).generate(**inputs, max_new_tokens=64)
             ```
         """
-        settings: dict[str, Any] = {name: getattr(self, name) for name in Settings.__annotations__}
+        settings = self._settings
         if unknown := changed.keys() - settings.keys():
             known = ", ".join(settings)
             raise TypeError(f"options() takes {known}, got {min(unknown)}: pass it to SpeculativeGenerator(...)")
-        settings.update(changed)
         other = object.__new__(type(self))
-        vars(other).update(vars(self) | checked_settings(**settings))
+        vars(other).update(vars(self))
+        other._set(**settings | changed)
         return other
+
+    @property
+    def _settings(self) -> Settings:
+        return {
+            "draft_length": self.draft_length,
+            "rule": self.rule,
+            "on_unsupported": self.on_unsupported,
+            "exact": self._exact,
+        }
+
+    def _set(self, **settings: Any) -> None:
+        checked = checked_settings(**settings)
+        self.draft_length, self.rule = checked["draft_length"], checked["rule"]
+        self.on_unsupported, self._exact = checked["on_unsupported"], checked["exact"]
 
     # Public entry points
 
@@ -319,6 +332,32 @@ class SpeculativeGenerator:
         finally:
             remove()
 
+    @contextmanager
+    def exact(self) -> Iterator[SpeculativeGenerator]:
+        """Let the model compute each token with the same arithmetic within this context, however many a pass has.
+
+        Within it `model.generate()` and this generator write the same text in half precision, as with `exact=True`,
+        which calls of this generator then need not name. The model's own texts may differ from those outside of the
+        context. On a GPU exact calls compute like this everywhere, so it is this text that they write. On a CPU they
+        cost less within the context. Contexts of several generators or threads may overlap.
+
+        Yields:
+            This generator.
+
+        Raises:
+            ValueError: the generator's rule is not "coupled".
+
+        Example:
+            ```python
+            with spec.exact():
+                plain = model.generate(**inputs, max_new_tokens=64)
+                assert torch.equal(spec.generate(**inputs, max_new_tokens=64), plain)
+            ```
+        """
+        self.options(exact=True)  # checks the rule
+        with row_kernels(self.model):
+            yield self
+
     def watch(self) -> AbstractContextManager[list[RoundTrace]]:
         """Record the rounds of all calls that begin within this context, in any thread.
 
@@ -371,7 +410,7 @@ class SpeculativeGenerator:
         able = self.capability
         reason = why_plain(model, able, call, uses_target_choices(self.rule, call.samples))
         found = None
-        if reason is None and self.exact:
+        if reason is None and (self._exact or (has_row_kernels(self.model) and self.rule == COUPLED)):
             found, reason = exactness_of(self.model, able, call)
         if step is not None and step.anywhere(reason is not None) and reason is None:
             reason = (

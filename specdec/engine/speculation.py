@@ -28,6 +28,7 @@ from specdec.engine.transcript import Transcript
 from specdec.models.capability import Capability
 from specdec.models.cuda_graphs import Recorder
 from specdec.models.exact.exactness import Exactness
+from specdec.models.exact.row_kernels import has_row_kernels
 from specdec.models.fingerprint import fingerprint, settings
 from specdec.models.introspection import device_of
 from specdec.models.lockstep import Step
@@ -74,7 +75,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self._group, self._device = group_of(self.model), self.call.input_ids.device
-        self._traces = self.history.traces
+        self._traces, self._row_kernels = self.history.traces, has_row_kernels(self.model)
         self.kind = self._call_kind()
 
     def _call_kind(self) -> CallKind:
@@ -82,7 +83,8 @@ class Speculation:
         samples = self.call.samples
         rule = self.rule if samples or isinstance(self.rule, Lenient) else COUPLED  # others are the same at T = 0
         grammar = any(map(is_grammar, self.call.processors))
-        return CallKind(len(self.call.input_ids), samples, self.exact is not None, rule, grammar)
+        exact = self.exact is not None
+        return CallKind(len(self.call.input_ids), samples, exact, rule, grammar, self._row_kernels)
 
     def run(self) -> Tensor | GenerateOutput:
         """Decode the call on the target's device, see `_run`."""

@@ -58,13 +58,14 @@ class Fuser:
         self._dtype, self._device = dtype, device
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        for fuse in (self._layer, self._attention, self._mlp, self._norm):
+        for fuse in (self._layer, self._attention, self._mlp, self.norm):
             made = fuse(module)
             if made is not None:
                 return made
         return module
 
-    def _norm(self, module: nn.Module) -> nn.Module | None:
+    def norm(self, module: nn.Module) -> nn.Module | None:
+        """The fused form of an RMSNorm; None for any other module."""
         weights = {name: weight for name, weight in module._parameters.items() if weight is not None}
         if [*weights] != ["weight"] or module._modules or module._buffers or _is_hooked(module):
             return None

@@ -20,6 +20,7 @@ from specdec.models.decoding_view import decoding_view
 from specdec.models.encoder import EncoderOutputs, declined
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.exact.exact_view import exact_view
+from specdec.models.exact.row_kernels import exact_target
 from specdec.models.hidden_states import Taps
 from specdec.models.introspection import (
     INDEXED,
@@ -70,17 +71,15 @@ class ModelRunner(CachedRows):
         pads: Tensor | None = None,
         exact: Collection[str] | None = None,
     ):
-        self.masks, self.row_positions, self._takes_positions = (
-            masks or default_masks(model),
-            RowPositions(),
-            takes_positions(model),
-        )
+        self.masks, self.row_positions = masks or default_masks(model), RowPositions()
+        self._takes_positions = takes_positions(model)
         whole = with_states(model)
         whole = whole if self.masks == "own" else with_positions(whole, self.row_positions)
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
         if sized and static_forward is None and self.device.type == "cuda":
             whole = decoding_view(whole)
+        whole = whole if exact is None else exact_target(whole)
         self.model = whole if exact is not None or is_sharded(model) else with_fast_linears(whole)
         self.taps, self.step = taps, step
         self.draft_model, self.draft_pass = self.model, None

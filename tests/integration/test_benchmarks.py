@@ -32,6 +32,7 @@ from benchmarks.regression import (
     lookups,
     overhead,
     repeated,
+    row_bits,
     second_turn,
     second_turn_drafts,
     shapes,
@@ -792,3 +793,13 @@ def test_json_by_grammar(files, tokenizer, tmp_path):
     methods = ["plain", "ngram, grammar unknown", "ngram", "draft, grammar unknown", "draft"]
     assert first_cells(result.output)[2:] == methods
     assert result.output.count("| 1 of 1 ") == len(methods)  # all wrote plain decoding's text
+
+
+def test_products_whose_bits_depend_on_the_rows_are_counted(monkeypatch):
+    weight, rows = torch.randn(8, 16), 3 * len(row_bits.ROWS) - 1  # three of each product, but of the first two
+    assert row_bits.differing(weight, None, 3)[0] == 8 * rows
+    right = row_bits.together
+    monkeypatch.setattr(row_bits, "together", lambda x, *layer: right(x, *layer) + (x.shape[1] > 3))
+    compared, alone, padded = row_bits.differing(weight, None, 3)
+    assert compared - min(alone, padded) <= 8 * 5  # of the products of two and three rows
+    assert min(alone, padded) >= 8 * 3 * (len(row_bits.ROWS) - 2)

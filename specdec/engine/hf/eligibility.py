@@ -18,6 +18,9 @@ from specdec.models.cache.buffers import Span
 from specdec.models.capability import Capability
 from specdec.models.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel, requested
 from specdec.models.exact.exactness import Exactness, exactness
+from specdec.models.exact.row_kernels import has_row_kernels, on_device
+from specdec.models.exact.row_linear import ROWS
+from specdec.models.introspection import device_of
 from specdec.models.positions import counts_positions, padding_counted_by
 from specdec.models.recurrent_layers import has_states
 from specdec.sampling.logits_processors import NodeProcessors
@@ -109,7 +112,7 @@ def _inexact_prompt(model: PreTrainedModel, able: Capability, call: Call) -> str
     """Return why plain decoding reads a call's prompt in ways that `exact=True` does not reproduce; None if it does."""
     real, cache = prompt_layout.real_columns(call.input_ids, call.config, call.text_kwargs), cache_in(call.text_kwargs)
     cached, windows = prompt_layout.columns_in(cache), set(spans(model, able.masks or "own")) != {Span()}
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled(device_of(model).type):
         return "exact=True is not supported within torch.autocast"
     if call.config.prefill_chunk_size is not None:
         return "exact=True is not supported with prefill_chunk_size"
@@ -119,6 +122,10 @@ def _inexact_prompt(model: PreTrainedModel, able: Capability, call: Call) -> str
         return "exact=True: prompts with padding must be read at once, with the padding on the left"
     if cached and real.shape[1] - cached < 2:
         return "exact=True needs at least two new tokens after those of a cache"
+    if len(real) > ROWS and (on_device(model) or has_row_kernels(model)):
+        return f"exact=True is not supported for more than {ROWS} rows on a device or within exact()"
+    if cached and on_device(model):
+        return "exact=True is not supported on a device after a cache of earlier turns"
     if windows and (cached or getattr(cache, "_is_user_defined", False)):
         return "exact=True is not supported for sliding windows with a cache of the caller"
     return None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from specdec.models.cache.buffers import Span
+from specdec.models.cache.buffers import NEVER, Span
 from specdec.models.cache.ragged_rows import VisibleSlots
 from specdec.models.positions import RowPositions
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,24 @@ class Columns:
 
     slots: Tensor | slice
     mask: Tensor | None
+
+
+def in_order(visible: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Slots that each node sees, by position: (B, n, S) int32, and their number (B, n) int32.
+
+    Entries after a node's number mean nothing.
+
+    Args:
+        visible: (B, n, S) bool, slots that each node sees.
+        positions: (B, S) or (1, S) int64, position of each slot's token.
+
+    Examples:
+        >>> order, counts = in_order(torch.tensor([[[True, False, True]]]), torch.tensor([[1, 5, 0]]))
+        >>> order[0, 0, : counts[0, 0]].tolist()
+        [2, 0]
+    """
+    order = positions[:, None].expand(visible.shape).masked_fill(~visible, NEVER).argsort(-1)
+    return order.int(), visible.sum(-1).int()
 
 
 class DraftPass:
@@ -42,7 +63,7 @@ class DraftPass:
         self._row_positions, self._spans = row_positions, spans
         self.pads: Sequence[int] = ()
         self.unknown_layers: set[nn.Module] = set()
-        self._columns: dict[Span, list[list[Columns]]] = {}
+        self._made: dict[tuple[str, Span], Any] = {}  # by `_once`
         self._of: VisibleSlots | None = None
 
     @property
@@ -61,15 +82,30 @@ class DraftPass:
 
     def columns(self, span: Span) -> list[list[Columns]]:
         """Columns that each node of each row sees in layers of this span."""
-        if self._of is not self._slots:
-            self._columns, self._of = {}, self._slots
-        if span not in self._columns:
-            visible, held = self._slots.visible(span), self._slots.held(span)
-            self._columns[span] = [
+
+        def made(visible: Tensor, held: Tensor) -> list[list[Columns]]:
+            return [
                 [self._seen(nodes, held[row % len(held)], span, row) for nodes in visible[row % len(visible)]]
                 for row in range(self.batch_size)
             ]
-        return self._columns[span]
+
+        return self._once("columns", span, made)
+
+    def order(self, span: Span) -> tuple[Tensor, Tensor]:
+        """Slots that each node sees in layers of this span, see `in_order`."""
+
+        def made(visible: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+            return in_order(visible.expand(self.batch_size, -1, -1), held)
+
+        return self._once("order", span, made)
+
+    def _once(self, name: str, span: Span, make: Callable[[Tensor, Tensor], Made]) -> Made:
+        """`make(visible, held)` for the slots of the current pass, computed once."""
+        if self._of is not self._slots:
+            self._made, self._of = {}, self._slots
+        if (name, span) not in self._made:
+            self._made[name, span] = make(self._slots.visible(span), self._slots.held(span))
+        return self._made[name, span]
 
     def _seen(self, visible: Tensor, held: Tensor, span: Span, row: int) -> Columns:
         """The columns of a node that sees the `visible` ones of the slots (S,), which hold the positions `held`."""

@@ -24,6 +24,7 @@ from specdec.models.capability import Capability, settings_of, short_windows
 from specdec.models.encoder import declined
 from specdec.models.exact.module_calls import ModuleCalls, culprits, keep, listening, runnable_alone, within
 from specdec.models.exact.prompts import read_as_plain
+from specdec.models.exact.row_kernels import exact_target, on_device
 from specdec.models.introspection import (
     CHUNKED,
     INDEXED,
@@ -32,6 +33,7 @@ from specdec.models.introspection import (
     layer_kinds,
     takes_positions,
 )
+from specdec.models.kernels.launch import compiles_for
 from specdec.models.probe import token_ids
 from specdec.models.runner import ModelRunner
 from specdec.models.views import apart, in_eval_mode
@@ -39,6 +41,7 @@ from specdec.sampling.draft_tree import DraftTree
 
 log = logging.getLogger(__name__)
 
+HALF = (torch.bfloat16, torch.float16)
 PROMPT = 9  # tokens of the longest prompt
 PARENTS = (-1, 0, 1, 2, 1, 0)  # of the nodes of the probe's tree
 CHAIN = (-1, 0, 1, 2)  # for a model that can run nothing else
@@ -107,7 +110,10 @@ def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: boo
     config = model.config.get_text_config(decoder=True)
     kinds, replaced = layer_kinds(config), [module for module in model.modules() if "forward" in vars(module)]
     reasons = {
-        "models on a device": any(weight.device.type != "cpu" for weight in model.parameters()),
+        "models on a device without Triton": any(
+            weight.device.type != "cpu" and not compiles_for(weight.device) for weight in model.parameters()
+        ),
+        f"{model.dtype} on a device (load it in bfloat16 or float16)": on_device(model) and model.dtype not in HALF,
         "encoder-decoders": model.config.is_encoder_decoder,
         "sharded models": is_sharded(model),
         "mixtures of experts in a batch": batched and any(getattr(config, name, None) for name in EXPERTS),
@@ -121,7 +127,7 @@ def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: boo
         if holds:
             return Exactness(unsupported=reason)
     try:
-        own = apart(in_eval_mode(model))
+        own = exact_target(apart(in_eval_mode(model)))
         with short_windows(own):
             return _ExactnessProbe(own, able, [0, 3 * padded] if batched else [2 * padded]).result()
     except Exception as error:  # whatever a model's modules raise when nodes run alone
@@ -166,7 +172,7 @@ class _ExactnessProbe:
         path = [node]
         while self.parents[path[0]] >= 0:
             path.insert(0, self.parents[path[0]])
-        real = torch.arange(PROMPT) >= torch.tensor(self.pads)[:, None]
+        real = (torch.arange(PROMPT) >= torch.tensor(self.pads)[:, None]).to(self.nodes.device)
         cache = self._plain_pass(self.prompts, real, None)
         for each in path:
             real = torch.nn.functional.pad(real, (0, 1), value=True)
@@ -193,14 +199,16 @@ class _ExactnessProbe:
         """A function that runs the draft after the prompts, and rolls it back."""
         runner = self.runner = ModelRunner(self.own, self.able.masks, exact=exact)
         runner.start(len(self.pads))
-        if exact is not None and any(self.pads):
+        if exact is not None and (any(self.pads) or on_device(self.own)):
             read_as_plain(runner, self.prompts, self.pads)
         else:
             runner.extend(self.prompts, self.pads)
-        draft = DraftTree(self.nodes, torch.tensor(self.parents).expand(len(self.pads), -1))
+        parents = torch.tensor(self.parents, device=self.nodes.device)
+        draft = DraftTree(self.nodes, parents.expand(len(self.pads), -1))
 
         def grow() -> None:
-            runner.grow(self.nodes, draft.depth, draft.ancestors, chain=not self.able.trees)
+            output = runner.grow(self.nodes, draft.depth, draft.ancestors, chain=not self.able.trees)
+            output.logits[0, 0, 0].item()  # a device has ended the pass
             runner.commit([0] * len(self.pads))
 
         return grow

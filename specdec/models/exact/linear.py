@@ -7,11 +7,12 @@ the processor, the shape, the dtype and the number of threads, so it is found ou
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.views import shallow_copy_as
@@ -51,14 +52,15 @@ class ExactLinear(nn.Linear):
         return multiply(x.reshape(rows, nodes, -1), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
-def together(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One product over all nodes."""
-    return linear(x, weight, bias)
+def together(x: Tensor, weight: Tensor, bias: Tensor | None, size: int = 1) -> Tensor:
+    """One product over all nodes. Fewer than `size` are padded."""
+    nodes = x.shape[1]
+    return linear(x if nodes >= size else pad(x, (0, 0, 0, size - nodes)), weight, bias)[:, :nodes]
 
 
-def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product for each node, with the shape of plain decoding's."""
-    return torch.cat([linear(node.contiguous(), weight, bias) for node in x.split(1, 1)], 1)
+def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, size: int = 1) -> Tensor:
+    """A product for each node, with the shape of plain decoding's, whose single rows may be padded to `size`."""
+    return torch.cat([together(node.contiguous(), weight, bias, size) for node in x.split(1, 1)], 1)
 
 
 def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -76,32 +78,37 @@ def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 _kernels: dict[tuple[object, ...], Kernel] = {}  # found in this process
 
 
-def exact_kernel(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Kernel:
-    """The fastest exact kernel for a number of nodes per row."""
+def exact_kernel(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int, size: int = 1) -> Kernel:
+    """The fastest exact kernel for a number of nodes per row, where plain decoding pads a single row to `size`."""
     layout = weight.dtype, weight.shape, weight.stride(), bias is None
-    kind = *layout, batch_size, nodes, torch.get_num_threads()
+    kind = *layout, batch_size, nodes, size, torch.get_num_threads()
     if kind not in _kernels:
         start = perf_counter()
-        _kernels[kind] = _found(weight, bias, batch_size, nodes)
+        _kernels[kind] = _found(weight, bias, batch_size, nodes, size)
         lose(perf_counter() - start)
     return _kernels[kind]
 
 
+def is_whole(kernel: Kernel) -> bool:
+    """Return whether a kernel multiplies all nodes together."""
+    return isinstance(kernel, partial) and kernel.func is together
+
+
 @torch.no_grad()
-def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int) -> Kernel:
-    generator = torch.Generator().manual_seed(0)
+def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int, size: int) -> Kernel:
+    whole, singly = partial(together, size=size), partial(one_by_one, size=size)
+    equal: dict[Kernel, bool] = {whole: True, in_blocks: size == 1 and weight.numel() > BLOCK}
     shape = batch_size, nodes, weight.shape[1]
-    equal = {together: True, in_blocks: weight.numel() > BLOCK}
-    compared = 0
+    generator, compared = torch.Generator().manual_seed(0), 0
     while compared < COMPARED and any(equal.values()):
         x = torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
-        right = one_by_one(x, weight, bias)
+        right = singly(x, weight, bias)
         for each, so_far in equal.items():
             equal[each] = so_far and torch.equal(each(x, weight, bias), right)
         compared += right.numel()
-    if equal[together]:
-        return together
-    candidates: list[Kernel] = [one_by_one, in_blocks] if equal[in_blocks] else [one_by_one]
+    if equal[whole]:
+        return whole
+    candidates: list[Kernel] = [singly, in_blocks] if equal[in_blocks] else [singly]
     return min(candidates, key=lambda each: _seconds(each, x, weight, bias))
 
 

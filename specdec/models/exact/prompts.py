@@ -1,4 +1,4 @@
-"""`read_as_plain`: reads left-padded prompts as plain decoding does, in its columns and with its mask."""
+"""`read_as_plain`: reads prompts as plain decoding does, in its columns and with its mask and cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_as_plain(
         Logits (B, 1, V), hidden states and features of all C columns.
     """
     cache = DynamicCache(config=runner.config)
-    real = torch.arange(given.shape[1]) >= torch.tensor(pads)[:, None]
+    real = (torch.arange(given.shape[1]) >= torch.tensor(pads)[:, None]).to(given.device)
     inputs = {"attention_mask": real.long(), "use_cache": True, "return_dict": True, runner.cache_argument: cache}
     inputs["inputs_embeds" if embedded else "input_ids"] = given
     if takes_positions(runner.model):

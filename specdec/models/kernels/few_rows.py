@@ -1,4 +1,4 @@
-"""Products of at most 16 rows with the weights of one to three linear layers in one kernel, for GPUs.
+"""Products of few rows with the weights of one to three linear layers in one kernel, for GPUs.
 
 `joined_linear` multiplies the same rows by several weights. `joined_gate` multiplies them by the gate and up weights of
 an MLP and applies the activation. The weights stay where they are: a program finds its weight by its number. Decoding
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specdec.models.kernels.activation import activated
 from specdec.models.kernels.launch import fits, interpreted, launch
 
-ROWS = 16  # rows of x at most: the smallest matrix of a tensor core
+ROWS = 16  # rows of x per program: the smallest matrix of a tensor core
 MOST = 3  # weights of a product
 LINE = tl.constexpr(64)  # 16-bit weights in a line of the GPU's cache
 LINES = tl.constexpr(16)  # lines of each output that are fetched early
@@ -61,10 +61,10 @@ def joined_linear(
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of one to three linear layers.
 
-    Sums are float32 and rounded once.
+    Sums are float32 and rounded once. A row's bits depend on that row, the weights and the tiles alone.
 
     Args:
-        x: (M, K), M at most 16.
+        x: (M, K). Each 16 rows read the weights again.
         weights: (N_i, K) each, contiguous, in the dtype of x.
         biases: (N_i,) each; empty for none.
         tiles: tile sizes.
@@ -78,7 +78,6 @@ def joined_linear(
         ```
     """
     (M, K), count = x.shape, len(weights)
-    assert M <= ROWS
     assert 1 <= count <= MOST
     sizes = [weight.shape[0] for weight in weights]
     x, out = x.contiguous(), torch.empty(M * sum(sizes), dtype=x.dtype, device=x.device)
@@ -86,7 +85,7 @@ def joined_linear(
     given = (*weights, *[weights[0]] * unused)
     launch(
         _linear,
-        (sum(triton.cdiv(size, tiles.outputs) for size in sizes),),
+        (sum(triton.cdiv(size, tiles.outputs) for size in sizes), triton.cdiv(M, ROWS)),
         x,
         *given,
         *((*biases, *[biases[0]] * unused) if biases else given),
@@ -163,14 +162,14 @@ def _options(K: int, tiles: Tiles) -> dict[str, Any]:
     }
 
 
-def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> bool:
-    """Return whether the kernels take x (..., K) and these weights and biases, see `fits`.
+def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), rows: int | None = ROWS) -> bool:
+    """Return whether the kernels take x (..., K), of at most so many rows, and these weights and biases, see `fits`.
 
     float32 is left to torch, except in Triton's interpreter.
     """
     given = (*weights, *biases)
     return (
-        x.numel() <= ROWS * x.shape[-1]
+        (rows is None or x.numel() <= rows * x.shape[-1])
         and fits(x, *given)
         and (x.dtype != torch.float32 or interpreted())
         and all(tensor.is_contiguous() for tensor in given)
@@ -232,7 +231,7 @@ def _linear(
     elif block >= first:
         block, weight, bias, N = block - first, weight_1, bias_1, N_1
         out += M * N_0
-    rows, inputs = tl.arange(0, ROWS), tl.arange(0, INPUTS)
+    rows, inputs = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, INPUTS)
     outputs = block * OUTPUTS + tl.arange(0, OUTPUTS)
     known = tl.minimum(outputs, N - 1)
     row_mask = rows[:, None] < M

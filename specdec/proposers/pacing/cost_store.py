@@ -37,6 +37,7 @@ class CostStore:
         drafting: the model that makes the drafts, if there is one.
         captured: True if passes are CUDA graphs of a few padded sizes.
         exact: True if passes give each node the bits of plain decoding.
+        row_kernels: True if plain decoding computes by row-independent kernels for this, which costs less.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class CostStore:
         drafting: nn.Module | None = None,
         captured: bool = False,
         exact: bool = False,
+        row_kernels: bool = False,
     ):
         self._sizes = SIZES if captured else BUCKETS
         self._of = {
@@ -60,6 +62,8 @@ class CostStore:
             self._of["captured"] = True
         if exact:
             self._of["exact"] = True
+        if row_kernels:
+            self._of["row_kernels"] = True
         self._draft = drafting and shape(drafting)
         self._passes: dict[int, float] = {}  # stored costs by nodes per row, relative to a pass over one node
         self._step = 0.0  # stored cost of a draft pass, likewise; 0: none is stored
