@@ -39,7 +39,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class Learning:
-    """How a head learns from an answer.
+    """Settings with which a head learns from an answer.
 
     Attributes:
         rate: learning rate of AdamW.
