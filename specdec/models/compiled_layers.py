@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.models.hidden_states import foreign_hooks
 from specdec.models.introspection import decoder_layers
 from specdec.models.views import shallow_copy_as, view
 
@@ -122,9 +123,10 @@ def _first(module: nn.Module) -> nn.Module:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """Values of a module on which compiled code may depend, and shapes of its weights."""
+    """Values of a module on which compiled code may depend, shapes of its weights, and hooks that are compiled."""
     held = tuple((name, value) for name, value in vars(module).items() if isinstance(value, SETTING))
-    return held, tuple((name, weight.shape) for name, weight in module._parameters.items() if weight is not None)
+    shapes = tuple((name, weight.shape) for name, weight in module._parameters.items() if weight is not None)
+    return held, shapes, tuple(map(id, foreign_hooks(module)))  # torch does not check hooks, by default
 
 
 def _size(given: Any) -> Hashable:

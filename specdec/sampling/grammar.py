@@ -81,11 +81,14 @@ class GrammarProcessor(LogitsProcessor):
         ```
     """
 
-    stateless = True  # specdec asks about any node of a draft, by `GrammarRows`
-
     def __init__(self, states: Callable[[int], Sequence[GrammarState]]):
         self._states = states
         self._rows: GrammarRows | None = None
+
+    @property
+    def stateless(self) -> bool:
+        """True if specdec may ask about any node of a draft, by `GrammarRows`; False if a subclass has its own call."""
+        return type(self).__call__ is GrammarProcessor.__call__
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Mask scores (B, V) after texts (B, T), as plain decoding calls it: with the prompts first.

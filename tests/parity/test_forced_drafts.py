@@ -8,6 +8,7 @@ from specdec import (
     BlockProposer,
     DraftModelProposer,
     DynamicTree,
+    GrammarProcessor,
     HybridProposer,
     HydraProposer,
     NgramProposer,
@@ -15,7 +16,7 @@ from specdec import (
     SuffixProposer,
 )
 from tests.support import blocks, tiny
-from tests.support.grammars import LETTERS, RECORD, TOKENS, processor
+from tests.support.grammars import LETTERS, RECORD, TOKENS, Template, processor
 
 PROPOSERS = {
     "ngram": lambda target: NgramProposer(),
@@ -194,6 +195,27 @@ def test_recorded_scores_are_those_of_plain_decoding(target):
     for expected, scores in zip(plain.scores, ours.scores, strict=True):
         assert torch.equal(expected == float("-inf"), scores == float("-inf"))
         torch.testing.assert_close(expected, scores)
+
+
+class Biased(GrammarProcessor):
+    """A subclass that prefers one letter as well."""
+
+    def __call__(self, input_ids, scores):
+        scores = super().__call__(input_ids, scores)
+        scores[:, TOKENS.index("h")] += 100
+        return scores
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 5)], ids=str)
+def test_a_subclass_with_its_own_call_is_called_as_in_plain_decoding(target, lengths):
+    spec = SpeculativeGenerator(target, "ngram", draft_length=4)
+    plain, ours = (
+        written(generate, lengths, Biased(lambda rows: [Template(RECORD) for _ in range(rows)]), max_new_tokens=12)
+        for generate in (target.generate, spec.generate)
+    )
+    assert torch.equal(plain, ours)
+    assert all("hhh" in text(row) for row in ours)
+    assert spec.report.num_plain_calls == (len(lengths) > 1)
 
 
 def test_a_state_for_each_row(target):

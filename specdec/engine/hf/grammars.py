@@ -17,8 +17,10 @@ from specdec.sampling.grammar import GrammarProcessor, GrammarRows, GrammarState
 
 def is_grammar(processor: Any) -> bool:
     """Return True for an unused processor of a known grammar library."""
+    if isinstance(processor, GrammarProcessor):
+        return processor.stateless
     known = _LIBRARIES.get(_name(processor))
-    return isinstance(processor, GrammarProcessor) or (known is not None and known[0](processor))
+    return known is not None and known[0](processor)
 
 
 def with_grammar_rows(processors: Iterable[Any], batch_size: int, start: int) -> list[Any]:
@@ -89,7 +91,12 @@ class XgrammarState(GrammarState):
         return self.matcher.is_terminated()
 
     def forced_text(self) -> bytes:
-        return b"" if self.ended else self.matcher.find_jump_forward_string().encode()
+        if self.ended:
+            return b""
+        try:
+            return self.matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # the text begins or ends within a character: its bytes are here
+            return error.object
 
     def vocabulary(self) -> Sequence[bytes]:
         return self._grammar.tokenizer_info.decoded_vocab

@@ -97,6 +97,19 @@ def test_forced_text_of_xgrammar(tokenizer):
     assert state.forced_text() == b""
 
 
+def test_forced_text_of_xgrammar_may_end_within_a_character():
+    """Two emojis differ in their last byte: what is forced is no text, and has to be drafted as bytes."""
+    xgrammar = pytest.importorskip("xgrammar", reason="xgrammar has no wheel for this platform")
+    hf = pytest.importorskip("xgrammar.contrib.hf")
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "<end>"]
+    info = xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.BYTE_FALLBACK, vocab_size=257, stop_token_ids=[256])
+    grammar = xgrammar.GrammarCompiler(info).compile_regex("😀|😁")
+    rows = with_grammar_rows([hf.LogitsProcessor(grammar)], 1, START)[0]
+    one, other = "😀".encode(), "😁".encode()
+    for count in range(4):
+        assert rows.after(0, list(one[:count])).forced_text() == one[count:3] == other[count:3]
+
+
 def test_xgrammars_processor_is_used_up_by_a_call(tokenizer):
     """As by plain decoding: its matchers are where the text ended, and another call is refused."""
     processor = by_xgrammar(tokenizer)()

@@ -54,6 +54,16 @@ def test_layers_of_a_kind_share_code(name):
         assert torch.equal(ours[layer][0], right[layer][0])
 
 
+def test_layers_that_differ_in_a_hook_do_not_share_code():
+    """Hooks within a layer are compiled, and compiled code does not check them."""
+    model = copy.deepcopy(tiny.model("llama", num_hidden_layers=3))
+    for layer, factor in ((0, 2), (1, 3)):
+        model.model.layers[layer].mlp.register_forward_hook(lambda module, args, output, by=factor: by * output)
+    view = with_compiled_layers(model, "eager")
+    assert torch.equal(passed(view, buffers(model))[0], passed(model, buffers(model))[0])
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 def test_layers_that_differ_in_a_setting_do_not_share_code():
     model = copy.deepcopy(tiny.model("llama", num_hidden_layers=4))
     model.model.layers[2].self_attn.scaling *= 2
