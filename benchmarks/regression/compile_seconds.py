@@ -1,9 +1,9 @@
-"""Measure the seconds that compiling a model's passes takes: its layers once per kind, or the whole model at once.
+"""Measure the seconds that compiling the layers of a model takes, and the passes with and without.
 
     python -m benchmarks.regression.compile_seconds --target PATH
 
-Each row is a process of its own: with an empty cache of compiled code (first), and with the cache that it left (later).
-The time of the first compiled pass includes the compilation. Later passes are the median of 20.
+Each row is a process of its own: the first with an empty cache of compiled code, the later one with the cache that it
+left. The time of the first compiled pass includes the compilation. Later passes are the median of 20.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward
 from specdec.sampling.draft_tree import DraftTree
 
-LAYERS, WHOLE = "layers", "whole model"
 PROMPT, PASSES = 16, 20
 app = typer.Typer(add_completion=False)
 
@@ -40,36 +39,33 @@ def main(
     nodes: Annotated[int, typer.Option(min=2, help="Nodes of a draft.")] = 8,
     dtype: Dtype = "bfloat16",
     device: Annotated[str, typer.Option()] = "cpu",
-    only: Annotated[str, typer.Option(help=f"Measure one kind in this process: {LAYERS} or {WHOLE}.")] = "",
+    here: Annotated[bool, typer.Option(help="Measure in this process, and print the figures alone.")] = False,
 ) -> None:
     with bad_input_ends():
         prepare()
-        if only:
-            print(*measured(target, nodes, dtype, device, only == WHOLE), sep="\t")
+        if here:
+            print(*measured(target, nodes, dtype, device), sep="\t")
             return
         rows = []
         options = ["--target", target, "--nodes", str(nodes), "--dtype", dtype, "--device", device]
-        for kind in (LAYERS, WHOLE):
-            with TemporaryDirectory() as cache:
-                for process in ("first", "later"):
-                    run = [sys.executable, "-m", __spec__.name, *options, "--only", kind]
-                    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
-                    done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-                    figures = done.stdout.splitlines()[-1].split("\t")
-                    rows.append([kind, process, *(number(float(figure)) for figure in figures)])
+        with TemporaryDirectory() as cache:
+            for process in ("first", "later"):
+                run = [sys.executable, "-m", __spec__.name, *options, "--here"]
+                environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache}
+                done = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+                figures = done.stdout.splitlines()[-1].split("\t")
+                rows.append([process, *(number(float(figure)) for figure in figures)])
         name = machine.cpu_model() if device == "cpu" else torch.cuda.get_device_name()
         print(f"{name}, {Path(target).name}, {dtype}\n")
-        heading = ["compiled", "process", "first compiled pass, s", "later passes, ms", "without, ms"]
+        heading = ["process", "first compiled pass, s", "later passes, ms", "without, ms"]
         print(table(heading, rows))
 
 
 @torch.no_grad()
-def measured(target: str, nodes: int, dtype: str, device: str, whole: bool) -> tuple[float, float, float]:
+def measured(target: str, nodes: int, dtype: str, device: str) -> tuple[float, float, float]:
     """Seconds of the first compiled pass, milliseconds of later ones and of passes that are not compiled."""
     model = load(target, dtype, device)
     forward = StaticForward(model)
-    if whole:
-        forward._view = None
     runner = ModelRunner(model, capability(model).masks, static_forward=forward)
     runner.start(1)
     runner.extend(torch.arange(1, 1 + PROMPT, device=device)[None], [0])

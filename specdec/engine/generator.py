@@ -85,8 +85,8 @@ class SpeculativeGenerator:
         on_unsupported: "plain" to run unsupported calls as plain `generate()` with a warning, "error" to raise
             `Unsupported`.
         compile: "auto" captures drafts and rounds as CUDA graphs on CUDA, in a few padded sizes. True also compiles the
-            target's passes with `torch.compile`, on any device; this takes seconds to minutes at the second use of a
-            size. False does neither. A model that cannot be captured runs eagerly; with True there is one warning.
+            target's layers with `torch.compile`, on any device; this takes seconds at the second use of a size. False
+            does neither. A model that cannot be captured runs eagerly; with True there is one warning.
         exact: compute every drafted token bit for bit as plain decoding computes it, so that the text is the same in
             half precision, too. On a GPU plain decoding does so within `exact()`. The first call probes the model, see
             `exactness`. Where it computes drafted tokens differently nevertheless, calls run as plain `generate()`.

@@ -74,18 +74,18 @@ class LayerCompiler:
 
 
 def with_compiled_layers(model: PreTrainedModel, backend: str) -> PreTrainedModel:
-    """A view of `model` with compiled decoder layers; `model` itself if its layers are not found.
+    """A view of `model` with compiled decoder layers.
 
     The rest of the model runs as it is. Hooks of layers run outside of compiled code.
 
     Args:
         model: a decoder-only model.
         backend: of `torch.compile`, for example "inductor".
+
+    Raises:
+        ValueError: the layers are not found.
     """
-    try:
-        numbers = {id(layer): number for number, layer in enumerate(decoder_layers(model))}
-    except ValueError:
-        return model
+    numbers = {id(layer): number for number, layer in enumerate(decoder_layers(model))}
     compiler = LayerCompiler(backend)
 
     def swap(module: nn.Module) -> nn.Module:

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from time import perf_counter
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from specdec.models.compat import CACHE
 from specdec.models.compiled_layers import with_compiled_layers
 from specdec.models.decoding_view import CurrentView, decoding_view
 from specdec.models.hidden_states import Taps
-from specdec.models.introspection import device_of, is_sharded
+from specdec.models.introspection import decoder_layers, device_of, is_sharded
 from specdec.models.positions import counts_positions, has_causal_masks
 from specdec.models.recurrent_layers import has_states
 from specdec.utils.timing import lose
@@ -35,7 +34,6 @@ MOST = 32  # captured sizes per model; passes of further sizes run eagerly
 WRONG = {torch.float32: 1e-3, torch.float64: 1e-3}  # tolerance of logits, in standard deviations; 0.1 for other dtypes
 Key = tuple[Any, ...]
 Passed = tuple[Tensor, Tensor | None]  # logits and features
-Pass = Callable[..., Passed]
 Written = Mapping[int, tuple[Tensor, Tensor, Tensor]]  # by layer: key and value buffers, slots (B, n) to write
 
 
@@ -131,8 +129,8 @@ class StaticForward:
     Args:
         model: the model itself, not a `with_fast_linears` view: the compiler chooses the kernels.
         taps: hidden states to capture in each pass.
-        compiled: compile the layers for each size with `torch.compile`, or one full graph if its layers are not found;
-            else run the model's own code, on CUDA its `decoding_view`.
+        compiled: compile the layers for each size with `torch.compile`; else run the model's own code, on CUDA its
+            `decoding_view`.
 
     Attributes:
         refused: the reason why capture is disabled; empty while it is enabled.
@@ -140,16 +138,22 @@ class StaticForward:
 
     def __init__(self, model: PreTrainedModel, taps: Taps | None = None, compiled: bool = True):
         self.model, self.taps, self.compiled, self.refused = model, taps, compiled, ""
-        self._static_forward: dict[Key, Pass | None] = {}  # None: a size used once
+        self._compiles = compiled  # False once the model's own code runs instead
+        self._captured: dict[Key, bool] = {}  # by size; False: a size used once
         self._announced = False  # the notice that compilation takes a while
         self._view: CurrentView | None = None  # the view that runs captured passes; None for the model itself
         if compiled:
-            self._view = CurrentView(model, partial(with_compiled_layers, backend=BACKEND))
+            try:
+                decoder_layers(model)
+            except ValueError as error:
+                self._give_up_view(str(error))
+            else:
+                self._view = CurrentView(model, partial(with_compiled_layers, backend=BACKEND))
         elif device_of(model).type == "cuda":
             self._view = CurrentView(model, decoding_view)
 
     def __len__(self) -> int:
-        return sum(graph is not None for graph in self._static_forward.values())
+        return sum(self._captured.values())
 
     def __call__(self, written: Written, inputs: Mapping[str, Any], own: Callable[[], Passed]) -> Passed:
         """Logits (B, n, V) and features (B, n, C) of a pass.
@@ -162,21 +166,20 @@ class StaticForward:
         if self.refused:
             return own()
         key = _sizes(written, inputs)
-        if key not in self._static_forward:
-            self._static_forward[key] = None
+        if key not in self._captured:
+            self._captured[key] = False
             return own()
         model = self.model if self._view is None else self._view.current()
         arguments = (model, SlottedCache(written), _in_order(inputs), self.taps)
-        graph = self._static_forward[key]
-        if graph is None:
-            return own() if len(self) == MOST else self._captured(key, arguments, own())
+        if not self._captured[key]:
+            return own() if len(self) == MOST else self._capture(key, arguments, own())
         try:
-            return graph(*arguments)
-        except Exception as error:  # torch would recompile, since a hook was added or a setting changed
+            return _pass(*arguments)
+        except Exception as error:  # layers were changed to what cannot be compiled
             self._refuse(_said(error))
             return own()
 
-    def _captured(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
+    def _capture(self, key: Key, arguments: tuple[Any, ...], right: Passed) -> Passed:
         """Capture a size and check it against `right`, the eager pass. Writing the same keys again changes nothing.
 
         Returns the captured pass if it is right: later ones must not differ from it by rounding.
@@ -184,14 +187,13 @@ class StaticForward:
         start = perf_counter()
         gc.collect()  # unreferenced generators: their hooks must not be removed while torch reads the model's hooks
         name = type(self.model).__name__
-        if self.compiled and not self._announced:
+        if self._compiles and not self._announced:
             log.warning("compiling passes of %s: torch keeps their code for later processes", name)
             self._announced = True
         log.info("capturing %s for %d nodes", name, right[0].shape[1])
         passed, reason = right, ""
         try:
-            graph = _compiled() if self.compiled and arguments[0] is self.model else _pass
-            passed = graph(*arguments)
+            passed = _pass(*arguments)
             apart = _distance(passed[0], right[0])
             if not apart <= WRONG.get(right[0].dtype, 0.1):
                 reason = f"logits of the captured pass differ by {apart:.2g} standard deviations from the model's"
@@ -199,18 +201,32 @@ class StaticForward:
             reason = _said(error)
         lose(perf_counter() - start)  # a one-time cost
         if not reason:
-            self._static_forward[key] = graph
+            self._captured[key] = True
             return passed
-        if arguments[0] is not self.model:
+        if arguments[0] is self.model:
+            self._refuse(reason)
+        else:
+            self._give_up_view(reason)
+        if self.refused:
+            return right
+        model = self.model if self._view is None else self._view.current()
+        return self._capture(key, (model, *arguments[1:]), right)
+
+    def _give_up_view(self, reason: str) -> None:
+        """Go on without a view that failed: without compiled layers on CUDA, or with the model itself."""
+        name, on_gpu = type(self.model).__name__, device_of(self.model).type == "cuda"
+        if self._compiles and not on_gpu:
+            self._refuse(reason)
+        elif self._compiles:
+            warnings.warn(f"specdec: {name} runs without torch.compile: {reason}", stacklevel=2)
+            self._compiles, self._view = False, CurrentView(self.model, decoding_view)
+        else:
             log.info("%s runs its own layers: %s", name, reason)
             self._view = None
-            return self._captured(key, (self.model, *arguments[1:]), right)
-        self._refuse(reason)
-        return right
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        self._static_forward = {}
+        self._captured = {}
         warnings.warn(f"specdec: {type(self.model).__name__} runs without graphs: {reason}", stacklevel=2)
 
 
@@ -220,15 +236,6 @@ def _pass(model: PreTrainedModel, cache: Cache, inputs: dict[str, Any], taps: Ta
     with taps.listening() as taken:
         logits = model(**inputs, **{CACHE: cache}).logits
     return logits, taps.features(taken)
-
-
-def _compiled() -> Pass:
-    """Compile `_pass` as a copy with its own code object: torch limits the number of graphs per code object.
-
-    "reduce-overhead" is not used: it rejects graphs that write to inputs whose memory may move, as the cache's may.
-    """
-    own = FunctionType(_pass.__code__.replace(), _pass.__globals__)
-    return torch.compile(own, fullgraph=True, dynamic=False, backend=BACKEND)
 
 
 def _distance(ours: Tensor, right: Tensor) -> float:

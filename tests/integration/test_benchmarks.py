@@ -577,9 +577,7 @@ class TestLookups:
 def test_seconds_of_compiling_are_measured(files, monkeypatch):
     monkeypatch.setattr("specdec.models.static_forward.BACKEND", "eager")
     torch.compiler.reset()
-    for whole in (False, True):
-        seconds, later, without = compile_seconds.measured(str(files / "target"), 4, "float32", "cpu", whole)
-        assert min(seconds, later, without) > 0
+    assert min(compile_seconds.measured(str(files / "target"), 4, "float32", "cpu")) > 0
 
 
 def test_long_prompts_measure_in_a_process_of_their_own(files):

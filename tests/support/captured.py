@@ -57,10 +57,8 @@ def try_capture(name: str) -> str:
                 break
     if warned:
         return warned[0].partition("without graphs: ")[2]
-    sizes = {nodes for key in taken._static_forward for nodes in [dict(key[-3:]).get("input_ids", (0, 0))[1]]}
-    return (
-        "" if len(taken) == len(taken._static_forward) == len(SIZES) else f"WRONG: {len(taken)} graphs, sizes {sizes}"
-    )
+    sizes = {nodes for key in taken._captured for nodes in [dict(key[-3:]).get("input_ids", (0, 0))[1]]}
+    return "" if len(taken) == len(taken._captured) == len(SIZES) else f"WRONG: {len(taken)} graphs, sizes {sizes}"
 
 
 def main(names: list[str]) -> None:

@@ -72,17 +72,17 @@ def test_layers_that_differ_in_a_setting_do_not_share_code():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_model_whose_layers_are_not_found_is_compiled_as_a_whole(monkeypatch):
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_whose_layers_are_not_found_is_not_compiled(device, monkeypatch):
     def missing(model):
-        raise ValueError("no layers")
+        raise ValueError("cannot find the layers")
 
-    monkeypatch.setattr("specdec.models.compiled_layers.decoder_layers", missing)
-    model = tiny.model("llama")
-    assert with_compiled_layers(model, "eager") is model
-    whole = []
-    monkeypatch.setattr(static_forward, "_compiled", lambda: whole.append(1) or static_forward._pass)
-    forward = StaticForward(model)
-    inputs = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "attention_mask": None, "position_ids": torch.arange(4)[None]}
-    for _ in range(2):
-        forward(buffers(model), inputs, lambda: passed(model, buffers(model)))
-    assert whole == [1]
+    monkeypatch.setattr(static_forward, "decoder_layers", missing)
+    monkeypatch.setattr(static_forward, "device_of", lambda model: torch.device(device))
+    with tiny.specdec_warnings() as warned:
+        forward = StaticForward(tiny.model("llama"))
+    assert len(warned) == 1
+    assert "cannot find the layers" in warned[0]
+    assert bool(forward.refused) == (device == "cpu")
+    assert forward.refused or not forward._compiles
+    assert forward.compiled  # as asked for: no session makes another one

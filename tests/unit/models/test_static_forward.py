@@ -67,7 +67,7 @@ def test_as_many_graphs_as_sizes_and_the_text_is_plain_decodings(name, caplog):
     assert not warned
     captured = spec._sessions.own.static_forward
     assert not captured.refused
-    assert len(captured) == len(captured._static_forward) == 3
+    assert len(captured) == len(captured._captured) == 3
     assert [record.message for record in caplog.records if "compiling" in record.message] == [
         f"compiling passes of {type(target).__name__}: torch keeps their code for later processes"
     ]
@@ -164,22 +164,21 @@ def test_texts_that_outgrow_their_size():
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
     kwargs = {"max_new_tokens": 90}
     assert text(spec.generate, prompts, **kwargs) == text(target.generate, prompts, **kwargs)
-    slots = {key[0][2] for key in spec._sessions.own.static_forward._static_forward}
+    slots = {key[0][2] for key in spec._sessions.own.static_forward._captured}
     assert slots == {512, 1024}
 
 
 @pytest.mark.parametrize("failure", ["raises", "is wrong"])
 def test_what_cannot_be_captured_runs_on_with_one_warning(failure, monkeypatch):
-    def compiled():
-        def graph(*args):
-            if failure == "raises":
-                raise RuntimeError("no graph of this")
-            logits, features = module._pass(*args)
-            return logits.roll(1, -1), features
+    run = module._pass
 
-        return graph
+    def failing(*args):
+        if failure == "raises":
+            raise RuntimeError("no graph of this")
+        logits, features = run(*args)
+        return logits.roll(1, -1), features
 
-    monkeypatch.setattr(module, "_compiled", compiled)
+    monkeypatch.setattr(module, "_pass", failing)
     monkeypatch.setattr(module, "with_compiled_layers", lambda model, backend: model)
     target, prompts = tiny.model("llama"), tiny.prompts(9, 4)
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)
@@ -241,7 +240,7 @@ def test_further_sizes_than_the_most_run_without_a_graph(monkeypatch):
     with tiny.specdec_warnings() as warned:
         assert text(spec.generate, prompts) == plain
     assert not warned
-    assert len(spec._sessions.own.static_forward) == 1 < len(spec._sessions.own.static_forward._static_forward)
+    assert len(spec._sessions.own.static_forward) == 1 < len(spec._sessions.own.static_forward._captured)
 
 
 # What passes cost
