@@ -17,6 +17,7 @@ from specdec.proposers.draft_heads.block import BlockProposer
 from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 from specdec.proposers.draft_heads.hydra import HydraProposer
 from specdec.proposers.draft_heads.mtp import MtpProposer
+from specdec.proposers.draft_models.assistant import AssistantProposer
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.draft_model import DraftModelProposer
 from specdec.proposers.draft_models.early_exit import EarlyExitProposer
@@ -41,6 +42,7 @@ PROPOSERS: dict[type, str] = {  # words for each
     HydraProposer: "the heads",
     TranslatedDraftProposer: "the draft model",
     EarlyExitProposer: "the first layers",
+    AssistantProposer: "the assistant",
 }
 
 

@@ -36,6 +36,15 @@ ASSISTED_STATIC = RENAMED  # 5.24 also gave assisted generation static caches, w
 CACHE_LENGTHS = ("cache_length", "past_key_values_length")  # argument of embeddings that count positions
 
 
+def captures_outputs(hook: Any) -> bool:
+    """Return whether a forward hook is transformers' own, which keeps outputs that were asked for.
+
+    A model has such hooks on its attention and its layers from the first call with `output_attentions` or
+    `output_hidden_states` on.
+    """
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
 def cache_argument(model: nn.Module) -> str | None:
     """Name under which `model.forward` takes and returns its cache; None if it takes none."""
     parameters = inspect.signature(model.forward).parameters

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from specdec.models.compat import captures_outputs
 from specdec.models.hidden_states import foreign_hooks
 from specdec.models.introspection import decoder_layers
 from specdec.models.views import shallow_copy_as, view
@@ -97,8 +98,9 @@ def with_compiled_layers(model: PreTrainedModel, backend: str) -> PreTrainedMode
 
 def _compiled_layer(layer: nn.Module, number: int, compiler: LayerCompiler) -> nn.Module:
     """A copy of a layer that keeps its hooks, whose forward pass `compiler` runs on a copy with index 0."""
-    core: Any = shallow_copy_as(_first(layer), type(layer))
-    core._modules = {name: child and view(child, _first) for name, child in layer._modules.items()}
+    core = _core(layer)
+    if core is layer:
+        core = shallow_copy_as(layer, type(layer))
     core._forward_hooks, core._forward_pre_hooks = type(layer._forward_hooks)(), type(layer._forward_pre_hooks)()
     kind = type(layer), tuple((name, type(module), _settings(module)) for name, module in core.named_modules())
 
@@ -113,13 +115,22 @@ def _compiled_layer(layer: nn.Module, number: int, compiler: LayerCompiler) -> n
     return shallow_copy_as(layer, made)
 
 
-def _first(module: nn.Module) -> nn.Module:
-    """The module with index 0 among the layers, if it has an index."""
-    if not isinstance(getattr(module, INDEX, None), int):
-        return module
+def _core(module: nn.Module) -> nn.Module:
+    """The module with index 0 among the layers, and without transformers' hooks, which cannot be compiled.
+
+    What these keep of a layer's parts, such as attention weights, is not asked for in passes over drafts.
+    """
     copied: Any = shallow_copy_as(module, type(module))
-    copied.layer_idx = 0
-    return copied
+    copied._modules = {name: child and _core(child) for name, child in module._modules.items()}
+    same = all(copied._modules[name] is child for name, child in module._modules.items())
+    for number, hook in module._forward_hooks.items():
+        if captures_outputs(hook):
+            del copied._forward_hooks[number]
+            same = False
+    if isinstance(getattr(module, INDEX, None), int):
+        copied.layer_idx = 0
+        same = False
+    return module if same else copied
 
 
 def _settings(module: nn.Module) -> Hashable:

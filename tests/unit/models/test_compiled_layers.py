@@ -72,6 +72,19 @@ def test_layers_that_differ_in_a_setting_do_not_share_code():
     assert counters["stats"]["unique_graphs"] == 2
 
 
+def test_a_model_that_has_given_attention_weights_is_compiled():
+    """Transformers leaves hooks on its attention modules."""
+    model = copy.deepcopy(tiny.model("llama", num_hidden_layers=4))
+    model.set_attn_implementation("eager")
+    model(torch.tensor([[1, 2]]), output_attentions=True)
+    model.set_attn_implementation("sdpa")
+    assert model.model.layers[0].self_attn._forward_hooks
+    view = with_compiled_layers(model, "eager")
+    assert torch.equal(passed(view, buffers(model))[0], passed(model, buffers(model))[0])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert model.model.layers[0].self_attn._forward_hooks
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_model_whose_layers_are_not_found_is_not_compiled(device, monkeypatch):
     def missing(model):

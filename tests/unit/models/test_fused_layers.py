@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec.engine.draft_session import DraftSession
-from specdec.models import decoding_view
 from specdec.models import static_forward as static_forward_module
 from specdec.models.compat import CACHE
 from specdec.models.fused_layers import with_fused_layers
@@ -136,13 +135,13 @@ def test_a_view_that_fails_gives_way_to_the_model(monkeypatch):
         view._modules = {**target._modules, "lm_head": nn.Sequential(target.lm_head, Broken())}
         return view
 
-    monkeypatch.setattr(decoding_view, "decoding_view", broken)
+    monkeypatch.setattr(static_forward_module, "decoding_view", broken)
     target = model("llama")
-    static_forward = StaticForward(target, compiled=False)
-    plain, ours = list(passes(target, None, None)), list(passes(target, static_forward, None))
-    assert static_forward._view is None
-    assert len(static_forward) == 1
-    assert not static_forward.refused
+    captured = StaticForward(target, compiled=False)
+    plain, ours = list(passes(target, None, None)), list(passes(target, captured, None))
+    assert captured._view is None
+    assert len(captured) == 1
+    assert not captured.refused
     torch.testing.assert_close(ours[-1][0], plain[-1][0])
 
 
