@@ -53,6 +53,7 @@ def test_captured_passes_run_the_view(name, captured, monkeypatch):
     assert len(used) == 2 * target.config.num_hidden_layers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(interpreted.MISSING, reason="triton's interpreter")
 def test_captured_passes_run_the_kernel(captured, monkeypatch):
     interpreted.mend()

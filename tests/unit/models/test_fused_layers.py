@@ -78,7 +78,10 @@ def passes(target, static_forward, taps):
 
 
 @pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("name", [*SOME, pytest.param("mistral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "mistral"))],
+)
 def test_captured_passes_give_the_models_logits_and_features(name):
     target = model(name)
     taps = Taps(target, (0, 1, 2, -1))

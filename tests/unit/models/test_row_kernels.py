@@ -121,6 +121,7 @@ def test_the_context_needs_the_rule_that_keeps_texts():
         pass
 
 
+@pytest.mark.slow
 def test_more_rows_than_the_kernels_are_for_run_as_plain_decoding():
     spec = SpeculativeGenerator(on_host("llama"), "ngram", on_unsupported="error")
     with spec.exact(), pytest.raises(Unsupported, match=r"not supported for more than 64 rows on a device or within"):

@@ -75,6 +75,7 @@ def test_it_says_what_a_run_then_takes(files, tmp_path, kind):
         assert planned.disk[what] == pytest.approx(size, rel=0.15, abs=30_000), what  # names and shapes are in it, too
 
 
+@pytest.mark.slow
 def test_evaluations_are_counted(files, tmp_path):
     """As many as a run then makes, and with a cost of their own."""
     options = ["--evaluate-every", "3", "--epochs", "2"]
