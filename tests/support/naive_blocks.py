@@ -44,7 +44,7 @@ class NaiveDrafter(NaiveHead):
         return logits, sure
 
     def domino(self, h, before):
-        """What Domino's head adds behind these tokens, with torch's own GRU."""
+        """The correction of Domino's head after these tokens, with torch's own GRU."""
         gru = torch.nn.GRU(self.c.hidden_size, self.c.domino.state_size, bias=False).double()
         gru.weight_ih_l0.copy_(self.w["domino_head.input_gates.weight"])
         gru.weight_hh_l0.copy_(self.w["domino_head.state_gates.weight"])

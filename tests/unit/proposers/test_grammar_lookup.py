@@ -1,4 +1,4 @@
-"""What is drafted where a grammar forces a text, and which candidates of another lookup are left."""
+"""Drafts where a grammar forces a text, and the candidates of another lookup that it leaves."""
 
 from dataclasses import replace
 
@@ -113,7 +113,7 @@ def test_a_forced_token_comes_before_another_way_to_write_it():
 
 
 def test_rates_follow_what_the_target_chose():
-    """Of two forced tokens in a row the first was chosen and the second was not."""
+    """The first of two forced tokens was chosen, the second was not."""
     state, pacer = Scripted([free(A), free(C), free(B, C)]), Pacer(8)
     state.places[1] = ([C, B], b"c")
     context = tiny.lone_row(torch.tensor([[B]]), 1, pacer, budget=20, vocab_size=len(VOCABULARY))
