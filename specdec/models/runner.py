@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from specdec.models.attention_masks import default_masks, known_at_once, masks_as_taken, spans
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.ragged_rows import CachedRows, VisibleSlots, pads_of_part
+from specdec.models.cache.stepped_states import SteppedStates
 from specdec.models.decoding_view import decoding_view
 from specdec.models.encoder import EncoderOutputs, declined
 from specdec.models.exact.draft_pass import DraftPass
@@ -73,7 +74,7 @@ class ModelRunner(CachedRows):
     ):
         self.masks, self.row_positions = masks or default_masks(model), RowPositions()
         self._takes_positions = takes_positions(model)
-        whole = with_states(model)
+        whole = model if exact is not None else with_states(model)
         whole = whole if self.masks == "own" else with_positions(whole, self.row_positions)
         self.config, self.device = model.config.get_text_config(decoder=True), device_of(model)
         self.static_forward, self.sized = static_forward, sized or static_forward is not None
@@ -84,7 +85,11 @@ class ModelRunner(CachedRows):
         self.taps, self.step = taps, step
         self.draft_model, self.draft_pass = self.model, None
         if exact is not None:
-            self.draft_pass = DraftPass(self.row_positions, spans(model, self.masks))
+            cross = None if encoder_outputs is None else encoder_outputs.keys
+            self.kind_of_states, self.draft_pass = (
+                SteppedStates,
+                DraftPass(self.row_positions, spans(model, self.masks), cross),
+            )
             self.draft_model = exact_view(whole, self.draft_pass, exact)
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads

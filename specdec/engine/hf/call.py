@@ -16,8 +16,7 @@ from specdec.engine.transcript import Transcript
 from specdec.models.cache.ragged_rows import pads_of_part
 from specdec.models.compat import CACHE, pad_token
 from specdec.models.encoder import EncoderOutputs, encoder_outputs_of
-from specdec.models.exact.prompts import read_as_plain
-from specdec.models.exact.row_kernels import on_device
+from specdec.models.exact.prompts import must_read_as_plain, read_as_plain
 from specdec.models.introspection import device_of
 from specdec.models.output import Output, joined
 from specdec.models.positions import counts_positions
@@ -108,7 +107,7 @@ def prefill(target: ModelRunner, call: Call, prompt_layout: PromptLayout, text: 
     given, pads = prompt_layout.unread((call.input_ids if embeds is None else embeds).to(device_of(target.model)))
     wants_hidden = text.records.hidden_states is not None
     padding = (~prompt_layout.real).sum(1).tolist()
-    if target.draft_pass is not None and (any(padding) or on_device(target.model)):
+    if must_read_as_plain(target, padding):
         columns = (call.input_ids if embeds is None else embeds).to(target.device)
         output = read_as_plain(target, columns, padding, embedded=embeds is not None, hidden_states=wants_hidden)
         features = None if output.features is None else output.features[:, columns.shape[1] - given.shape[1] :]

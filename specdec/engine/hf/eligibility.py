@@ -20,6 +20,7 @@ from specdec.models.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_para
 from specdec.models.exact.exactness import Exactness, exactness
 from specdec.models.exact.row_kernels import has_row_kernels, on_device
 from specdec.models.exact.row_linear import ROWS
+from specdec.models.exact.single_steps import has_recurrent_layers
 from specdec.models.introspection import device_of
 from specdec.models.positions import counts_positions, padding_counted_by
 from specdec.models.recurrent_layers import has_states
@@ -126,6 +127,8 @@ def _inexact_prompt(model: PreTrainedModel, able: Capability, call: Call) -> str
         return f"exact=True is not supported for more than {ROWS} rows on a device or within exact()"
     if cached and on_device(model):
         return "exact=True is not supported on a device after a cache of earlier turns"
+    if has_recurrent_layers(model) and cached:
+        return "exact=True is not supported for recurrent layers after a cache of earlier turns"
     if windows and (cached or getattr(cache, "_is_user_defined", False)):
         return "exact=True is not supported for sliding windows with a cache of the caller"
     return None

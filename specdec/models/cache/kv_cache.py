@@ -29,6 +29,7 @@ class SpeculativeCache(Cache):
         spans: attention span of each layer. Layers beyond the last entry have its span.
         keeps_all: also keep tokens that have left every window.
         sized: buffers have few sizes and drafts see them whole, so that passes can be captured (`static_forward`).
+        states: class of the recurrent states.
 
     Attributes:
         lengths: committed tokens of each row, on the host.
@@ -38,13 +39,18 @@ class SpeculativeCache(Cache):
     """
 
     def __init__(
-        self, batch_size: int, spans: Sequence[Span] = (Span(),), keeps_all: bool = False, sized: bool = False
+        self,
+        batch_size: int,
+        spans: Sequence[Span] = (Span(),),
+        keeps_all: bool = False,
+        sized: bool = False,
+        states: type[States] = States,
     ):
         super().__init__(layers=[])
         self.layers = _Layers(self)
         self.lengths = [0] * batch_size
         self.floors: list[int] | None = None
-        self.states = States(batch_size)
+        self.states = states(batch_size)
         self.end = 0
         self._start = 0  # position of the pass's first token, if all rows have one length
         self._together = True  # all rows have one length and no padding

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec.models.cache.buffers import Span
 from specdec.models.cache.kv_cache import SpeculativeCache
+from specdec.models.cache.recurrent_states import States
 from specdec.utils.device_copies import uploaded
 
 MOST_AHEAD = 2**14  # slots of all rows that are allocated before they are needed
@@ -109,11 +110,13 @@ class CachedRows:
         cache: keys, values and states of the rows.
         pending: number of draft nodes written after each row and not committed.
         sized: draft passes use tensors of few sizes.
+        kind_of_states: class of the recurrent states.
         device_lengths: (B, 1) int64, the rows' lengths on the device during a pass that may be replayed for rows of
             other lengths; None: `lengths` holds them.
     """
 
     sized = False
+    kind_of_states = States
     device_lengths: Tensor | None = None
     _chain: VisibleSlots | None = None  # placed as a whole by the first of the passes over its nodes
 
@@ -143,7 +146,7 @@ class CachedRows:
 
     def start(self, batch_size: int, keeps_all: bool = False) -> None:
         """Replace the rows with `batch_size` empty ones; keeps_all: see `SpeculativeCache`."""
-        self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized)
+        self.cache = SpeculativeCache(batch_size, self.spans, keeps_all, self.sized, self.kind_of_states)
         self.pending = 0
 
     def place_known(self, width: int, pads: Sequence[int], device: torch.device) -> VisibleSlots:

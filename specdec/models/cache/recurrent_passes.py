@@ -61,6 +61,13 @@ class Drafted:
         return seen.amax(-1) - 1
 
     @cached_property
+    def parents(self) -> list[list[int]]:
+        """The last node that each new node sees besides itself, waiting or new: n lists of B, -1 for none."""
+        above = self.nodes.tril(self.before - 1)
+        number = torch.arange(1, above.shape[2] + 1, device=above.device)
+        return ((above * number).amax(-1) - 1).T.tolist()
+
+    @cached_property
     def new(self) -> Tensor:
         """Mask (B, 1, n, n) float32 of the new nodes that each new node sees."""
         n = self.nodes.shape[1]

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from specdec.models.cache.buffers import NEVER, Span
 from specdec.models.cache.ragged_rows import VisibleSlots
@@ -53,14 +54,15 @@ class DraftPass:
     Args:
         row_positions: the runner's, which hold the slots of the current pass.
         spans: attention span of each layer, see `SpeculativeCache`.
+        cross: keys and values of an encoder's states; None without an encoder.
 
     Attributes:
         pads: number of padding columns before each row's text; empty for none.
         unknown_layers: linear layers whose input is not one vector per node, so that their result may not be exact.
     """
 
-    def __init__(self, row_positions: RowPositions, spans: Sequence[Span]):
-        self._row_positions, self._spans = row_positions, spans
+    def __init__(self, row_positions: RowPositions, spans: Sequence[Span], cross: DynamicCache | None = None):
+        self._row_positions, self._spans, self._cross = row_positions, spans, cross
         self.pads: Sequence[int] = ()
         self.unknown_layers: set[nn.Module] = set()
         self._made: dict[tuple[str, Span], Any] = {}  # by `_once`
@@ -79,6 +81,12 @@ class DraftPass:
     def span(self, layer_idx: int) -> Span:
         """Attention span of a layer."""
         return self._spans[min(layer_idx, len(self._spans) - 1)]
+
+    def are_of_encoder(self, keys: Tensor) -> bool:
+        """Return whether a layer's keys are those of an encoder's states."""
+        layers = [] if self._cross is None else self._cross.layers
+        place = keys.untyped_storage().data_ptr()
+        return any(layer.keys is not None and layer.keys.untyped_storage().data_ptr() == place for layer in layers)
 
     def columns(self, span: Span) -> list[list[Columns]]:
         """Columns that each node of each row sees in layers of this span."""

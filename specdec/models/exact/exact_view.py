@@ -12,7 +12,9 @@ from specdec.models.exact.attention import with_exact_attention
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.exact.linear import ExactLinear
 from specdec.models.exact.node_by_node import node_by_node
+from specdec.models.exact.row_by_row import has_own_products
 from specdec.models.exact.row_linear import RowLinear
+from specdec.models.exact.single_steps import by_single_steps
 from specdec.models.introspection import device_of
 from specdec.models.linear import is_plain
 from specdec.models.views import view
@@ -37,6 +39,7 @@ def exact_view(model: M, draft: DraftPass, alone: Collection[str] = ()) -> M:
     # Children of a replaced module are not visited: each view replaces what lies within the next one's modules.
     changed = view(model, lambda module: _exact_linear(module, draft))
     changed = view(changed, lambda module: with_exact_attention(module, draft))
+    changed = view(changed, lambda module: by_single_steps(module, draft))
     chosen = {id(module) for name, module in changed.named_modules() if name in alone}
     vectors = device_of(model).type == "cpu"
     return view(changed, lambda m: node_by_node(m) if id(m) in chosen or _runs_alone(m, vectors) else m)
@@ -56,6 +59,4 @@ def _runs_alone(module: nn.Module, vectors: bool) -> bool:
     """
     if vectors and type(module).__module__ in ACTIVATIONS:
         return True
-    weights = [weight for weight in module._parameters.values() if weight is not None and weight.dim() > 1]
-    known = isinstance(module, (*EXACT, nn.Embedding))
-    return bool(weights) and not known and not any(isinstance(part, EXACT) for part in module.modules())
+    return has_own_products(module, EXACT)

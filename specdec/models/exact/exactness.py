@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from specdec.models.attention_masks import spans
 from specdec.models.capability import Capability, settings_of, short_windows
-from specdec.models.encoder import declined
+from specdec.models.encoder import declined, stand_in
 from specdec.models.exact.module_calls import ModuleCalls, culprits, keep, listening, runnable_alone, within
-from specdec.models.exact.prompts import read_as_plain
-from specdec.models.exact.row_kernels import exact_target, on_device
+from specdec.models.exact.prompts import must_read_as_plain, read_as_plain
+from specdec.models.exact.row_kernels import exact_target, has_row_kernels, on_device
 from specdec.models.introspection import (
     CHUNKED,
     INDEXED,
@@ -114,9 +114,10 @@ def _probed(model: PreTrainedModel, able: Capability, batched: bool, padded: boo
             weight.device.type != "cpu" and not compiles_for(weight.device) for weight in model.parameters()
         ),
         f"{model.dtype} on a device (load it in bfloat16 or float16)": on_device(model) and model.dtype not in HALF,
-        "encoder-decoders": model.config.is_encoder_decoder,
         "sharded models": is_sharded(model),
-        "mixtures of experts in a batch": batched and any(getattr(config, name, None) for name in EXPERTS),
+        "mixtures of experts in a batch (but within exact())": batched
+        and any(getattr(config, name, None) for name in EXPERTS)
+        and not (on_device(model) or has_row_kernels(model)),
         "attention in chunks": CHUNKED in kinds or any(span.chunked for span in spans(model, able.masks or "own")),
         "attention with an indexer": INDEXED in kinds,
         "modules with a forward pass of their own": any(
@@ -148,6 +149,7 @@ class _ExactnessProbe:
         self.parents = PARENTS if able.trees else CHAIN
         ids = token_ids(own, len(pads) * (PROMPT + len(self.parents))).view(len(pads), -1)
         self.prompts, self.nodes = ids[:, :PROMPT], ids[:, PROMPT:]
+        self.encoder_outputs = stand_in(own, len(pads))
         self.calls: list[ModuleCalls] = []  # of the pass that is listened to
         for name, module in own.named_modules():
             module.register_forward_hook(partial(keep, self.calls, name), with_kwargs=True)
@@ -186,7 +188,10 @@ class _ExactnessProbe:
         inputs = {"input_ids": tokens, "attention_mask": real.long(), "use_cache": True, "return_dict": True}
         if takes_positions(self.own):
             inputs["position_ids"] = (real.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :]
-        return self.own(**inputs, **declined(self.own), **({} if cache is None else {name: cache}))[name]
+        inputs |= declined(self.own) | ({} if cache is None else {name: cache})
+        if self.encoder_outputs is not None:
+            inputs = self.encoder_outputs.read_by(self.own, inputs)
+        return self.own(**inputs)[name]
 
     def _draft_calls(self, alone: set[str]) -> ModuleCalls:
         """Record the modules' calls in one exact pass over all nodes."""
@@ -197,9 +202,11 @@ class _ExactnessProbe:
 
     def _drafting(self, exact: set[str] | None) -> Callable[[], Any]:
         """A function that runs the draft after the prompts, and rolls it back."""
-        runner = self.runner = ModelRunner(self.own, self.able.masks, exact=exact)
+        runner = self.runner = ModelRunner(
+            self.own, self.able.masks, encoder_outputs=stand_in(self.own, len(self.pads)), exact=exact
+        )
         runner.start(len(self.pads))
-        if exact is not None and (any(self.pads) or on_device(self.own)):
+        if must_read_as_plain(runner, self.pads):
             read_as_plain(runner, self.prompts, self.pads)
         else:
             runner.extend(self.prompts, self.pads)
@@ -220,9 +227,12 @@ class _ExactnessProbe:
         """
         assert self.runner.draft_pass is not None
         unknown = self.runner.draft_pass.unknown_layers
-        layers = {name for name, module in self.runner.draft_model.named_modules() if module in unknown}
+        modules = dict(self.runner.draft_model.named_modules())
+        layers = {name for name, module in modules.items() if module in unknown}
         innermost = {name for name in ours.cached if not any(within(other, name) for other in ours.cached - {name})}
-        exact = {name for name, module in self.runner.draft_model.named_modules() if hasattr(module, "_draft_pass")}
+        handing_on = {type(modules[name]) for name in ours.cached - innermost}  # some layers have no part that reads it
+        innermost = {name for name in innermost if type(modules[name]) not in handing_on}
+        exact = {name for name, module in modules.items() if hasattr(module, "_draft_pass")}
         return layers | (innermost - exact) or ({""} if not innermost else set())
 
     def _cost(self, alone: set[str]) -> float:

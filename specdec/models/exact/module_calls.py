@@ -40,7 +40,8 @@ def keep(
     given = output if isinstance(output, Tensor) else _first_tensor(output)
     if taken is not None and given is not None:
         calls[-1].taken[name], calls[-1].given[name] = taken, given
-    if any("past" in each or "cache" in each for each in kwargs if kwargs[each] is not None):
+    # None and lengths of the cache are no cache.
+    if any("past" in each or "cache" in each for each in kwargs if not isinstance(kwargs[each], (int, type(None)))):
         calls[-1].cached.add(name)
 
 

@@ -27,22 +27,28 @@ def _alone(kind: type[nn.Module]) -> type[nn.Module]:
         count = hidden.shape[nodes]
 
         def part(value: Any, i: int) -> Any:
-            split = isinstance(value, Tensor) and value.dim() > nodes and value.shape[nodes] == count
-            return value.narrow(nodes, i, 1).contiguous() if split else value
+            return part_of(value, i, count, nodes)
 
         results = []
         for i in range(count):
             named = {name: part(arg, i) for name, arg in kwargs.items()}
             results.append(kind.forward(self, part(hidden, i), *(part(arg, i) for arg in args), **named))
-        return _joined(results, nodes)
+        return joined(results, nodes)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-def _joined(results: list[Any], nodes: int) -> Any:
+def part_of(value: Any, node: int, count: int, dim: int = 1) -> Any:
+    """A node's part of a tensor that has `count` nodes in this dimension; any other value as it is."""
+    split = isinstance(value, Tensor) and value.dim() > dim and value.shape[dim] == count
+    return value.narrow(dim, node, 1).contiguous() if split else value
+
+
+def joined(results: list[Any], nodes: int = 1) -> Any:
+    """Results of single nodes as one; nodes: the dimension of tensors that holds them."""
     first = results[0]
     if isinstance(first, Tensor):
         return torch.cat(results, nodes if first.dim() > 2 else 0)
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(list(each), nodes) for each in zip(*results, strict=True))
+        return type(first)(joined(list(each), nodes) for each in zip(*results, strict=True))
     return first

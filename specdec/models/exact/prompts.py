@@ -8,9 +8,18 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from specdec.models.exact.row_kernels import on_device
+from specdec.models.exact.single_steps import has_recurrent_layers
 from specdec.models.introspection import forward_parameters, takes_positions
 from specdec.models.output import Output
 from specdec.models.runner import ModelRunner
+
+
+def must_read_as_plain(runner: ModelRunner, pads: Sequence[int]) -> bool:
+    """Return whether a runner reads prompts with this padding by `read_as_plain`, and not by `extend`."""
+    if runner.draft_pass is None:
+        return False
+    return any(pads) or on_device(runner.model) or has_recurrent_layers(runner.model)
 
 
 def read_as_plain(
@@ -42,7 +51,10 @@ def read_as_plain(
     runner.cache.begin_at([given.shape[1] - pad for pad in pads])
     columns = (~real).int().argsort(dim=1, stable=True)  # of each row's tokens, in order
     for index, layer in enumerate(cache.layers):
-        if layer.keys is not None:
+        for which in range(getattr(layer, "number_of_states", 0)):
+            states = layer.conv_states[which], layer.recurrent_states[which]
+            runner.cache.states.put((index, which), *states, runner.cache.lengths)
+        if getattr(layer, "keys", None) is not None:
             dropped = given.shape[1] - layer.keys.shape[2]  # columns that have left a sliding window
             runner.cache.put(index, layer.keys, layer.values, columns - dropped)
     assert runner.draft_pass is not None

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from specdec.models.exact.attention import MASKED, with_attention
 from specdec.models.exact.padded_linear import with_padded_linears
+from specdec.models.exact.row_by_row import with_rows_apart
 from specdec.models.introspection import device_of
 from specdec.models.kernels.launch import compiles_for
 from specdec.models.views import view
@@ -44,11 +45,12 @@ def on_device(model: PreTrainedModel) -> bool:
 
 def with_row_kernels(model: M) -> M:
     """A view of `model` that computes each row of a pass on its own; `model` itself if it is one."""
+    apart = with_rows_apart(model)
     if not on_device(model):
-        return view(with_padded_linears(model), lambda module: with_attention(module, MASKED))
+        return view(with_padded_linears(apart), lambda module: with_attention(module, MASKED))
     from specdec.models.exact.device_layers import with_device_layers
 
-    return with_device_layers(model)
+    return with_device_layers(apart)
 
 
 def exact_target(model: M) -> M:
