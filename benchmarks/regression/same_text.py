@@ -1,6 +1,6 @@
 """Compare the two forms of exactness in half precision: `exact=True`, and the kernels of `with spec.exact():`.
 
-    python -m benchmarks.regression.same_text --target PATH --proposer auto --prompts questions.jsonl --dtype bfloat16
+    python -m benchmarks.regression.same_text --target PATH --proposers auto --prompts questions.jsonl --dtype bfloat16
 
 Methods take turns on every question. Texts within the context are compared with plain decoding's within it, the others
 with plain decoding's outside. Times are whole calls; the first question is answered once more before, as a warm-up.
@@ -23,6 +23,7 @@ from benchmarks.harness.table import number, table, times
 from specdec import SpeculativeGenerator
 
 PLAIN, PLAIN_WITHIN = "plain", "plain, within the context"
+USUAL, EXACT, WITHIN = "usual", "exact", "context"
 app = typer.Typer(add_completion=False)
 
 
@@ -30,7 +31,10 @@ app = typer.Typer(add_completion=False)
 def main(
     target: Annotated[str, typer.Option(help="Path or hub id of the target.")],
     prompts: Annotated[Path, typer.Option(help="File of questions (JSONL).", exists=True, dir_okay=False)],
-    proposer: Annotated[str, typer.Option(help="Proposer, in the format of SpeculativeGenerator.")] = "auto",
+    proposers: Annotated[
+        str, typer.Option(help="In the format of SpeculativeGenerator, separated by commas.")
+    ] = "auto",
+    forms: Annotated[str, typer.Option(help="Calls to compare, from: usual,exact,context.")] = "usual,exact,context",
     per_category: Annotated[int, typer.Option(min=1, help="Questions per group.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=2)] = 64,
     max_prompt_tokens: MaxPromptTokens = None,
@@ -49,7 +53,9 @@ def main(
         threads=threads,
     )
     bench = Bench(options)
-    methods = methods_of(SpeculativeGenerator(bench.target, proposer))
+    methods: dict[str, Callable[..., Tensor]] = {PLAIN: bench.target.generate}
+    for each in proposers.split(","):
+        methods |= methods_of(each, SpeculativeGenerator(bench.target, each), forms.split(","))
     seconds, tokens, same = (dict.fromkeys(methods, 0.0) for _ in range(3))
     for number_of, job in enumerate([bench.jobs[0], *bench.jobs]):
         texts = {}
@@ -61,7 +67,7 @@ def main(
                 seconds[name] += perf_counter() - start
                 tokens[name] += len(texts[name]) - len(job.prompts[0])
         for name, text in texts.items():
-            right = texts[PLAIN_WITHIN if "within" in name else PLAIN]
+            right = texts[PLAIN_WITHIN if WITHIN in name else PLAIN]
             same[name] += bool(number_of) and torch.equal(text, right)
     rates = {name: tokens[name] / seconds[name] for name in methods}
     rows = [
@@ -72,8 +78,8 @@ def main(
     print(table(["method", "tokens/s", "speed-up", "plain's text"], rows))
 
 
-def methods_of(spec: SpeculativeGenerator) -> dict[str, Callable[..., Tensor]]:
-    """Functions by name that take `generate()`'s arguments."""
+def methods_of(proposer: str, spec: SpeculativeGenerator, forms: list[str]) -> dict[str, Callable[..., Tensor]]:
+    """Functions by name that take `generate()`'s arguments; those within the context with plain decoding's there."""
 
     def within(generate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -82,13 +88,12 @@ def methods_of(spec: SpeculativeGenerator) -> dict[str, Callable[..., Tensor]]:
 
         return run
 
-    return {
-        PLAIN: spec.model.generate,
-        "specdec": spec.generate,
-        "specdec, exact=True": spec.options(exact=True).generate,
-        PLAIN_WITHIN: within(spec.model.generate),
-        "specdec, within the context": within(spec.generate),
+    methods = {
+        USUAL: {proposer: spec.generate},
+        EXACT: {f"{proposer}, exact=True": spec.options(exact=True).generate},
+        WITHIN: {PLAIN_WITHIN: within(spec.model.generate), f"{proposer}, within the context": within(spec.generate)},
     }
+    return {name: method for form in forms for name, method in methods[form].items()}
 
 
 if __name__ == "__main__":
