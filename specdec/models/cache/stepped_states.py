@@ -9,12 +9,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import Cache
-from transformers.cache_utils import LinearAttentionLayer
 
 from specdec.models.cache.recurrent_passes import Drafted, Taken
 from specdec.models.cache.recurrent_states import Place, States
-from specdec.models.compat import fill_recurrent_layer
 
 
 class NodeState:
@@ -71,16 +68,15 @@ class SteppedStates(States):
     def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:
         return {place: (_state(window), _state(memory)) for place, (window, memory) in self.nodes.items()}
 
-    def begin_step(self, layer: int, node: int) -> StepCache:
-        """A cache with a layer's states before a node of the current pass."""
+    def states_before(self, layer: int, node: int) -> list[list[Tensor | None]]:
+        """Copies of a layer's states before a node of the current pass: window and recurrent state by index."""
         assert isinstance(self.step, Drafted)
         parents = self.step.parents[node]
-        pairs = self._of(layer)
-        return StepCache([[None if part is None else part.after(parents) for part in pair] for pair in pairs])
+        return [[None if part is None else part.after(parents) for part in pair] for pair in self._of(layer)]
 
-    def end_step(self, layer: int, cache: StepCache) -> None:
-        """Take the layer's states after the node from the cache of its step. Nodes run in order."""
-        for pair, states in zip(self._of(layer), cache.states, strict=True):
+    def wait(self, layer: int, after: Sequence[Sequence[Tensor]]) -> None:
+        """Keep a layer's states after the next node, which waits."""
+        for pair, states in zip(self._of(layer), after, strict=True):
             for part, state in zip(pair, states, strict=True):
                 if part is not None:
                     part.wait(state)
@@ -91,30 +87,3 @@ class SteppedStates(States):
 
 def _state(part: NodeState | None) -> Tensor | None:
     return None if part is None else part.state
-
-
-class StepCache(Cache):
-    """Cache of one recurrent layer, for a step over one token.
-
-    Args:
-        states: convolution window and recurrent state (B, ...) by index; None where there is none. They are written to.
-    """
-
-    def __init__(self, states: Sequence[Sequence[Tensor | None]]):
-        layer = self._layer = LinearAttentionLayer(len(states))
-        for which, (window, memory) in enumerate(states):
-            fill_recurrent_layer(layer, which, window, memory)
-        super().__init__(layers=_Same([layer]))
-
-    @property
-    def states(self) -> list[tuple[Tensor, Tensor]]:
-        """The states now."""
-        layer = self._layer
-        return [(layer.conv_states[i], layer.recurrent_states[i]) for i in range(layer.number_of_states)]
-
-
-class _Same(list[LinearAttentionLayer]):
-    """A list of one layer that returns it for any index."""
-
-    def __getitem__(self, index: object) -> LinearAttentionLayer:
-        return super().__getitem__(0)

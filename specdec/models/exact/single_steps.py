@@ -6,17 +6,21 @@ the layer's input run all nodes together: their weights are then read once.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.models.cache.recurrent_passes import Drafted
 from specdec.models.cache.stepped_states import SteppedStates
+from specdec.models.compat import fill_recurrent_layer
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.exact.node_by_node import joined, part_of
 from specdec.models.views import shallow_copy_as, view
@@ -39,6 +43,33 @@ class _Step:
     part: Tensor | None = None
     node: int = 0
     products: dict[nn.Module, Tensor] = field(default_factory=dict)
+
+
+class StepCache(Cache):
+    """Cache of one recurrent layer, for a step over one token.
+
+    Args:
+        states: convolution window and recurrent state (B, ...) by index; None where there is none. They are written to.
+    """
+
+    def __init__(self, states: Sequence[Sequence[Tensor | None]]):
+        layer = self._layer = LinearAttentionLayer(len(states))
+        for which, (window, memory) in enumerate(states):
+            fill_recurrent_layer(layer, which, window, memory)
+        super().__init__(layers=_Same([layer]))
+
+    @property
+    def states(self) -> list[tuple[Tensor, Tensor]]:
+        """The states now."""
+        layer = self._layer
+        return [(layer.conv_states[i], layer.recurrent_states[i]) for i in range(layer.number_of_states)]
+
+
+class _Same(list[LinearAttentionLayer]):
+    """A list of one layer that returns it for any index."""
+
+    def __getitem__(self, index: object) -> LinearAttentionLayer:
+        return super().__getitem__(0)
 
 
 def has_recurrent_layers(model: nn.Module) -> bool:
@@ -65,13 +96,13 @@ def by_single_steps(module: nn.Module, draft: DraftPass) -> nn.Module:
     return made
 
 
-@cache
+@functools.cache
 def _is_recurrent(kind: type[nn.Module]) -> bool:
     own = [member for base in kind.__mro__ if base is not nn.Module for member in vars(base).values()]
     return any(UPDATES & {*unwrap(each).__code__.co_names} for each in own if isinstance(each, FunctionType))
 
 
-@cache
+@functools.cache
 def _stepping(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
@@ -83,22 +114,22 @@ def _stepping(kind: type[nn.Module]) -> type[nn.Module]:
         whole = step.whole = next(each for each in values if isinstance(each, Tensor))
         results = []
         for node in range(whole.shape[1]):
-            before = states.begin_step(self.layer_idx, node)
+            cache = StepCache(states.states_before(self.layer_idx, node))
             step.node, step.part = node, part_of(whole, node, whole.shape[1])
-            own = {id(given): before, id(whole): step.part}
+            own = {id(given): cache, id(whole): step.part}
 
             def part(value: Any, node: int = node, own: dict[int, Any] = own) -> Any:
                 return own[id(value)] if id(value) in own else part_of(value, node, whole.shape[1])
 
             results.append(kind.forward(self, *map(part, args), **{name: part(each) for name, each in kwargs.items()}))
-            states.end_step(self.layer_idx, before)
+            states.wait(self.layer_idx, cache.states)
         vars(step).update(vars(_Step()))
         return joined(results)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 
 
-@cache
+@functools.cache
 def _reading_ahead(kind: type[nn.Linear]) -> type[nn.Linear]:
     """A linear layer that multiplies its layer's whole input at the first node, if it reads it."""
 

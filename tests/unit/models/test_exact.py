@@ -171,7 +171,6 @@ def test_a_second_turn_with_the_first_ones_cache():
         ("llama", {"prefill_chunk_size": 4}, "with prefill_chunk_size"),
         ("llama", {"cache_implementation": "static"}, "with cache_implementation='static'"),
         ("gemma3", {CACHE: DynamicCache}, "for sliding windows with a cache of the caller"),
-        ("qwen3_5", {}, "may compute drafted tokens otherwise"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(family, settings, why):
@@ -179,11 +178,6 @@ def test_what_cannot_be_exact_is_refused(family, settings, why):
     settings = {name: value() if isinstance(value, type) else value for name, value in settings.items()}
     with pytest.raises(Unsupported, match=why):
         spec.generate(**prompts(12, vocab=60), max_new_tokens=4, pad_token_id=0, **settings)
-
-
-def test_eager_attention_may_depend_on_the_length_of_the_text():
-    spec = SpeculativeGenerator(half_model("llama", torch.bfloat16, attn_implementation="eager"), "ngram", exact=True)
-    assert spec.exactness.inexact == ("model.layers.0.self_attn", "model.layers.1.self_attn")
 
 
 def test_other_rules_write_other_texts():
