@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import typer
 from rich.console import Console
 
@@ -99,6 +100,9 @@ def prepare(console: Console, target: str, proposers: list[str], max_new_tokens:
 
     made = as_proposers([_located(proposer) for proposer in proposers], model)
     generators = {name.partition(":")[0]: SpeculativeGenerator(model, proposer) for name, proposer in made.items()}
+    if torch.finfo(model.dtype).bits < 32 and model.device.type == "cpu":
+        first = next(iter(generators))
+        generators[f"{first}, exact"] = generators[first].options(exact=True)
     return Show(model, tokenizer, generators, console, max_new_tokens)
 
 
