@@ -59,9 +59,10 @@ def model(llama):
 
 
 @contextmanager
-def speculating(model, proposer=None, compile=False):
+def speculating(model, proposer=None, compile=False, exact=False):
     """Within it the model's `generate()` is specdec's, which must have been asked, and have accepted drafts."""
-    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, on_unsupported="error", compile=compile)
+    settings = {"compile": compile, "exact": exact, "on_unsupported": "error"}
+    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, **settings)
     with spec.installed():
         yield spec
     report = spec.report
@@ -194,8 +195,9 @@ TASK = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size):
+def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size, dtype):
     import datasets
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -207,6 +209,7 @@ def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size):
     data = tmp_path / "test.jsonl"
     data.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     task = TASK | {"dataset_kwargs": {"data_files": {"test": str(data)}}}
+    model = copy.deepcopy(model).to(dtype)
     lm = HFLM(model, backend="causal", tokenizer=tokenizer, batch_size=batch_size, max_length=64, device="cpu")
     manager = TaskManager(include_defaults=False)  # reading its thousands of tasks takes ten seconds
 
@@ -216,7 +219,7 @@ def test_lm_eval(model, tokenizer, tmp_path, monkeypatch, batch_size):
 
     expected = evaluated()
     assert len(expected[1]) == 3
-    with speculating(model):
+    with speculating(model, exact=dtype == torch.bfloat16):
         assert evaluated() == expected
 
 
