@@ -580,6 +580,7 @@ def test_seconds_of_compiling_are_measured(files, monkeypatch):
     assert min(compile_seconds.measured(str(files / "target"), 4, "float32", "cpu")) > 0
 
 
+@pytest.mark.slow
 def test_long_prompts_measure_in_a_process_of_their_own(files):
     command = f"--target {files}/target --lengths 40 --rows 2 --max-new-tokens 2"
     result = CliRunner().invoke(long_prompts.app, command.split())

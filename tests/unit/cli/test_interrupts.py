@@ -139,6 +139,7 @@ def test_generate(run, files, options):
     assert REPORT not in text
 
 
+@pytest.mark.slow
 def test_chat_goes_on_from_an_answer_and_ends_at_a_question(run, chat_model):
     command = run("chat", chat_model, "--proposer", "ngram", "--max-new-tokens", FOREVER, "--dtype", "float32")
     command.process.stdin.write("abc\n")
@@ -153,7 +154,8 @@ def test_chat_goes_on_from_an_answer_and_ends_at_a_question(run, chat_model):
     assert REPORT in text
 
 
-@pytest.mark.parametrize(("name", "methods"), [("bench", 2), pytest.param("doctor", 5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "methods"), [("bench", 2), ("doctor", 5)])
 def test_what_was_measured_is_said(run, files, tmp_path, name, methods):
     (tmp_path / "mine.txt").write_text("a b a b\n" * 50)
     options = ["--prompts", tmp_path / "mine.txt", "--limit", "50", "--max-new-tokens", "400", "--dtype", "float32"]

@@ -179,6 +179,7 @@ FAULTS = ("bad", "hang up", "time out")
 KINDS = ("whole", "whole", "stream", "stream", "choices", *FAULTS)
 
 
+@pytest.mark.slow
 def test_many_requests_with_faults(busy):
     """200 requests of 8 clients: none is lost, and each text is that of a lone request."""
     prompts = ["abc", "cabcab", "bbbb"]

@@ -73,6 +73,7 @@ def test_two_generators_with_heads_beside_plain_decoding_of_another_thread():
         torch.testing.assert_close(text, right)
 
 
+@pytest.mark.slow
 def test_drafts_do_not_depend_on_other_threads():
     """As many tokens accepted as alone: a state taken from another pass would cost drafts, not texts."""
     head, model, prompts = eagle3.trained(**eagle3.BRIEFLY)

@@ -40,6 +40,7 @@ def test_the_table_by_hand():
     assert found.speed_ups["ngram"] == pytest.approx((2.0, 8.0))
 
 
+@pytest.mark.slow
 def test_the_chart_shows_the_speed_ups_of_the_table(llama):
     """The table once divided sums, and the chart averaged prompts."""
     plots = pytest.importorskip("specdec.evaluation.plots")

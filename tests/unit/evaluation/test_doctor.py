@@ -332,6 +332,7 @@ def by_hand(spec, prompts):
     return spec.report
 
 
+@pytest.mark.slow
 def test_every_way_is_measured_on_every_prompt():
     """Counts are those of calls by hand; the calls before them are not counted."""
     target, prompts = tiny.model("llama"), [tiny.prompts(8, seed=seed)["input_ids"][0] for seed in (50, 51)]

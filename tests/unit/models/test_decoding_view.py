@@ -40,7 +40,7 @@ def assert_right(target, forward):
             torch.testing.assert_close(ours, right, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_captured_passes_run_the_view(name, captured, monkeypatch):
     used, attend = [], draft_attention.attend
     monkeypatch.setattr(draft_attention, "attend", lambda *args: used.append(args) or attend(*args))

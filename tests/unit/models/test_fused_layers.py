@@ -80,7 +80,7 @@ def passes(target, static_forward, taps):
 @pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "mistral"))],
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "qwen3", "gemma3", "mistral"))],
 )
 def test_captured_passes_give_the_models_logits_and_features(name):
     target = model(name)

@@ -159,6 +159,7 @@ def test_filled_up_nodes_see_and_are_seen_by_nobody():
 
 
 @pytest.mark.usefixtures("static_shapes")
+@pytest.mark.slow
 def test_texts_that_outgrow_their_size():
     target, prompts = tiny.model("llama"), tiny.prompts(460, 4)
     spec = SpeculativeGenerator(target, NgramProposer(), draft_length=4, compile=True)

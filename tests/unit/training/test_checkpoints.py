@@ -56,7 +56,7 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(copied, name, how):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt"])
+@pytest.mark.parametrize("name", [pytest.param("model.safetensors", marks=pytest.mark.slow), "optimizer.pt"])
 def test_a_run_resumes_behind_a_damaged_checkpoint(files, finished, copied, name):
     newest, before = checkpoints(RunFolder(copied).checkpoints)
     damage(newest / name, "truncated")
@@ -69,6 +69,7 @@ def test_a_run_resumes_behind_a_damaged_checkpoint(files, finished, copied, name
     assert same_heads(copied, finished)
 
 
+@pytest.mark.slow
 def test_no_checkpoint_left_is_one_sentence(files, copied, monkeypatch):
     for checkpoint in checkpoints(RunFolder(copied).checkpoints):
         damage(checkpoint / "model.safetensors", "truncated")
@@ -84,7 +85,9 @@ def test_no_checkpoint_left_is_one_sentence(files, copied, monkeypatch):
     assert run(files, copied).exit_code == 0
 
 
-@pytest.mark.parametrize("part", ["_save_optimizer_and_scheduler", "_save_rng_state"])
+@pytest.mark.parametrize(
+    "part", ["_save_optimizer_and_scheduler", pytest.param("_save_rng_state", marks=pytest.mark.slow)]
+)
 def test_a_kill_while_a_checkpoint_is_written_leaves_none_that_is_damaged(files, finished, tmp_path, monkeypatch, part):
     count, save = 0, getattr(Trainer, part)
 

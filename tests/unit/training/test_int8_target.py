@@ -54,6 +54,7 @@ def test_a_target_reads_in_8_bits():
     assert float(off(eagle3.states_of(view, ids, (-1,)), wanted[..., -32:]).median()) > 0.1
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_on_them(files, tmp_path):
     result = run(files, tmp_path / "out", "--cache-states", "--rounded-states")
     assert result.exit_code == 0, result.output

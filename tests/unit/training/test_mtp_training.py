@@ -171,6 +171,7 @@ def test_quantised_layers_are_no_start():
         initialize_mtp(target, EVERY)
 
 
+@pytest.mark.slow
 def test_training_teaches_them(tmp_path):
     target = tiny.model("llama", num_hidden_layers=3)
     texts = some_texts(target, 8, 30)

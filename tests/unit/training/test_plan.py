@@ -51,9 +51,8 @@ def size_of(folder, *names):
     return sum((folder / name).stat().st_size for name in names)
 
 
-@pytest.mark.parametrize(
-    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dflash", "dspark"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark"])
 def test_it_says_what_a_run_then_takes(files, tmp_path, kind):
     """Parameters, updates, and the size of every file."""
     out = tmp_path / "out"

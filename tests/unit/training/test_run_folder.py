@@ -158,6 +158,7 @@ def test_a_chat_template_may_show_the_time(files, tokenizer, tmp_path):
     assert (tmp_path / "out" / "texts.safetensors").read_bytes() == texts
 
 
+@pytest.mark.slow
 def test_one_folder_has_one_name(files, tmp_path, monkeypatch):
     assert "not finished yet" in run(files, tmp_path / "out", "--cache-states", "--max-minutes", "0").output
     monkeypatch.chdir(files)

@@ -53,15 +53,8 @@ def same_runs(one, two):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--kind", "eagle3"], marks=pytest.mark.slow),
-        pytest.param(["--cache-states"], marks=pytest.mark.slow),
-        ["--kind", "dspark"],
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("options", [["--kind", "eagle3"], ["--cache-states"], ["--kind", "dspark"]], ids=" ".join)
+@pytest.mark.slow
 def test_a_served_target_teaches_what_a_loaded_one_does(files, target, tmp_path, monkeypatch, options):
     """To the last digit; and it is not loaded."""
     options = [*NOT_DECODED, *options]
@@ -143,6 +136,7 @@ class Faulty(Handler):
             super()._answer(status, content, kind)
 
 
+@pytest.mark.slow
 def test_a_line_that_drops_is_taken_up_again(files, target, tmp_path, no_pause):
     assert run(files, tmp_path / "local", *NOT_DECODED).exit_code == 0
     Faulty.faults = ["cut off", "no answer", "500", "too short", None, "no answer"]

@@ -58,6 +58,7 @@ def test_states_on_the_disk_train_the_same_head_without_the_target(files, tmp_pa
     assert all(torch.equal(one[name], two[name]) for name in one | two)
 
 
+@pytest.mark.slow
 def test_without_the_decoder_the_loss_on_held_out_texts_decides(files, tmp_path, monkeypatch):
     """And the target, once its states are there, is not needed again."""
     measured = HeadTrainer.held_out

@@ -93,7 +93,7 @@ def decoded(recipe):
     return [(entry["step"], entry["decoder_texts"]) for entry in log(recipe) if "decoder_texts" in entry]
 
 
-@pytest.mark.parametrize("seconds", [45, 100, 181])
+@pytest.mark.parametrize("seconds", [100, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (45, 181))])
 def test_every_part_of_a_run_ends_before_the_limit(recipe, clock, seconds):
     """From slice to slice it goes on, and each of them ends in time."""
     whole = train(replace(recipe, out=recipe.out.with_name("whole")), clock=clock)
@@ -134,6 +134,7 @@ def test_a_slice_that_ends_in_an_evaluation_is_where_the_next_begins(recipe, clo
     assert clock.done[0] == "update"  # an evaluation that was cut does not hold up the next run again
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_before_the_evaluation(recipe, clock, monkeypatch):
     """A kill in an evaluation loses no update, and the next run evaluates first."""
     with monkeypatch.context() as patch:
@@ -152,6 +153,7 @@ def test_a_checkpoint_comes_before_the_evaluation(recipe, clock, monkeypatch):
     assert any("decoder_texts" in entry and entry["step"] == 12 for entry in state["log_history"])
 
 
+@pytest.mark.slow
 def test_the_last_evaluation_is_made_up_for(recipe, clock):
     """A run is finished when its last head is evaluated, over all texts if the time allows it."""
     limited = replace(recipe, epochs=2, evaluate_every=100)  # 8 updates
@@ -168,6 +170,7 @@ def test_the_last_evaluation_is_made_up_for(recipe, clock):
     assert decoded(recipe) == [(8, 2), (8, 4)]
 
 
+@pytest.mark.slow
 def test_without_decoding_the_loss_is_cut_too(recipe, clock, capsys):
     limited = replace(recipe, epochs=2, evaluate_every=0, held_out=6, batch_size=2)
     for _ in range(20):

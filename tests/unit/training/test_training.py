@@ -278,6 +278,7 @@ def test_a_short_run_is_warmed_up_in_time(files, tmp_path):
     assert max(entry["learning_rate"] for entry in logged(tmp_path)) > 0.9 * Recipe.learning_rate
 
 
+@pytest.mark.slow
 def test_trackers_are_sent_what_is_logged(files, tmp_path, monkeypatch):
     sent = []
 

@@ -66,6 +66,7 @@ def test_an_access_warns_once_at_the_callers_line(module, name, form):
     assert deprecations(code)[0] == [(f"{module}.{name}", "user.py")]  # the next access as well
 
 
+@pytest.mark.slow
 def test_an_import_that_raises_on_warnings_says_so():
     code = "import warnings; warnings.simplefilter('error', DeprecationWarning); from specdec.training import train"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
