@@ -111,7 +111,8 @@ def _stepping(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *args, **kwargs)
         states, step = given.states, self._step
         assert isinstance(states, SteppedStates)
-        whole = step.whole = next(each for each in values if isinstance(each, Tensor))
+        whole = next(each for each in values if isinstance(each, Tensor))
+        vars(step).update(vars(_Step(whole)))
         results = []
         for node in range(whole.shape[1]):
             cache = StepCache(states.states_before(self.layer_idx, node))
