@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from specdec.models.cpu_threads import usable_cores
-from specdec.models.exact import linear
 from tests.support import pretend, static, tiny
 from tests.support.training import TEMPLATE, WORDS, some_texts, written
 
@@ -37,7 +36,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    linear.COMPARED = 2**15  # the products of tiny models are too small for more: a minute for some tests
     if config.getoption("--static"):
         static.switch_on(pytest.MonkeyPatch())
     if config.getoption("--device") == "pretend" and not pretend.missing():

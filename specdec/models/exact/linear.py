@@ -20,7 +20,9 @@ from specdec.utils.timing import lose
 
 Kernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (B, n, in), weight and bias: (B, n, out)
 
-COMPARED = 2**18  # numbers that have to agree. Of those that another order can change, one in 3,000 differs in bfloat16
+COMPARED = 2**18  # numbers that have to agree. In bfloat16 another order changes about one in 3,000
+CANCELLING = 2**13  # numbers that have to agree first whose terms cancel. Another order changes most of them
+LARGEST = 2**26  # weights for which others are made up, whose terms cancel
 BLOCK = 2**21  # weights per block of outputs, which stay in the processor's cache
 TRIES = 3  # measurements per kernel; the fastest counts
 
@@ -99,19 +101,49 @@ def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int, siz
     whole, singly = partial(together, size=size), partial(one_by_one, size=size)
     equal: dict[Kernel, bool] = {whole: True, in_blocks: size == 1 and weight.numel() > BLOCK}
     shape = batch_size, nodes, weight.shape[1]
-    generator, compared = torch.Generator().manual_seed(0), 0
-    enough = min(nodes, max(2, COMPARED // (batch_size * len(weight))))  # nodes to compare of each product
-    while compared < COMPARED and any(equal.values()):
-        x = torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
-        chosen = torch.randperm(nodes, generator=generator)[:enough].to(weight.device)
-        right = singly(x[:, chosen], weight, bias)
-        for each, so_far in equal.items():
-            equal[each] = so_far and torch.equal(each(x, weight, bias)[:, chosen], right)
-        compared += right.numel()
+    generator = torch.Generator().manual_seed(0)
+
+    def compare(weight: Tensor, bias: Tensor | None, made: Callable[[], Tensor], numbers: int) -> None:
+        """Compare products of `made()` (B, n, in) until so many numbers have agreed."""
+        enough = min(nodes, max(2, numbers // (batch_size * len(weight))))  # nodes to compare of each product
+        while numbers > 0 and any(equal.values()):
+            x = made()
+            chosen = torch.randperm(nodes, generator=generator)[:enough].to(weight.device)
+            right = singly(x[:, chosen], weight, bias)
+            for each, so_far in equal.items():
+                equal[each] = so_far and torch.equal(each(x, weight, bias)[:, chosen], right)
+            numbers -= right.numel()
+
+    def random() -> Tensor:
+        return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
+
+    numbers = COMPARED
+    if weight.numel() <= LARGEST and weight.is_contiguous():
+        cancelling, source = _cancelling(weight, generator)
+        numbers, nothing = CANCELLING, None if bias is None else torch.zeros_like(bias)
+        compare(cancelling, nothing, lambda: random()[..., source], CANCELLING)
+    compare(weight, bias, random, numbers)
+    x = random()
     if equal[whole]:
         return whole
     candidates: list[Kernel] = [singly, in_blocks] if equal[in_blocks] else [singly]
     return min(candidates, key=lambda each: _seconds(each, x, weight, bias))
+
+
+def _cancelling(weight: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Weights of the same shape that come in pairs of opposite columns, and the column of which each is a copy.
+
+    Products with inputs that are equal in the columns of a pair are sums of terms that cancel: only rounding is left.
+    """
+    outputs, inputs = weight.shape
+    order = torch.randperm(inputs, generator=generator)
+    first, second = order[: inputs // 2], order[inputs // 2 : inputs // 2 * 2]
+    made = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+    made[:, second] = -made[:, first]
+    made[:, order[inputs // 2 * 2 :]] = 0
+    source = torch.arange(inputs)
+    source[second] = first
+    return made.to(weight.device, weight.dtype), source.to(weight.device)
 
 
 def _seconds(each: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> float:
