@@ -18,7 +18,7 @@ from specdec.engine.generator import SpeculativeGenerator
 from specdec.evaluation.methods import PLAIN, Method, plain
 from specdec.evaluation.timing import Call, Speed, pooled, time_call
 
-WARM_UP_TOKENS = 8
+WARM_UP_TOKENS = 24  # exact calls look for kernels at each new number of nodes
 # Longer texts show more. Slow machines write shorter ones, so that the demo takes only minutes.
 MAX_NEW_TOKENS, MIN_NEW_TOKENS = 128, 24
 SECONDS = 300.0
