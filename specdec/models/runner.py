@@ -86,10 +86,8 @@ class ModelRunner(CachedRows):
         self.draft_model, self.draft_pass = self.model, None
         if exact is not None:
             cross = None if encoder_outputs is None else encoder_outputs.keys
-            self.kind_of_states, self.draft_pass = (
-                SteppedStates,
-                DraftPass(self.row_positions, spans(model, self.masks), cross),
-            )
+            self.kind_of_states = SteppedStates
+            self.draft_pass = DraftPass(self.row_positions, spans(model, self.masks), cross)
             self.draft_model = exact_view(whole, self.draft_pass, exact)
         self.encoder_outputs = encoder_outputs
         self.row_positions.pads = pads

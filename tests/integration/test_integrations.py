@@ -61,8 +61,9 @@ def model(llama):
 @contextmanager
 def speculating(model, proposer=None, compile=False, exact=False):
     """Within it the model's `generate()` is specdec's, which must have been asked, and have accepted drafts."""
-    settings = {"compile": compile, "exact": exact, "on_unsupported": "error"}
-    spec = SpeculativeGenerator(model, proposer or model, draft_length=4, **settings)
+    spec = SpeculativeGenerator(
+        model, proposer or model, draft_length=4, on_unsupported="error", compile=compile, exact=exact
+    )
     with spec.installed():
         yield spec
     report = spec.report

@@ -129,9 +129,7 @@ class PromptLayout:
         rows.cache.begin_at(real.sum(1).tolist())
         columns = (~real).int().argsort(dim=1, stable=True)  # (B, cached) columns of each row's tokens, in order
         for index, layer in enumerate(self.cache.layers):
-            for which in range(getattr(layer, "number_of_states", 0)):
-                states = layer.conv_states[which], layer.recurrent_states[which]
-                rows.cache.states.put((index, which), *states, rows.cache.lengths)
+            rows.cache.states.put_layer(index, layer, rows.cache.lengths)
             if getattr(layer, "keys", None) is not None:
                 keys, values = layer.keys, layer.values
                 indexed = getattr(layer, "indexer_keys", None)

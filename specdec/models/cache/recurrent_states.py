@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -230,6 +230,11 @@ class States:
             self.windows[place] = Window(window[:, None] if window.dim() == 2 else window)
         if memory is not None:
             self._given[place] = memory
+
+    def put_layer(self, index: int, layer: Any, lengths: Sequence[int]) -> None:
+        """Import all states of a layer of transformers' cache, if it has any."""
+        for which in range(getattr(layer, "number_of_states", 0)):
+            self.put((index, which), layer.conv_states[which], layer.recurrent_states[which], lengths)
 
     @property
     def held(self) -> dict[Place, tuple[Tensor | None, Tensor | None]]:

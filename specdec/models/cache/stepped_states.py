@@ -26,10 +26,10 @@ class NodeState:
         self._nodes: list[Tensor] = []  # (B, ...) after each waiting node
 
     def after(self, nodes: Sequence[int]) -> Tensor:
-        """State (B, ...) of each row after its node of these, -1 for the state before all nodes. It is a copy."""
+        """State (B, ...) of each row after its node of these, -1: before all nodes. It must not be written to."""
         states = [self.state if node < 0 else self._nodes[node] for node in nodes]
         if len(set(nodes)) == 1:
-            return states[0].clone()
+            return states[0]
         return torch.stack([state[row] for row, state in enumerate(states)])
 
     def wait(self, state: Tensor) -> None:
@@ -69,7 +69,7 @@ class SteppedStates(States):
         return {place: (_state(window), _state(memory)) for place, (window, memory) in self.nodes.items()}
 
     def states_before(self, layer: int, node: int) -> list[list[Tensor | None]]:
-        """Copies of a layer's states before a node of the current pass: window and recurrent state by index."""
+        """A layer's states before a node of the current pass: window and recurrent state by index."""
         assert isinstance(self.step, Drafted)
         parents = self.step.parents[node]
         return [[None if part is None else part.after(parents) for part in pair] for pair in self._of(layer)]

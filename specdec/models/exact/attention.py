@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from inspect import unwrap
 from typing import Any
 
@@ -41,7 +42,7 @@ def with_attention(module: nn.Module, name: str, instead_of: str = "sdpa") -> nn
 
     `module` itself if it does not run the function that is replaced, sdpa or its own eager one.
     """
-    found = runs_sdpa(type(module)) if instead_of == "sdpa" else own_eager(module) is not None
+    found = runs_sdpa(type(module)) if instead_of == "sdpa" else own_eager(type(module)) is not None  # type: ignore[arg-type]  # hashable
     if not runs(module, instead_of) or not found:
         return module
     made: Any = shallow_copy_as(module, type(module))
@@ -55,9 +56,10 @@ def runs(module: nn.Module, name: str) -> bool:
     return getattr(getattr(module, "config", None), "_attn_implementation", None) == name
 
 
-def own_eager(module: nn.Module) -> Callable[..., Any] | None:
+@cache
+def own_eager(kind: type[nn.Module]) -> Callable[..., Any] | None:
     """The eager attention function of a module's own file, which it runs where its config names no other; or None."""
-    forward = unwrap(type(module).forward)
+    forward = unwrap(kind.forward)
     code = getattr(forward, "__code__", None)
     if code is None or not {"ALL_ATTENTION_FUNCTIONS", "_attn_implementation"} <= {*code.co_names}:
         return None
@@ -129,7 +131,8 @@ def plain_eager_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Attention of plain decoding by the function of the module's own file, which takes a mask of summands."""
-    eager, states = own_eager(module), (query.contiguous(), key.contiguous(), value.contiguous())
+    eager = own_eager(type(module))  # type: ignore[arg-type]  # a class is hashable
+    states = (query.contiguous(), key.contiguous(), value.contiguous())
     assert eager is not None
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)

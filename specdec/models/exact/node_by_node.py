@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,18 +25,19 @@ def node_by_node(module: nn.Module) -> nn.Module:
 def _alone(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         nodes = 1 if hidden.dim() > 2 else 0  # the dimension: experts take (n, ...)
-        count = hidden.shape[nodes]
-
-        def part(value: Any, i: int) -> Any:
-            return part_of(value, i, count, nodes)
-
-        results = []
-        for i in range(count):
-            named = {name: part(arg, i) for name, arg in kwargs.items()}
-            results.append(kind.forward(self, part(hidden, i), *(part(arg, i) for arg in args), **named))
-        return joined(results, nodes)
+        return in_parts(partial(kind.forward, self), (hidden, *args), kwargs, nodes)
 
     return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def in_parts(run: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], dim: int) -> Any:
+    """Run a function for each entry alone that its first argument has in a dimension, and join the results."""
+    count = args[0].shape[dim]
+    results = []
+    for i in range(count):
+        named = {name: part_of(each, i, count, dim) for name, each in kwargs.items()}
+        results.append(run(*(part_of(each, i, count, dim) for each in args), **named))
+    return joined(results, dim)
 
 
 def part_of(value: Any, node: int, count: int, dim: int = 1) -> Any:

@@ -51,9 +51,7 @@ def read_as_plain(
     runner.cache.begin_at([given.shape[1] - pad for pad in pads])
     columns = (~real).int().argsort(dim=1, stable=True)  # of each row's tokens, in order
     for index, layer in enumerate(cache.layers):
-        for which in range(getattr(layer, "number_of_states", 0)):
-            states = layer.conv_states[which], layer.recurrent_states[which]
-            runner.cache.states.put((index, which), *states, runner.cache.lengths)
+        runner.cache.states.put_layer(index, layer, runner.cache.lengths)
         if getattr(layer, "keys", None) is not None:
             dropped = given.shape[1] - layer.keys.shape[2]  # columns that have left a sliding window
             runner.cache.put(index, layer.keys, layer.values, columns - dropped)

@@ -5,12 +5,12 @@ How an expert multiplies depends on the number of rows that are routed to it.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from specdec.models.exact.node_by_node import joined, part_of
+from specdec.models.exact.node_by_node import in_parts
 from specdec.models.exact.row_linear import ROWS
 from specdec.models.views import shallow_copy_as, view
 
@@ -45,11 +45,6 @@ def _apart(kind: type[nn.Module]) -> type[nn.Module]:
         count = hidden.shape[0]
         if not 1 < count <= ROWS or (hidden.dim() > 2 and hidden.shape[1] > 1):
             return kind.forward(self, hidden, *args, **kwargs)
-        results = []
-        for row in range(count):
-            named = {name: part_of(each, row, count, dim=0) for name, each in kwargs.items()}
-            parts = [part_of(each, row, count, dim=0) for each in (hidden, *args)]
-            results.append(kind.forward(self, *parts, **named))
-        return joined(results, 0)
+        return in_parts(partial(kind.forward, self), (hidden, *args), kwargs, dim=0)
 
     return type(kind.__name__, (kind,), {"forward": forward})

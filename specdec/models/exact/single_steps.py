@@ -49,7 +49,7 @@ class StepCache(Cache):
     """Cache of one recurrent layer, for a step over one token.
 
     Args:
-        states: convolution window and recurrent state (B, ...) by index; None where there is none. They are written to.
+        states: convolution window and recurrent state (B, ...) by index; None where there is none. They are copied.
     """
 
     def __init__(self, states: Sequence[Sequence[Tensor | None]]):
