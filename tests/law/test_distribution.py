@@ -443,13 +443,13 @@ def test_distribution_with_an_end_token(proposer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram", "garbage, drawn", "eagle3"])
+@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "eagle3"])
 def test_distribution_one_row_at_a_time(proposer):
     assert measured(PROPOSERS[proposer](), 1000, SAMPLING["plain"], rows=1) < EXACT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("proposer", ["chain", "tree, drawn", "n-gram tree", "eagle3", "turns, drawn chain"])
+@pytest.mark.parametrize("proposer", ["chain", "n-gram tree", "garbage, drawn", "turns, drawn chain"])
 def test_distribution_three_rows_at_a_time(proposer):
     assert measured(PROPOSERS[proposer](), 600, SAMPLING["plain"], draft_length=2, rows=3) < EXACT
 
@@ -587,10 +587,7 @@ class Streamed:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("proposer", "rule"),
-    [("chain", "block"), ("chain", "token"), ("tree, drawn", "token"), ("garbage, drawn", "block")],
-)
+@pytest.mark.parametrize(("proposer", "rule"), [("chain", "block"), ("tree, drawn", "token")])
 def test_texts_that_a_processor_breaks_off(proposer, rule):
     """It raises after one of the tokens. What was streamed by then has the law of texts that end with this token."""
     after, counts, spec = 3, {}, SpeculativeGenerator(target(), PROPOSERS[proposer](), draft_length=3, rule=rule)

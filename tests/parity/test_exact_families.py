@@ -15,8 +15,11 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "nemotron_h", "grani
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in families.NAMES if name not in families.VARIANTS])
-@pytest.mark.parametrize("lengths", [(9,), (11, 4, 8)])
+@pytest.mark.parametrize(
+    ("name", "lengths"),
+    [(name, (11, 4, 8)) for name in families.NAMES if name not in families.VARIANTS]
+    + [(name, (9,)) for name in EXACT + EXPERTS],
+)
 def test_family_writes_the_same_text_in_bfloat16(name, lengths):
     try:
         model = copy.deepcopy(families.tiny_model(name)).to(torch.bfloat16)

@@ -73,7 +73,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},  # the third attends
     "mpt": {"use_cache": True},  # its configs say no, and a call with use_cache=True has one nevertheless
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["linear_attention", "hybrid"] * 3},
-    "longcat_flash": {"zero_expert_num": 2},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
+    "llama4_text": {"num_hidden_layers": 4, "layer_types": None, "moe_layers": None, "no_rope_layers": None}
+    | {"intermediate_size_mlp": 48, "attention_chunk_size": 64},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "blt": {"encoder_hash_byte_group_vocab": 100},
     "qwen4_exp_text": {

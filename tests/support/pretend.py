@@ -336,19 +336,23 @@ class CUDAGraph:
     """
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Any, Any, Any, Any]] = []
+        self.steps: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []  # operation, its arguments, its results
+        self.own: list[tuple[torch.Tensor, float]] = []  # each result in memory of the graph's own, and its rubbish
         self.neighbours: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()  # of its pool, itself among them
         self.spoiled = False
 
     def take(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self.steps.append((func, args, kwargs, result))
+        given = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        results = _tensors(result)
+        for made in results:
+            if made.untyped_storage().data_ptr() not in given and made.dtype != torch.bool:
+                self.own.append((made, float("nan") if made.is_floating_point() else -RUBBISH >> 20))
+        if not func.is_view:
+            self.steps.append((func, args, kwargs, results))
 
     def spoil(self) -> None:
-        for _, args, kwargs, result in self.steps:
-            embeddings = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
-            for made in _tensors(result):
-                if made.untyped_storage().data_ptr() not in embeddings and made.dtype != torch.bool:
-                    made.fill_(float("nan") if made.is_floating_point() else -RUBBISH >> 20)
+        for made, rubbish in self.own:
+            made.fill_(rubbish)
 
     def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
         """Only one capture at a time, on a stream of its own: on the default stream it is an error."""
@@ -377,12 +381,10 @@ class CUDAGraph:
         for other in self.neighbours:
             if other is not self:
                 other.spoil()
-        for func, args, kwargs, result in self.steps:
-            if not func.is_view:
-                again = func(*args, **kwargs)
-                for made, value in zip(_tensors(result), _tensors(again), strict=True):
-                    if made is not value:
-                        made.copy_(value)
+        for func, args, kwargs, results in self.steps:
+            for made, value in zip(results, _tensors(func(*args, **kwargs)), strict=True):
+                if made is not value:
+                    made.copy_(value)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
