@@ -4,15 +4,18 @@
 
 Each text file is read to the longest length. A shorter prompt is the end of it, so all lengths continue the same place.
 The target continues it greedily. Then chains are drafted after every token of that answer, from the target's states,
-once per window. A window is the number of the last tokens that the head sees; 0: all of them.
+once per window. A window is the number of the last tokens that the head sees; 0: all of them. With --sinks it also sees
+that many of the first tokens (StreamingLLM, arXiv 2309.17453).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated
+from unittest.mock import patch
 
 import torch
 import typer
@@ -25,6 +28,8 @@ from specdec import Eagle3Proposer, SpeculativeGenerator
 from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.eagle3.runner import HeadRunner
 from specdec.heads.embeddings import BorrowedEmbeddings
+from specdec.models.cache.buffers import Span
+from specdec.models.cache.ragged_rows import VisibleSlots
 from specdec.models.hidden_states import Taps
 
 app = typer.Typer(add_completion=False)
@@ -37,6 +42,7 @@ def main(
     text: Annotated[list[Path], typer.Option(help="Text file; may be repeated.", exists=True, dir_okay=False)],
     lengths: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "512,1024,2048,4096,8192,16384",
     windows: Annotated[str, typer.Option(help="Windows of the head; 0: all tokens.")] = "0,512,1024,2048,4096",
+    sinks: Annotated[int, typer.Option(min=0, help="First tokens that the head sees beside a window.")] = 0,
     draft_length: Annotated[int, typer.Option(min=1, help="Draft tokens per chain.")] = 4,
     max_new_tokens: Annotated[int, typer.Option(min=8)] = 96,
     dtype: Dtype = "auto",
@@ -50,7 +56,8 @@ def main(
     if short:
         raise typer.BadParameter(f"{short[0]} has fewer than {sizes[-1]} tokens", param_hint="--text")
     spans = [int(window) or None for window in windows.split(",")]
-    print(f"{conditions(model, max_new_tokens)}, chains of {draft_length}, {len(texts)} texts.\n")
+    beside = f", {sinks} sinks" if sinks else ""
+    print(f"{conditions(model, max_new_tokens)}, chains of {draft_length}, {len(texts)} texts{beside}.\n")
     rows = []
     for length in sizes:
         found = {span: [0, 0, 0.0] for span in spans}  # accepted tokens, positions, seconds of the head's passes
@@ -59,8 +66,9 @@ def main(
             answered, states = _answer(model, proposer, ids[:, sizes[-1] - length : sizes[-1]], max_new_tokens)
             for span in spans:
                 if span is None or span < length:
-                    for i, value in enumerate(_accepted(model, proposer, answered, states, length, span, draft_length)):
-                        found[span][i] += value
+                    with patch.object(VisibleSlots, "_visible", _seeing_sinks(sinks)):
+                        counts = _accepted(model, proposer, answered, states, length, span, draft_length, sinks > 0)
+                    found[span] = [before + value for before, value in zip(found[span], counts, strict=True)]
         cells = [f"{1 + n / of:.2f} ({1e3 * s / of:.1f} ms)" if of else "" for n, of, s in found.values()]
         rows.append([f"{length:,}", *cells])
     print(table(["prompt", *("all" if span is None else f"the last {span:,}" for span in spans)], rows))
@@ -79,6 +87,17 @@ def _answer(model: PreTrainedModel, proposer: Eagle3Proposer, prompt: Tensor, ne
     return answered, listener.features(taken)
 
 
+def _seeing_sinks(sinks: int) -> Callable[[VisibleSlots, Span], Tensor]:
+    """`VisibleSlots._visible` with the first `sinks` tokens, which every token after them sees."""
+    within = VisibleSlots._visible
+
+    def visible(slots: VisibleSlots, span: Span) -> Tensor:
+        held = slots.held(span)[:, None]
+        return within(slots, span) | (held < sinks) & (held <= slots.positions[..., None])
+
+    return visible
+
+
 @torch.no_grad()
 def _accepted(
     model: PreTrainedModel,
@@ -88,6 +107,7 @@ def _accepted(
     prompt: int,
     window: int | None,
     steps: int,
+    keeps_all: bool,
 ) -> tuple[int, int, float]:
     """Accepted tokens of chains after each token of the answer, number of chains, seconds to draft them."""
     head, before = proposer.head, proposer.head.config
@@ -97,7 +117,7 @@ def _accepted(
         runner = HeadRunner(head, BorrowedEmbeddings.by(model, head), proposer._fast)
     finally:
         head.config = before
-    runner.start(1)
+    runner.start(1, keeps_all)
     ids, accepted, seconds, ends = head.draft_to_target, 0, 0.0, range(prompt, text.shape[1] - steps)
     first = 0
     for end in ends:  # the last known token

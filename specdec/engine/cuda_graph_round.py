@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -47,36 +47,39 @@ class CapturedRound:
 
     def takes(self, draft: DraftTree, text: Transcript) -> bool:
         """Return True if this round can be captured: its result depends on tensors only."""
-        known = draft.probs is None and (draft.chain or draft.levels is not None)
+        known = draft.probs is None and (draft.chain or draft.levels is not None) and all(text.written)
         scores_only = self.verify.processors.read_scores_alone and not text.records.wanted
         scores = len(draft.tokens) * nodes_of_size(draft.size) * self.target.config.vocab_size
         return known and scores_only and not self.recorder.refused and scores <= BatchedVerifier.MOST
 
     def __call__(self, draft: DraftTree, text: Transcript) -> RoundResult:
         """Launch the round, by a replay if one was captured for its shape."""
-        full, target = _filled_up(draft, self._size(draft)), self.target
-        sizes = target.reserve(full.size, text.budget if skips_empty_slots(target.device) else None)
-        inputs = self._inputs(full, text)
-        noise = self.verify.noise_for(full, text)
+        size, target = self._size(draft), self.target
+        sizes = target.reserve(size, text.budget if skips_empty_slots(target.device) else None)
+        inputs = self._inputs(draft, size, text)
+        depths = size if draft.chain or draft.levels is None else min(size, draft.levels + 1)
+        noise = self.verify.noise_for(depths, text)
         if noise is not None:
             inputs["noise"] = noise
-        key = ("pass", self.verify.processors.names, full.chain, full.levels, full.size, sizes)
-        function = partial(self._made, full.chain, full.levels, full.size)
-        made = self.recorder(target.cache.addresses, key, function, inputs)
-        target.replayed([0] * len(full.tokens), full.size)
+        key = ("pass", self.verify.processors.names, draft.chain, draft.levels, size, sizes)
+        function = partial(self._made, draft.chain, draft.levels, size)
+        made = self.recorder(target.cache.addresses, key, function, inputs, {"tokens": size, "parents": size})
+        target.replayed([0] * len(draft.tokens), size)
         new_tokens = NewTokens(made["tokens"], made["pads"], made.get("states"))
         path = made["path"], made["accepted"], made["next_token"], made["new"]
         return RoundResult(draft, *path, left_padded=new_tokens)
 
-    def _inputs(self, draft: DraftTree, text: Transcript) -> dict[str, Tensor]:
+    def _inputs(self, draft: DraftTree, size: int, text: Transcript) -> dict[str, Tensor]:
         """The tensor inputs of `_made` except the noise. What the host knows is copied to the device at once."""
-        numbers = [self.target.lengths, *([] if text.deepest is None else [text.deepest])]
-        columns = torch.tensor(numbers, dtype=torch.long, device=HOST).T  # (B, 1 or 2)
-        device = text.tokens.device
-        nodes = torch.stack([draft.tokens, draft.parents], 2)
+        roots = [row[-1] for row in text.written]
+        known = [self.target.lengths, roots, [draft.size] * len(roots)]
+        known += [] if text.deepest is None else [text.deepest]
+        columns = torch.tensor(known, dtype=torch.long, device=HOST).T.contiguous()  # (B, 3 or 4)
+        device, nodes = text.tokens.device, {"tokens": draft.tokens, "parents": draft.parents}
         if draft.tokens.device == device:
-            return {"rows": moved(columns, device), "nodes": nodes}
-        return {"rows": moved(torch.cat([columns, nodes.flatten(1)], 1), device)}
+            return {"rows": moved(columns, device)} | nodes
+        padded = [nn.functional.pad(given, (0, size - draft.size)) for given in nodes.values()]
+        return {"rows": moved(torch.cat([columns, *padded], 1), device)}
 
     def _size(self, draft: DraftTree) -> int:
         """Number of nodes to pad a draft to: the next size, or a larger captured one while the next is rare.
@@ -98,7 +101,8 @@ class CapturedRound:
         levels: int | None,
         size: int,
         rows: Tensor,
-        nodes: Tensor | None = None,
+        tokens: Tensor | None = None,
+        parents: Tensor | None = None,
         noise: Tensor | None = None,
     ) -> Named:
         """The captured function.
@@ -107,18 +111,22 @@ class CapturedRound:
             chain: as for `DraftTree`.
             levels: as for `DraftTree`.
             size: N.
-            rows: (B, C) int64: the number of the row's tokens in the cache, `Transcript.deepest` unless positions are
-                unlimited, and token and parent of each node if these are not in `nodes`.
-            nodes: (B, N, 2) int64, token and parent of each node.
+            rows: (B, C) int64: the number of the row's tokens in the cache, its last token, the number of nodes that
+                count, `Transcript.deepest` unless positions are unlimited, and tokens and parents (N each) if these
+                are not passed as such.
+            tokens: (B, N) int64.
+            parents: (B, N) int64.
             noise: (B, D, V), see `BatchedVerifier.noise_for`.
         """
-        if nodes is None:
-            rows, nodes = rows[:, : -2 * size], rows[:, -2 * size :].unflatten(1, (size, 2))
-        tokens, parents = (column.contiguous() for column in nodes.unbind(2))
-        lengths, deepest = rows[:, :1], rows[:, 1:] if rows.shape[1] > 1 else None
+        if tokens is None or parents is None:
+            rows, tokens, parents = rows.tensor_split((-2 * size, -size), 1)
+        lengths, roots, count, *more = rows.split(1, 1)
+        node, deepest = torch.arange(size, device=rows.device), more[0] if more else None
+        tokens = torch.cat([roots, tokens[:, 1:]], 1)
+        parents = torch.where(node < count, parents, -1)
         draft, target = DraftTree(tokens, parents, chain=chain, levels=levels), self.target
         # The depth of a chain's padding is of no account.
-        depth = torch.arange(draft.size, device=tokens.device).expand_as(tokens) if chain else draft.depth
+        depth = node.expand_as(tokens) if chain else draft.depth
         depth = depth if deepest is None else torch.minimum(depth, deepest)
         with target.on_device(lengths):
             output = target.grow(draft.tokens, depth, None if chain else draft.ancestors, chain=chain)
@@ -138,12 +146,3 @@ def _new_tokens(result: RoundResult, features: Tensor | None) -> Named:
     new_tokens = NewTokens(result.tokens.gather(1, place), pads, states).padded(max(WIDTHS[0], nodes_of_size(most)))
     made = {"tokens": new_tokens.tokens, "pads": new_tokens.pads}
     return made if new_tokens.states is None else made | {"states": new_tokens.states}
-
-
-def _filled_up(draft: DraftTree, size: int) -> DraftTree:
-    """Pad a draft to `size` nodes."""
-    more = size - draft.size
-    if not more:
-        return draft
-    tokens, parents = nn.functional.pad(draft.tokens, (0, more)), nn.functional.pad(draft.parents, (0, more), value=-1)
-    return replace(draft, tokens=tokens, parents=parents, confidence_bins=None, notes={})

@@ -123,14 +123,14 @@ class Loop:
         if self.captured_round is not None and not self.traces and self.captured_round.takes(draft, text):
             result, features = self._replay(draft, context), None
         else:
-            draft = draft.on(text.tokens.device)
+            draft = draft.on(text.tokens.device).after(context.root)
             output = self._target_pass(draft)
             result, features = self._verify(draft, output), output.features
         took = self.stopwatch.mark_end("accept")
 
         kept = self._new(before)
         if self.traces:
-            self._trace(proposed, output, result, kept, active, before)
+            self._trace(draft, output, result, kept, active, before)
         self._commit(result, kept, features)
         self._settle()
         host = result.host()

@@ -84,13 +84,13 @@ class BatchedVerifier(RejectionVerifier):
         )
 
     def decide(self, draft: DraftTree, scores: Tensor, text: Transcript) -> RoundResult:
-        return self.chosen(draft, scores, self.noise_for(draft, text))
+        return self.chosen(draft, scores, self.noise_for(draft.height + 1, text))
 
-    def noise_for(self, draft: DraftTree, text: Transcript) -> Tensor | None:
-        """Exponential noise (B, D, V) of the output columns after nodes at depths 0 to D - 1; None at T = 0."""
+    def noise_for(self, depths: int, text: Transcript) -> Tensor | None:
+        """Exponential noise (B, D, V) of the output columns after nodes at `depths` depths, from 0; None at T = 0."""
         if self.noise is None:
             return None
-        return self.noise.ahead([end - text.start for end in text.ends], draft.height + 1)
+        return self.noise.ahead([end - text.start for end in text.ends], depths)
 
     def chosen(self, draft: DraftTree, scores: Tensor, noise: Tensor | None) -> RoundResult:
         """Decide by processed scores (B, N, V) and noise (B, D, V), or None at T = 0."""

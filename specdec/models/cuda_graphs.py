@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Thread, current_thread
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.models.graph_capture import capturing
@@ -97,7 +98,14 @@ class Recorder:
         """Free all graphs and buffers."""
         self._captured, self._caches = {}, {}
 
-    def __call__(self, where: Hashable, key: Hashable, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+    def __call__(
+        self,
+        where: Hashable,
+        key: Hashable,
+        function: Function,
+        inputs: Mapping[str, Tensor],
+        columns: Mapping[str, int] | None = None,
+    ) -> Named:
         """Run a function, by a replay where it is captured.
 
         Args:
@@ -106,17 +114,24 @@ class Recorder:
             function: takes the inputs by name and returns tensors by name. It may be run twice in a row, the second
                 time on buffers that the first run has written.
             inputs: tensors on the device, by name.
+            columns: by name, the number of columns of an input (B, n) that the function takes. An input with fewer is
+                copied into the first of them; the others have any values that it had before, or 0.
 
         Returns:
             The function's outputs, valid until the next call with the same addresses and key.
         """
-        if self.refused:
-            return function(**inputs)
-        kind = (key, *((name, given.shape, given.dtype) for name, given in inputs.items()))
+        columns = columns or {}
+        shapes = {
+            name: (len(given), columns[name]) if name in columns else given.shape for name, given in inputs.items()
+        }
+        kind = (key, *((name, shapes[name], given.dtype) for name, given in inputs.items()))
         mine = (where, kind)
         if mine in self._captured:
             captured = self._captured[mine] = self._captured.pop(mine)  # the last one is the one used last
             return captured.replay(inputs)
+        inputs = {name: _widened(given, shapes[name]) for name, given in inputs.items()}
+        if self.refused:
+            return function(**inputs)
         runs = self._runs[mine] = self._runs.get(mine, 0) + 1
         checked = self._known.here  # the next call may run in another thread
         if runs <= WARM and kind not in checked:
@@ -185,20 +200,34 @@ class CapturedFunction:
 
     def replay(self, inputs: Mapping[str, Tensor]) -> Named:
         """Copy the inputs, replay the graph and return its static outputs."""
-        _copy_all(self._inputs, inputs)
+        first = {
+            name: static if static.shape == inputs[name].shape else static[:, : inputs[name].shape[1]]
+            for name, static in self._inputs.items()
+        }
+        _copy_all(first, inputs)
         self._graph.replay()
         return self._outputs
 
 
 def _copy_all(targets: Mapping[str, Tensor], sources: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name: one launch per dtype where torch has its internal operator for it (2.9 to 2.15)."""
-    for dtype in {source.dtype for source in sources.values()}:
-        alike = {name: source for name, source in sources.items() if source.dtype == dtype}
-        if hasattr(torch, "_foreach_copy_"):  # takes one launch only for sources with the strides of their targets
-            torch._foreach_copy_([targets[name] for name in alike], [source.contiguous() for source in alike.values()])
-            continue
-        for name, source in alike.items():
-            targets[name].copy_(source)
+    """Copy tensors by name: one launch per dtype where torch has its internal operator for it (2.9 to 2.15).
+
+    A target that is not contiguous takes a launch of its own.
+    """
+    together: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for name, source in sources.items():
+        target = targets[name]
+        if hasattr(torch, "_foreach_copy_") and target.is_contiguous():
+            together[source.dtype].append((target.flatten(), source.contiguous().flatten()))  # with equal strides
+        else:
+            target.copy_(source)
+    for pairs in together.values():
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _widened(given: Tensor, shape: Sequence[int]) -> Tensor:
+    """Pad the columns of a tensor with zeros."""
+    return given if tuple(given.shape) == tuple(shape) else nn.functional.pad(given, (0, shape[1] - given.shape[1]))
 
 
 def _cause(error: BaseException) -> BaseException:

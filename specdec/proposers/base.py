@@ -160,7 +160,8 @@ class Proposer(ABC):
         """Process the result of a round in which this proposer drafted.
 
         Args:
-            draft: the draft that was verified.
+            draft: the draft that was verified. On a CUDA device its tensors may hold the next draft already if it was
+                captured; node 0 is what the proposer put there.
             result: the result. `result.host()` gives it on the host, with the draft's notes, without a host sync.
                 `result.host().tokens[b]` are the tokens that the text of row b got in this round; none follows its end.
                 A row that is ahead of the others may still be cut back later, see `end`.

@@ -13,7 +13,7 @@ from specdec.utils.device_copies import HOST
 
 
 def checked(draft: object, context: Context, who: str, values: bool) -> DraftTree:
-    """Check a draft, and move it to the device of the text. Node 0 is always replaced by the root.
+    """Check a draft, and move it to the device of the text. Node 0 is not checked: the loop replaces it by the root.
 
     Args:
         draft: what a proposer returned.
@@ -47,12 +47,10 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
         )
     if N == 1:
         return DraftTree.root_only(root)
-    roots = context.host_roots
-    on_host = draft.tokens.device.type == HOST.type and context.call.recorder is not None and roots is not None
+    captured = context.call.recorder is not None and context.host_roots is not None
+    on_host = draft.tokens.device.type == HOST.type and captured
     where = HOST if on_host else root.device  # a captured round takes either
-    root = torch.tensor(roots, device=HOST) if on_host else root
     tokens, parents = (t.to(where, torch.long) for t in (draft.tokens, draft.parents))
-    tokens = torch.cat([root[:, None], tokens[:, 1:]], 1)
     if values or (tokens.device.type == HOST.type and not on_host):
         _check_values(tokens.to(HOST), parents.to(HOST), draft.chain, context.vocab_size, who)
     probs = None if draft.probs is None else draft.probs.to(where)
@@ -60,7 +58,7 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
 
 
 def _check_values(tokens: Tensor, parents: Tensor, chain: bool, vocab_size: int, who: str) -> None:
-    least, most = int(tokens.min()), int(tokens.max())
+    least, most = int(tokens[:, 1:].min()), int(tokens[:, 1:].max())
     if not 0 <= least <= most < vocab_size:
         outside = least if least < 0 else most
         raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {vocab_size}: {outside}")

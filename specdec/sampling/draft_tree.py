@@ -115,6 +115,16 @@ class DraftTree:
         notes = {name: note.to(device) for name, note in self.notes.items()}
         return replace(self, tokens=tokens, parents=parents, probs=probs, confidence_bins=bins, notes=notes)
 
+    def after(self, root: Tensor) -> DraftTree:
+        """The draft with another root (B,) int64.
+
+        Examples:
+            >>> DraftTree.from_chain(torch.tensor([5]), torch.tensor([[7, 8]])).after(torch.tensor([6])).tokens
+            tensor([[6, 7, 8]])
+        """
+        tokens = root[:, None] if self.size == 1 else torch.cat([root[:, None], self.tokens[:, 1:]], 1)
+        return replace(self, tokens=tokens)
+
     def first(self, size: int) -> DraftTree:
         """The tree of the first `size` nodes, the root included."""
         probs = None if self.probs is None else self.probs[:, :size]

@@ -977,6 +977,16 @@ def test_a_proposer_that_is_merely_wrong_changes_nothing(make):
     assert out.tolist() == model.generate(**inputs, do_sample=False, max_new_tokens=9).tolist()
 
 
+def test_traces_show_the_root_of_the_text():
+    spec = SpeculativeGenerator(
+        tiny.model("llama"), Saying(lambda c: DraftTree.from_chain(c.root * 0 - 1, torch.ones(1, 3, dtype=torch.long)))
+    )
+    with spec.watch() as rounds:
+        out = spec.generate(**tiny.prompts(5), do_sample=False, max_new_tokens=9)
+    assert len(rounds) > 2
+    assert all(trace.tokens[0] == out[0, 5 + trace.position - 1] for trace in rounds)
+
+
 @pytest.mark.parametrize("length", ["4", 1.5, -1, True, False])
 def test_draft_lengths_that_are_none(length):
     with pytest.raises(ValueError, match="draft_length must be None or an int of at least 0"):

@@ -27,6 +27,7 @@ from specdec.heads.eagle3.head import Eagle3Head
 from specdec.heads.mtp.head import MtpHead
 from specdec.models import static_forward
 from specdec.models.runner import ModelRunner
+from specdec.proposers.draft_models.cuda_graph_drafts import WIDTHS
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.initialization.mtp import initialize_mtp
 from tests.support import blocks, eagle3, pretend, tiny
@@ -80,9 +81,9 @@ def generator(name: str, automatic: bool) -> SpeculativeGenerator:
     return SpeculativeGenerator(target, proposer, draft_length=length, compile=False)
 
 
-def prompts(batch_size: int) -> dict[str, torch.Tensor]:
-    """Of one length for one row, else ragged; on the device."""
-    lengths = [9 + 2 * (row % 4) for row in range(batch_size)]
+def prompts(batch_size: int, short: bool = False) -> dict[str, torch.Tensor]:
+    """Of one length for one row, else ragged; on the device. short: as short as what captured drafts read of them."""
+    lengths = [WIDTHS[0] - row % 4 if short else 9 + 2 * (row % 4) for row in range(batch_size)]
     return {name: tensor.to("cuda") for name, tensor in tiny.prompts(*lengths).items()}
 
 

@@ -113,7 +113,8 @@ class CapturedDraft:
         self, drafter: Drafter, context: Context, depth: int, missing: Sequence[int], states: Tensor | None
     ) -> dict[str, Tensor]:
         """The tensor inputs of `_made`, by name, for a draft after the `missing` tokens of each row."""
-        width, noise, drawn = self._wide_enough(max(missing)), context.call.noise, None
+        after_it = min(depth + 1, WIDTHS[-1])  # so many new tokens may follow: they need no other capture
+        width, noise, drawn = self._wide_enough(max(*missing, after_it)), context.call.noise, None
         budget = [budget + count for budget, count in zip(context.drafting_budget, missing, strict=True)]
         numbers = [_begins(drafter, context), budget, [width - count for count in missing]]
         begins, device_budget, pads = uploaded(numbers, context.tokens.device)

@@ -5,13 +5,14 @@ python -m pytest --device pretend tests/unit/models/test_cuda_graphs.py    # --d
 
 import copy
 import itertools
+import statistics
 import sys
 import warnings
 
 import pytest
 import torch
 
-from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, DynamicTree, HybridProposer, SpeculativeGenerator, SuffixProposer
 from specdec.engine import cuda_graph_round, speculation
 from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_tally import IdleDraftWarning
@@ -29,7 +30,8 @@ pytestmark = pytest.mark.skipif(tiny.DEVICE == "cpu", reason="pytest --device pr
 PRETENDED = not torch.cuda.is_available()
 
 NEW = 40
-ROUND = 40  # launches outside of graphs, at most, that a round may ask for
+ROUND = 40  # launches, at most, that a round of replays may ask for
+ROW_AT_0 = 8  # of one row at T = 0, with a fixed draft length
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def text(generate, sampling, **kwargs):
     ],
 )
 def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic, batch_size, sampling, recorders):
-    spec, given = replaying(name, automatic), launches.prompts(batch_size)
+    spec, given = replaying(name, automatic), launches.prompts(batch_size, short=True)
     plain = text(spec.model.generate, sampling, **given)
     with tiny.specdec_warnings() as warned:
         warnings.simplefilter("ignore", IdleDraftWarning)  # heads of random weights are rarely right
@@ -87,6 +89,18 @@ def test_the_text_is_plain_decodings_and_a_round_is_few_launches(name, automatic
     for book in replayed:
         assert book.count("launches") <= ROUND, book.launches
         assert book.count("launches", launches.DRAFT, launches.TARGET) == 0
+    if batch_size == 1 and not (automatic or sampling or name == "hybrid"):  # a hybrid's rounds are of several kinds
+        assert statistics.median(book.count("launches") for book in replayed) <= ROW_AT_0
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_chains_that_are_laid_out_as_trees_are_sampled(batch_size, recorders):
+    """Suffix drafts of one continuation are chains with a number of levels; they are shorter than their padded size."""
+    target, given = launches.models()[0], launches.prompts(batch_size)
+    spec = SpeculativeGenerator(target, SuffixProposer(), draft_length=2, compile=True)
+    assert text(spec.generate, True, **given) == text(target.generate, True, **given)
+    assert spec.report.num_draft_tokens
+    assert len(recorders[-1]) >= 1
 
 
 @pytest.mark.skipif(not PRETENDED, reason="counts launches")
@@ -338,6 +352,20 @@ def test_buffers_are_written_in_replays():
 
     assert runs(recorder, stored)[-1] == [1.0, WARM + 3.0, 2.0]
     assert buffer.tolist() == [0.0, WARM + 2.0, 1.0]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_input_with_fewer_columns_is_copied_into_the_first_ones(rows):
+    recorder = Recorder()
+
+    def totals(x, count):
+        return {"y": x.masked_fill(torch.arange(4, device=x.device) >= count, 0).sum(1)}
+
+    for n in (3, 1, 4, 2, 3):
+        given = torch.full((rows, n), float(n)).to("cuda"), torch.tensor([n]).to("cuda")
+        made = recorder(0, "key", totals, dict(zip(("x", "count"), given, strict=True)), {"x": 4})
+        assert made["y"].tolist() == [float(n * n)] * rows
+    assert len(recorder) == 1
 
 
 @pytest.mark.parametrize("fault", ["waits", "uploads", "remembers"])
