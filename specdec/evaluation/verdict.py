@@ -139,7 +139,7 @@ def compared_texts(plain: Sequence[int], tokens: Sequence[int], dtype: torch.dty
         return "yes, token for token"
     if dtype.itemsize < 4:
         name = str(dtype).removeprefix("torch.")
-        why = f"most likely a near tie, which {name} may round either way (--exact gives the same text)"
+        why = f"most likely a near tie, which {name} may round either way (--exact gives the same text on CPUs)"
     else:
         why = "more than rounding explains. Please report this, with the command"
     return f"for {same} tokens, then it differs: {why}"
