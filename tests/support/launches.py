@@ -82,7 +82,7 @@ def generator(name: str, automatic: bool) -> SpeculativeGenerator:
 
 
 def prompts(batch_size: int, short: bool = False) -> dict[str, torch.Tensor]:
-    """Of one length for one row, else ragged; on the device. short: as short as what captured drafts read of them."""
+    """Prompts on the device, of different lengths in a batch. short: of at most `WIDTHS[0]` tokens."""
     lengths = [WIDTHS[0] - row % 4 if short else 9 + 2 * (row % 4) for row in range(batch_size)]
     return {name: tensor.to("cuda") for name, tensor in tiny.prompts(*lengths).items()}
 
