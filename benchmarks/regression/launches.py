@@ -47,10 +47,8 @@ def main(
                 for batch_size in (1, 8):
                     spec = launches.generator(name, automatic)
                     spec.compile = "auto" if recorded else False
-                    given = {"do_sample": sampling, "max_new_tokens": max_new_tokens} | launches.prompts(
-                        batch_size, recorded
-                    )
-                    books = launches.counted(spec, **given)
+                    given = launches.prompts(batch_size, short=recorded)
+                    books = launches.counted(spec, do_sample=sampling, max_new_tokens=max_new_tokens, **given)
                     if recorded:
                         books = launches.replaying(books, name)
                     length = "automatic" if automatic else "set"

@@ -22,9 +22,9 @@ from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input
 from benchmarks.harness.store import Store
 from benchmarks.harness.table import number, table, times
 from specdec import SpeculativeGenerator
-from specdec.evaluation.methods import Method
+from specdec.evaluation.methods import PLAIN, Method, plain
 
-PLAIN, SUFFIX = "plain", ", within the context"
+SUFFIX = ", within the context"
 USUAL, EXACT, WITHIN = "usual", "exact", "context"
 app = typer.Typer(add_completion=False)
 
@@ -58,7 +58,7 @@ def main(
     bench = Bench(options)
     with bad_input_ends():
         store = Store(out, options.fingerprinted)
-        methods = [Method(PLAIN, bench.target.generate)]
+        methods = [plain(bench.target)]
         for each in proposers.split(","):
             for method in methods_of(each, SpeculativeGenerator(bench.target, each), forms.split(",")):
                 if method.name not in {known.name for known in methods}:

@@ -26,15 +26,15 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
         TypeError: not a `DraftTree`.
         ValueError: wrong batch size, shape, dtype, token or parent.
     """
-    root = context.root
     if not isinstance(draft, DraftTree):
         raise TypeError(
             f"{who} must return a DraftTree, got {type(draft).__name__}: build one with context.chain(drafts)"
         )
     B, N = draft.tokens.shape
-    if len(root) != B or N == 0:
+    if context.batch_size != B or N == 0:
         raise ValueError(
-            f"{who} returned {B} rows of {N} nodes for a batch of {len(root)} rows: each row needs at least a root"
+            f"{who} returned {B} rows of {N} nodes for a batch of {context.batch_size} rows: each row needs at least a "
+            "root"
         )
     if draft.tokens.is_floating_point() or draft.parents.is_floating_point():
         raise ValueError(
@@ -46,10 +46,10 @@ def checked(draft: object, context: Context, who: str, values: bool) -> DraftTre
             f"{(B, N, context.vocab_size)}, a distribution over the target's vocabulary after each node"
         )
     if N == 1:
-        return DraftTree.root_only(root)
+        return DraftTree.root_only(context.root)
     captured = context.call.recorder is not None and context.host_roots is not None
     on_host = draft.tokens.device.type == HOST.type and captured
-    where = HOST if on_host else root.device  # a captured round takes either
+    where = HOST if on_host else context.tokens.device  # a captured round takes either
     tokens, parents = (t.to(where, torch.long) for t in (draft.tokens, draft.parents))
     if values or (tokens.device.type == HOST.type and not on_host):
         _check_values(tokens.to(HOST), parents.to(HOST), draft.chain, context.vocab_size, who)
