@@ -627,6 +627,19 @@ def test_drafts_after_long_texts_run(files, head, tmp_path):
     assert CliRunner().invoke(long_texts.app, [*arguments, "--lengths", "4000"]).exit_code == 2
 
 
+def test_the_target_as_its_own_draft_model_is_right_after_long_texts_without_a_window(files, tmp_path):
+    (tmp_path / "text").write_text("ab x y " * 10)
+    command = f"--target {files}/target --draft-model {files}/target --text {tmp_path}/text --lengths 20,40"
+    arguments = [*command.split(), "--windows", "0,4", "--dtype", "float32", "--max-new-tokens", "16"]
+    result = CliRunner().invoke(long_texts.app, [*arguments, "--plot", str(tmp_path / "chart.png")])
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith(("| 20 ", "| 40 "))]
+    assert all(line.split("|")[2].strip().startswith("5.00 ") for line in lines)
+    assert not all(line.split("|")[3].strip().startswith("5.00 ") for line in lines)
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+    assert CliRunner().invoke(long_texts.app, [*arguments, "--sinks", "2"]).exit_code == 2
+
+
 class TestShapes:
     @staticmethod
     def run(files, head, out, *arguments):
