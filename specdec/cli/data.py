@@ -68,10 +68,11 @@ def regenerate(
 
         from specdec.data.regenerate import regenerate as answer
         from specdec.models.hardware import computed_in, started_together
+        from specdec.models.number_format import convert
 
         together = started_together()
         model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
-        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
+        convert(model, computed_in(model.dtype, model.device, rows=[batch_size]))
         started, finished = perf_counter(), False
         with progress_bar("answers", enabled=together.is_main_process) as bar:
 

@@ -46,6 +46,8 @@ class Answer(StoppingCriteria):
         ends: the model's end tokens. Their text is not part of the answer.
         recorder: keeps log probabilities; None if the request wants none.
         cancelled: set when nobody waits for the answer any more.
+        limit: most tokens of the answer.
+        before: token ids that the text continues; empty for a text of its own.
         send: called with each part of the answer.
         begun: called at the first token.
     """
@@ -58,12 +60,14 @@ class Answer(StoppingCriteria):
         ends: Collection[int],
         recorder: LogprobRecorder | None,
         cancelled: Event,
+        limit: int,
+        before: Sequence[int],
         send: Callable[[Delta | Finish], None],
         begun: Callable[[], None],
     ):
         self.index, self._ends, self._recorder = index, ends, recorder
-        self._decoder, self._stops = TextDecoder(tokenizer), StopStrings(stops)
-        self._cancelled, self._send, self._begun = cancelled, send, begun
+        self._decoder, self._stops = TextDecoder(tokenizer, before), StopStrings(stops)
+        self._cancelled, self._limit, self._send, self._begun = cancelled, limit, send, begun
         self._entries: list[TokenLogprob] = []  # not sent yet
         self._decoded = self._sent = 0  # characters
         self._num_tokens = 0
@@ -82,8 +86,8 @@ class Answer(StoppingCriteria):
             self._emit(self._stops.add(self._decoder.end()))
         if not self._stops.found:
             self._emit(self._stops.end(), last=True)
-        stopped = self._ended or self._stops.found
-        self._send(Finish(self.index, "stop" if stopped else "length", self._num_tokens))
+        whole = self._ended or self._stops.found or self._num_tokens < self._limit
+        self._send(Finish(self.index, "stop" if whole else "length", self._num_tokens))
 
     def _take(self, token: int, length: int) -> bool:
         self._num_tokens += 1
