@@ -11,7 +11,6 @@ import warnings
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from random import Random
 from typing import Any
 
@@ -37,8 +36,7 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling.logits_processors import CONTEXT_FREE
 from specdec.utils.device_copies import moved, uploaded
 
-# Logits processors that read no text, or only which tokens it has.
-UNORDERED = (*CONTEXT_FREE, RepetitionPenaltyLogitsProcessor)
+UNORDERED = (*CONTEXT_FREE, RepetitionPenaltyLogitsProcessor)  # see `_is_unordered`
 READ_AT_ONCE = 2048  # tokens of prompts, including padding, that are read in one pass
 FREE = 16  # prompts are read once one of so many rows is free
 ENDS = (MaxLengthCriteria, EosTokenCriteria)  # stopping criteria that a batch supports
@@ -112,8 +110,8 @@ class BatchedGenerator:
         self.model, self.max_new_tokens, self._tokenizer, self._warned = model, max_new_tokens, tokenizer, False
         self._go_on = go_on
         self.rows = rows if self._capability.trees else 1
-        on_gpu = device_of(model).type == "cuda"
-        self._batch = ModelRunner(model, self._capability.masks, sized=on_gpu)
+        sized = device_of(model).type == "cuda" and self._capability.trees
+        self._batch = ModelRunner(model, self._capability.masks, sized=sized)
         self._reader = ModelRunner(model, self._capability.masks)
         self._ends = end_tokens(model)
 
@@ -128,7 +126,8 @@ class BatchedGenerator:
             self._batch.start(self.rows)
         running: list[Request | None] = [None] * self.rows
         while True:
-            if running.count(None) >= min(len(running), max(1, self.rows // FREE)):
+            # Never later than at a half, where rows are given up below.
+            if running.count(None) >= min((len(running) + 1) // 2, max(1, self.rows // FREE)):
                 yield from self._fill(running, take)
             busy = [row for row, request in enumerate(running) if request is not None]
             if not busy or not self._go_on():
@@ -147,17 +146,19 @@ class BatchedGenerator:
     def _fill(self, running: list[Request | None], take: Callable[[], Request | None]) -> Iterator[Request]:
         """Read prompts into the free rows and generate their first tokens. Yields answers that need no more tokens."""
         while free := [row for row, request in enumerate(running) if request is None]:
-            taken, asked = list(islice(iter(take, None), len(free))), []
-            if not taken:
-                return
-            for request in taken:
+            asked: list[Request] = []
+            while len(asked) < len(free) and self._go_on() and (request := take()) is not None:
                 self._prepare(request)
                 if request.answer:
                     request.cut = request.answer[-1] not in self._ends
                     yield request
                 else:
                     asked.append(request)
+            if not asked:
+                return
             for group in _of_about_one_length(asked):
+                if not self._go_on():
+                    return
                 rows, free = free[: len(group)], free[len(group) :]
                 self._read(rows, group)
                 for row, request in zip(rows, group, strict=True):
@@ -227,7 +228,7 @@ class BatchedGenerator:
         """Choose each request's next token from its logits (R, V)."""
         alike: dict[Hashable, list[int]] = {}  # requests whose tokens are chosen together
         for i, request in enumerate(requests):
-            together = all(type(processor) in UNORDERED for processor in request.processors)
+            together = all(map(_is_unordered, request.processors))
             alike.setdefault((request.temperature, None if together else i), []).append(i)
         for group in alike.values():
             whole = len(group) == len(requests)
@@ -253,6 +254,11 @@ def _of_about_one_length(requests: Sequence[Request]) -> Iterator[list[Request]]
         yield group
 
 
+def _is_unordered(processor: Any) -> bool:
+    """Return whether a logits processor reads no text, or only which tokens it has."""
+    return type(processor) in UNORDERED and getattr(processor, "prompt_ignore_length", None) is None
+
+
 def _chosen(requests: Sequence[Request], logits: Tensor) -> list[int]:
     """Choose the next token of requests with equal processors from their logits (R, V)."""
     processors, samples = requests[0].processors, requests[0].temperature > 0
@@ -262,8 +268,9 @@ def _chosen(requests: Sequence[Request], logits: Tensor) -> list[int]:
     if not samples:
         return scores.argmax(-1).tolist()
     possible = scores.isfinite().any(0).nonzero()[:, 0]  # a distribution over all tokens takes milliseconds on a CPU
-    mass = scores[:, possible].float().softmax(-1).double().cumsum(-1)
-    drawn = torch.tensor([[request.random.random()] for request in requests], dtype=torch.float64)
+    exact = torch.float64 if logits.device.type in ("cpu", "cuda") else torch.float32  # others may lack float64
+    mass = scores[:, possible].float().softmax(-1).to(exact).cumsum(-1)
+    drawn = torch.tensor([[request.random.random()] for request in requests], dtype=exact)
     drawn = moved(drawn, logits.device)
     place = torch.searchsorted(mass, drawn * mass[:, -1:], right=True).clamp(max=len(possible) - 1)
     return possible[place[:, 0]].tolist()

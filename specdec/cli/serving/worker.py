@@ -133,7 +133,8 @@ class Worker:
         if request.alternatives is not None:
             recorder = LogprobRecorder(self._tokenizer, request.alternatives)
         arguments = settings(request, model.generation_config, job.limits[job.prompt])
-        if model.generation_config.stop_strings:
+        models_stops = model.generation_config.stop_strings or []
+        if models_stops:
             arguments["tokenizer"] = self._tokenizer
         prompt = torch.tensor([ids], device=self._device)
         with interruptible(job.cancelled) as begun:
@@ -144,7 +145,7 @@ class Worker:
                 self._ends,
                 recorder,
                 job.cancelled,
-                job.limits[job.prompt],
+                [models_stops] if isinstance(models_stops, str) else models_stops,
                 ids if isinstance(request, CompletionRequest) else (),
                 partial(Job.send, job),
                 begun,

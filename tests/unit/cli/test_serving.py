@@ -178,10 +178,12 @@ def test_the_ends_of_texts(served):
 
 def test_a_stop_string_of_the_model_is_an_end(served, monkeypatch):
     full = served.plain_text(max_new_tokens=24)
-    monkeypatch.setattr(served.spec.model.generation_config, "stop_strings", [full[5]])
-    whole = served.chat(temperature=0, max_tokens=24)
-    assert whole.choices[0].message.content == full[: full.index(full[5]) + 1]
-    assert whole.choices[0].finish_reason == "stop"
+    end = full.index(full[5]) + 1
+    for stop, limit in ((full[5], 24), ([full[5]], end)):  # in time, and with the last token
+        monkeypatch.setattr(served.spec.model.generation_config, "stop_strings", stop)
+        whole = served.chat(temperature=0, max_tokens=limit)
+        assert whole.choices[0].message.content == full[:end]
+        assert whole.choices[0].finish_reason == "stop"
 
 
 def test_a_completion_keeps_the_blank_that_its_tokenizer_drops_at_the_start_of_a_text():
