@@ -132,6 +132,7 @@ def load(
     from specdec.models.cpu_threads import warn_of_excess_threads
     from specdec.models.hardware import best_device, crowded, format_for
     from specdec.models.loading import load as loaded
+    from specdec.models.number_format import convert
 
     place = _device(device) if device else best_device()
     warn_of_excess_threads(place)
@@ -140,7 +141,7 @@ def load(
     model = loaded(target).to(place)
     if dtype is not None:
         chosen, why = format_for(dtype, model.dtype, model.device, model.num_parameters())
-        model = model.to(chosen)
+        convert(model, chosen)
         print_message(f"computing in {str(chosen).removeprefix('torch.')} on {model.device}: {why}")
     return model, load_tokenizer(target) if tokenizer else None
 

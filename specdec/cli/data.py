@@ -34,7 +34,9 @@ def regenerate(
         callback=lambda temperatures: list(map(options.check_temperature, temperatures)),
         help="Sampling temperature; 0 is greedy. If given several times, conversations use them in turn.",
     ),
-    batch_size: int = typer.Option(8, min=1, help="Conversations answered at a time."),
+    batch_size: int | None = typer.Option(
+        None, min=1, help="Conversations answered at a time. Default: 8 on a CPU, 64 on a GPU."
+    ),
     max_new_tokens: int = typer.Option(256, min=1, help="Maximum new tokens per answer."),
     max_prompt_tokens: int = typer.Option(
         1024, min=1, help="Maximum tokens of a prompt; longer conversations are left out."
@@ -68,10 +70,12 @@ def regenerate(
 
         from specdec.data.regenerate import regenerate as answer
         from specdec.models.hardware import computed_in, started_together
+        from specdec.models.number_format import convert
 
         together = started_together()
         model, tokenizer = load(target, device=None if together.num_processes == 1 else str(together.device))
-        model = model.to(computed_in(model.dtype, model.device, rows=[batch_size]))
+        batch_size = batch_size or (8 if model.device.type == "cpu" else 64)
+        convert(model, computed_in(model.dtype, model.device, rows=[batch_size]))
         started, finished = perf_counter(), False
         with progress_bar("answers", enabled=together.is_main_process) as bar:
 

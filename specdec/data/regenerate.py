@@ -92,7 +92,8 @@ def regenerate(
         prompts: any input of `read_entries`, with `{"prompt": ...}` or conversations as entries. It is read twice.
         out: JSONL file to write. Conversations finished in an earlier run with the same target and prompts are kept.
         temperatures: assigned to the conversations in turn. Other settings come from the target's generation config.
-        batch_size: conversations answered at a time. A finished one is replaced at once by one of similar length.
+        batch_size: conversations answered at a time. Once a sixteenth of them is finished, others of similar length
+            take their rows.
         max_new_tokens: maximum tokens of an answer.
         max_prompt_tokens: longer conversations are left out, as are those that leave no space for an answer.
         limit: use only the first `limit` conversations.

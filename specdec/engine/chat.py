@@ -9,8 +9,11 @@ import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 
 from specdec.engine.generator import SpeculativeGenerator
+from specdec.engine.settings import ONE_ROW
 from specdec.models.compat import CACHE
 from specdec.utils.prefix import common_prefix
+
+SETTINGS = ONE_ROW | {"cache_implementation": None}  # whatever the model's generation config asks for
 
 
 class Chat:
@@ -26,7 +29,7 @@ class Chat:
         messages: the messages so far, in the format of chat templates.
 
     Raises:
-        ValueError: the tokenizer has no chat template.
+        ValueError: the tokenizer has no chat template, or an option does not fit one answer with a cache.
 
     Example:
         ```python
@@ -45,6 +48,11 @@ class Chat:
     ):
         if tokenizer.chat_template is None:
             raise ValueError("this model has no chat template: use a model that was tuned for conversations")
+        for name, value in SETTINGS.items():
+            if name in options and options[name] != value:
+                raise ValueError(
+                    f"Chat writes one answer, with a cache that it keeps: leave out {name}={options[name]!r}"
+                )
         self.spec, self.tokenizer, self.options = spec, tokenizer, options
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         self._cached: list[int] = []  # tokens whose states are in the cache
@@ -70,8 +78,8 @@ class Chat:
         prompt = torch.tensor([ids], device=self.spec.model.device)
         try:
             self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
-            arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, **self.options}
-            out = self.spec.generate(prompt, streamer=answer, **arguments)
+            arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, "tokenizer": self.tokenizer}
+            out = self.spec.generate(prompt, streamer=answer, **arguments | self.options | SETTINGS)
             self._cached = out[0, : self._length].tolist()
         except KeyboardInterrupt:
             self._keep(len(self._cached), interrupted=True)

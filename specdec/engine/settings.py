@@ -7,6 +7,9 @@ from typing import Literal, TypedDict
 from specdec.engine.lenient import Lenient
 from specdec.utils.choices import COUPLED, OnUnsupported, RuleName, check_choice
 
+# Arguments of `generate()` for one row, and its tokens alone, whatever the model's generation config asks for.
+ONE_ROW = {"num_return_sequences": 1, "num_beams": 1, "return_dict_in_generate": False, "use_cache": True}
+
 
 class Settings(TypedDict, total=False):
     """Settings by name, as `SpeculativeGenerator` documents them."""

@@ -22,6 +22,7 @@ from specdec.evaluation.measured import Measured
 from specdec.evaluation.methods import Method
 
 WARM_UP = 16  # new tokens of a warm-up call
+GPU_WARM_UPS = 2  # whole calls before others are timed: a function is captured after it ran a few times
 
 
 class Clock(BaseStreamer):
@@ -147,6 +148,11 @@ class Runs:
         self.method, self._device, self._arguments = method, device, arguments
         self.calls: list[Call] = []
 
+    @property
+    def captures(self) -> bool:
+        """True if functions are captured as CUDA graphs in the first calls."""
+        return self._device.type == "cuda"
+
     def answer(self, prompt: Tensor, **changed: Any) -> None:
         """Make a timed call for a prompt (T,) int64; `changed` overrides arguments."""
         ids = prompt[None].to(self._device)
@@ -184,9 +190,13 @@ def steps(progress: Callable[[int, int], Any], total: int) -> Callable[[], Any]:
 
 
 def warm_up(runs: Sequence[Runs], prompt: Tensor, step: Callable[[], Any]) -> None:
-    """Make a call of each method that is not counted. Pacers keep their estimates."""
+    """Make calls of each method that are not counted. Pacers keep their estimates."""
     for run in runs:
-        run.answer(prompt, max_new_tokens=WARM_UP)
+        if run.captures:
+            for _ in range(GPU_WARM_UPS):
+                run.answer(prompt)
+        else:
+            run.answer(prompt, max_new_tokens=WARM_UP)
         run.calls.clear()
         step()
 

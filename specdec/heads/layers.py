@@ -14,6 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 from specdec.heads.config import LayerConfig
 from specdec.models.draft_attention import attend
 
+SIZES = 64  # for which flex attention is compiled
+
 Visible = Tensor | BlockMask | None
 
 
@@ -76,8 +78,22 @@ class Attention(nn.Module):
 
 @cache
 def _flex_attention(compiled: bool) -> Any:
-    """Return flex attention. Only the compiled version skips masked blocks; the eager one is the CPU reference."""
-    return torch.compile(flex_attention, dynamic=False) if compiled else flex_attention
+    """Return flex attention. Only the compiled version skips masked blocks; the eager one is the CPU reference.
+
+    It is compiled for each step's keys, with and without gradients, in whole and last batches. That is more than torch
+    compiles by default before it falls back to the eager version.
+    """
+    if not compiled:
+        return flex_attention
+    from torch._dynamo import config
+
+    run = torch.compile(flex_attention, dynamic=False)
+
+    def within_limit(*args: Any, **kwargs: Any) -> Any:
+        with config.patch(recompile_limit=SIZES):
+            return run(*args, **kwargs)
+
+    return within_limit
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:

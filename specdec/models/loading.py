@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specdec.models.hardware import DTYPES
 from specdec.models.introspection import device_of
+from specdec.models.number_format import convert
 from specdec.utils.parsing import read_by_library
 from specdec.utils.paths import require_folder_or_id
 
@@ -58,7 +59,7 @@ def load(path: str, like: PreTrainedModel | None = None, **placed: Any) -> PreTr
     if like is None:
         return model
     # A quantized model's dtype may be a storage format that other models cannot compute in.
-    return model.to(device_of(like), like.dtype if like.dtype in DTYPES.values() else model.dtype)
+    return convert(model, like.dtype if like.dtype in DTYPES.values() else model.dtype).to(device_of(like))
 
 
 def _class_of(config: dict[str, Any]) -> Any:

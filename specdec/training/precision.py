@@ -19,6 +19,8 @@ MOST_TRIES, CLEAR = 20, 2.0
 
 def bfloat16_is_faster(device: torch.device) -> bool:
     """Return whether matrix products are faster in bfloat16. CPUs without a bfloat16 unit are many times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type != "cpu":
         return is_torch_bf16_gpu_available()
     return _seconds(torch.bfloat16) < _seconds(torch.float32)

@@ -46,6 +46,8 @@ class Answer(StoppingCriteria):
         ends: the model's end tokens. Their text is not part of the answer.
         recorder: keeps log probabilities; None if the request wants none.
         cancelled: set when nobody waits for the answer any more.
+        models_stops: stop strings of the model's generation config, at which it ends. They are part of the answer.
+        before: token ids that the text continues; empty for a text of its own.
         send: called with each part of the answer.
         begun: called at the first token.
     """
@@ -58,11 +60,14 @@ class Answer(StoppingCriteria):
         ends: Collection[int],
         recorder: LogprobRecorder | None,
         cancelled: Event,
+        models_stops: Sequence[str],
+        before: Sequence[int],
         send: Callable[[Delta | Finish], None],
         begun: Callable[[], None],
     ):
         self.index, self._ends, self._recorder = index, ends, recorder
-        self._decoder, self._stops = TextDecoder(tokenizer), StopStrings(stops)
+        self._decoder, self._stops = TextDecoder(tokenizer, before), StopStrings(stops)
+        self._models_stops = StopStrings(models_stops)
         self._cancelled, self._send, self._begun = cancelled, send, begun
         self._entries: list[TokenLogprob] = []  # not sent yet
         self._decoded = self._sent = 0  # characters
@@ -82,8 +87,8 @@ class Answer(StoppingCriteria):
             self._emit(self._stops.add(self._decoder.end()))
         if not self._stops.found:
             self._emit(self._stops.end(), last=True)
-        stopped = self._ended or self._stops.found
-        self._send(Finish(self.index, "stop" if stopped else "length", self._num_tokens))
+        whole = self._ended or self._stops.found or self._models_stops.found
+        self._send(Finish(self.index, "stop" if whole else "length", self._num_tokens))
 
     def _take(self, token: int, length: int) -> bool:
         self._num_tokens += 1
@@ -94,6 +99,7 @@ class Answer(StoppingCriteria):
             self._entries.append(self._recorder.take(length, token, self._decoded))
         text = self._decoder.add(token)
         self._decoded += len(text)
+        self._models_stops.add(text)
         self._emit(self._stops.add(text))
         return self._stops.found
 

@@ -13,11 +13,10 @@ from specdec.cli.serving.processors import Penalties
 from specdec.cli.serving.requests import Request
 from specdec.data.conversations import context_of
 from specdec.engine.generator import SpeculativeGenerator
+from specdec.engine.settings import ONE_ROW
 
 LEAST_TEMPERATURE = 1e-4  # below it, dividing by the temperature may give infinity
 WITHOUT_LIMIT = 32_768  # tokens, for a model whose config names no limit
-# One row, and its tokens alone, whatever the model's generation config asks for.
-ONE_ROW = {"num_return_sequences": 1, "num_beams": 1, "return_dict_in_generate": False, "use_cache": True}
 
 
 def context_limit(spec: SpeculativeGenerator, given: int | None) -> int:

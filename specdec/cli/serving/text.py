@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+CONTEXT = 8  # tokens before a text that are decoded with it
 UNFINISHED = "\ufffd"  # replacement character, decoded from an incomplete character
 
 
@@ -13,12 +14,16 @@ class TextDecoder:
 
     Args:
         tokenizer: tokenizer of the model.
+        before: token ids of a text that the tokens continue. Some tokenizers drop the blank at the start of a text.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, before: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # from the start of the part before the pending one: it changes how this decodes
-        self._pending = 0  # place of the first token whose text was not returned
+        # From the start of the part before the pending one: it changes how this decodes.
+        self._tokens = list(before[-CONTEXT:])
+        if self._decoded(self._tokens).endswith(UNFINISHED):
+            self._tokens = []
+        self._pending = len(self._tokens)  # place of the first token whose text was not returned
 
     def add(self, token: int) -> str:
         """Return the text that a token completes: empty within a character of several tokens."""

@@ -17,6 +17,7 @@ from specdec.cli.serving.fair_queue import FairQueue, Full
 from specdec.cli.serving.job import Done, Job
 from specdec.cli.serving.logprobs import LogprobRecorder
 from specdec.cli.serving.prefill import Cancelled, interruptible
+from specdec.cli.serving.requests import CompletionRequest
 from specdec.cli.serving.settings import processors, settings
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.models.introspection import device_of, end_tokens
@@ -132,12 +133,23 @@ class Worker:
         if request.alternatives is not None:
             recorder = LogprobRecorder(self._tokenizer, request.alternatives)
         arguments = settings(request, model.generation_config, job.limits[job.prompt])
-        if model.generation_config.stop_strings:
+        models_stops = model.generation_config.stop_strings or []
+        if models_stops:
             arguments["tokenizer"] = self._tokenizer
         prompt = torch.tensor([ids], device=self._device)
         with interruptible(job.cancelled) as begun:
-            parts = job.position, self._tokenizer, request.stop, self._ends, recorder, job.cancelled
-            answer = Answer(*parts, partial(Job.send, job), begun)
+            answer = Answer(
+                job.position,
+                self._tokenizer,
+                request.stop,
+                self._ends,
+                recorder,
+                job.cancelled,
+                [models_stops] if isinstance(models_stops, str) else models_stops,
+                ids if isinstance(request, CompletionRequest) else (),
+                partial(Job.send, job),
+                begun,
+            )
             torch.manual_seed(job.choice_seed)
             self.spec.options(**request.options).generate(
                 prompt,

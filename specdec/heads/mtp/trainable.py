@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from specdec.heads.mtp.head import MtpHead, MtpLayer, MtpLayers
 from specdec.models.hidden_states import FINAL
+from specdec.models.number_format import convert
 
 
 class MtpTrainee(MtpLayers):
@@ -38,7 +39,7 @@ class MtpTrainee(MtpLayers):
         for layer in self.layers:
             norms = copy.deepcopy(layer.embed_norm), copy.deepcopy(layer.state_norm)
             layers.append(MtpLayer(*norms, copy.deepcopy(layer.fuse), copy.deepcopy(layer.block), layer.states_first))
-        return MtpTrainee(layers, self.draft_to_target).to(dtype).eval()
+        return convert(MtpTrainee(layers, self.draft_to_target), dtype).eval()
 
     def for_target(self, target: PreTrainedModel) -> MtpHead:
         """Return an `MtpHead` of these layers with the target's embedding and LM head."""

@@ -206,12 +206,12 @@ class Slots:
         del keys
         return taken, _gathered(values, slots)
 
-    def adopt(self, row: int, other: Slots, lengths: Sequence[int], theirs: Sequence[int]) -> None:
-        """Copy the row of `other`, see `SpeculativeCache.adopt`; lengths, theirs: of our rows and of its row."""
+    def adopt(self, row: int, other: Slots, source: int, lengths: Sequence[int], theirs: Sequence[int]) -> None:
+        """Copy a row of `other`, see `SpeculativeCache.adopt`; lengths, theirs: of our rows and of its rows."""
         self._lengths, self._pending = lengths, 0
         if other.count > self.count:
             self._resize(other.count)
-        positions = other._positions(as_column(theirs, torch.device("cpu")))[0]
+        positions = other._positions(as_column(theirs[source : source + 1], torch.device("cpu")))[0]
         held = (positions >= 0).nonzero()[:, 0]
         slots = positions[held] % self.count
         for ours, others in ((self.buffers, other.buffers), (self.indexed, other.indexed)):
@@ -220,7 +220,8 @@ class Slots:
                     shape = (len(lengths), buffers[0].shape[1], self.count)
                     ours[layer] = [states.new_zeros(*shape, states.shape[3]) for states in buffers]
                 for buffer, states in zip(ours[layer], buffers, strict=True):
-                    buffer[row, :, slots] = states[0, :, held]
+                    slots, held = slots.to(buffer.device), held.to(states.device)
+                    buffer[row, :, slots] = states[source, :, held]
 
     def take_over(self, other: Slots) -> None:
         """Take over the buffers of `other`, emptied; it has none afterwards."""

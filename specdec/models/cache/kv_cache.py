@@ -206,15 +206,15 @@ class SpeculativeCache(Cache):
         positions, self._positions = self._positions, None
         return None if positions is None else positions[..., :count]
 
-    def adopt(self, row: int, other: SpeculativeCache) -> None:
-        """Replace row `row` with the only row of `other`, a cache of the same model."""
+    def adopt(self, row: int, other: SpeculativeCache, source: int = 0) -> None:
+        """Replace row `row` with row `source` of `other`, a cache of the same model."""
         self.states.settle(self.lengths)
         other.states.settle(other.lengths)
-        self.states.adopt(row, other.states)
+        self.states.adopt(row, other.states, source)
         self.lengths[row] = 0  # the old row needs no slots
         for span, kind in self._kinds.items():
-            kind.adopt(row, other._kinds[span], self.lengths, other.lengths)
-        self.lengths[row] = other.lengths[0]
+            kind.adopt(row, other._kinds[span], source, self.lengths, other.lengths)
+        self.lengths[row] = other.lengths[source]
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

@@ -261,18 +261,18 @@ class States:
         for part in self.parts:
             part.state = part.state[list(rows)]
 
-    def adopt(self, row: int, other: States) -> None:
-        """Replace row `row` with the only row of `other`. Call `settle` on both first."""
-        self._at[row] = other._at[0]
+    def adopt(self, row: int, other: States, source: int = 0) -> None:
+        """Replace row `row` with row `source` of `other`. Call `settle` on both first."""
+        self._at[row] = other._at[source]
         for place, window in other.windows.items():
             if place not in self.windows:
                 self.windows[place] = _zeros_like(window, len(self._at))
-            self.windows[place].state[row] = window.state[0]
+            self.windows[place].state[row] = window.state[source]
         self._dims |= other._dims
         for part, memory in other.memories.items():
             if part not in self.memories:
                 self.memories[part] = _zeros_like(memory, len(self._at))
-            self.memories[part].state[row] = memory.state[0]
+            self.memories[part].state[row] = memory.state[source]
 
     @property
     def nbytes(self) -> int:

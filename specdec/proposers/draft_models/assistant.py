@@ -19,6 +19,7 @@ from specdec.models.cache.buffers import Span
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.introspection import device_of, is_sharded
 from specdec.models.loading import load
+from specdec.models.number_format import convert
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.autoregressive import AutoregressiveProposer
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
@@ -92,7 +93,7 @@ class AssistantProposer(AutoregressiveProposer):
                 "the target is sharded over several processes, which assistants do not support: use another proposer"
             )
         if self._loaded:
-            self.model.to(device_of(target), target.dtype)
+            convert(self.model, target.dtype).to(device_of(target))
 
     def drafting_model(self) -> nn.Module:
         return self.model

@@ -20,6 +20,7 @@ from specdec.models.encoder import EncoderOutputs, unfit
 from specdec.models.int8_linear import int8_pays, with_int8_linears, with_trimmed_head
 from specdec.models.introspection import device_of, end_tokens, is_sharded, require_lm_head, unwrap_model
 from specdec.models.loading import load
+from specdec.models.number_format import convert
 from specdec.models.runner import ModelRunner
 from specdec.models.static_forward import StaticForward, cannot_capture
 from specdec.models.views import in_eval_mode
@@ -94,7 +95,7 @@ class DraftModelProposer(AutoregressiveProposer):
                 "the draft model is sharded over several processes, but must be whole in each: load it without sharding"
             )
         if self._path is not None and device_of(target) != self.model.device:
-            self.model = load(self._path).to(device_of(target), self.model.dtype)
+            self.model = convert(load(self._path), self.model.dtype).to(device_of(target))
             self._settle()
         if device_of(target).type != device_of(self.model).type:
             raise ValueError(

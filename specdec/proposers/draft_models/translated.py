@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from specdec.models.int8_linear import with_int8_linears, with_trimmed_head
@@ -23,6 +24,8 @@ from specdec.sampling.dynamic_tree import DynamicTree
 from specdec.sampling.results import RoundResult
 from specdec.utils.device_copies import uploaded
 from specdec.utils.tokenizer_files import load_tokenizer
+
+OF_A_TARGET = ("model", "vocab", "_view", "_shared", "_spelled", "_in_draft")  # attributes that depend on the target
 
 
 class TranslatedDraftProposer(DraftModelProposer):
@@ -66,6 +69,11 @@ class TranslatedDraftProposer(DraftModelProposer):
         self._shared: Tensor | None = None  # (K,) int64, the target's ids that the draft can propose
         super().__init__(model, branching=branching, tree=tree, draw=draw, int8=int8, like=like)
         self._tokenizers = tokenizer, target_tokenizer
+        self._of_targets = WeakIdKeyDictionary()  # by the target's config, which views of the target share
+
+    def check(self, target: PreTrainedModel) -> None:
+        super().check(target)
+        self._of_targets[target.config] = {name: getattr(self, name) for name in OF_A_TARGET}
 
     def _check_vocabulary(self, target: PreTrainedModel) -> None:
         ours, theirs = (
@@ -95,6 +103,8 @@ class TranslatedDraftProposer(DraftModelProposer):
         return self._shared
 
     def begin(self, context: Context) -> None:
+        assert context.target is not None
+        vars(self).update(self._of_targets[context.target.config])  # another target may have been checked since
         super().begin(context)
         # Per row: number of the text's tokens translated so far, and their spellings that are still to be processed.
         self._sent = [0] * context.batch_size

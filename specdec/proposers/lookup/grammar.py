@@ -16,6 +16,7 @@ from specdec.sampling.grammar import GrammarState
 from specdec.utils.byte_pairs import BytePairs
 
 MOST_BYTES = 4 * LONGEST  # of a forced text that is encoded
+DEEPEST = 256  # tokens; the tree grows by a recursive call for each depth
 # How often the target chose such a token (Qwen2.5-Coder-0.5B-Instruct, JSON of five texts, with fixed and free spaces):
 # the only one allowed, 15 of 15; one within a forced text, 143 of 145; one that the row wrote before at the end of a
 # forced text, 34 of 38; the last one of such a text, 18 of 23.
@@ -139,7 +140,8 @@ class _Growth:
     def __init__(self, state: GrammarState, found: Sequence[Candidate], encoder: BytePairs, context: Context, b: int):
         self._state, self._found, self._encoder = state, found, encoder
         self._acceptance, self._vocab_size = context.pacer.acceptance, context.vocab_size
-        self._deepest, self._chains_only = min(context.budget[b], context.pacer.limit), context.chains_only
+        self._deepest = min(context.budget[b], context.pacer.limit, DEEPEST)
+        self._chains_only = context.chains_only
         self._written = context.call.written[b]
         self._below: dict[int | None, list[int]] = {}  # by parent, candidates of the other lookup
         for i, (_, _, parent) in enumerate(found):
@@ -151,7 +153,8 @@ class _Growth:
             return
         sources = {self._found[i][1]: i for i in self._below.get(source, ())}
         before = self._found[source][0] if source is not None and source >= 0 else 1.0
-        rates = {token: self._found[i][0] / before for token, i in sources.items()}
+        # The chance of a candidate that is very deep may be rounded to 0.
+        rates = {token: self._found[i][0] / before if before else 0.0 for token, i in sources.items()}
         token, kind = self._forced()
         if kind is not None:
             rate = self._acceptance.rate(("grammar", kind), like=LIKELY[kind])

@@ -133,7 +133,8 @@ class Objective(nn.Module):
         if acceptance:
             # A probability summed over many tokens may exceed 1 by a rounding error.
             true = accepted.clamp(max=1)
-            missed = nn.functional.binary_cross_entropy(torch.stack(acceptance), true, reduction="none")
+            with torch.autocast(out.device.type, enabled=False):  # which refuses this loss on CUDA
+                missed = nn.functional.binary_cross_entropy(torch.stack(acceptance).float(), true, reduction="none")
             loss = loss + (scale * missed).sum()
         return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(hidden)].sum(-1).clamp(min=1)}
 

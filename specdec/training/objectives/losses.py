@@ -90,7 +90,8 @@ class TargetProbabilities:
 
     def p(self, part: slice) -> Tensor:
         """Return the probabilities (n, K) of some rows. They sum to 1 minus that of tokens that cannot be drafted."""
-        return (self.logits(self.final[part]) - self.norm[part, None]).exp_()
+        with torch.autocast(self.final.device.type, enabled=False):  # `norm` was computed without it
+            return (self.logits(self.final[part]) - self.norm[part, None]).exp_()
 
 
 class LossOfRows(torch.autograd.Function):

@@ -169,3 +169,38 @@ def test_after_an_edit_it_reads_again_from_there(spec, chat_tokenizer):
     chat.say("abcabc")
     chat.messages[0]["content"] = "abxabx"
     assert chat.say("no") == alone(spec, chat_tokenizer, chat.messages[:-1])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"use_cache": False},
+        {"return_dict_in_generate": True},
+        {"cache_implementation": "static"},
+        {"num_beams": 2},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_do_not_fit_a_conversation_do_not_change_it(spec, chat_tokenizer, setting, monkeypatch):
+    expected, chat = (chat_of(spec, chat_tokenizer) for _ in range(2))
+    for said in ("abcabc", "xyx"):
+        expected.say(said)
+    for name, value in setting.items():
+        monkeypatch.setattr(spec.model.generation_config, name, value)
+        with pytest.raises(ValueError, match=f"leave out {name}"):
+            chat_of(spec, chat_tokenizer, **setting)
+    for said in ("abcabc", "xyx"):
+        chat.say(said)
+    assert chat.messages == expected.messages
+    assert spec.report.num_plain_calls == 0
+
+
+def test_an_option_that_does_not_fit_one_answer_is_refused(spec, chat_tokenizer):
+    with pytest.raises(ValueError, match="leave out num_return_sequences=2"):
+        Chat(spec, chat_tokenizer, do_sample=True, num_return_sequences=2)
+
+
+def test_stop_strings_of_the_model_end_an_answer(spec, chat_tokenizer, monkeypatch):
+    whole = chat_of(spec, chat_tokenizer).say("abcabc")
+    monkeypatch.setattr(spec.model.generation_config, "stop_strings", [whole[2]])
+    assert chat_of(spec, chat_tokenizer).say("abcabc") == whole[: whole.index(whole[2]) + 1]

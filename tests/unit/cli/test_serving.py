@@ -5,12 +5,14 @@ from threading import Event
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
 from specdec.cli.serving.processors import Penalties  # noqa: E402
+from specdec.cli.serving.text import TextDecoder  # noqa: E402
 from tests.support.served import ASKED, streamed  # noqa: E402
 
 
@@ -172,6 +174,33 @@ def test_the_ends_of_texts(served):
         assert "".join(entry.token for entry in whole.choices[0].logprobs.content) == whole.choices[0].message.content
     finally:
         config.eos_token_id, served.server._worker._ends = ends, set()
+
+
+def test_a_stop_string_of_the_model_is_an_end(served, monkeypatch):
+    full = served.plain_text(max_new_tokens=24)
+    end = full.index(full[5]) + 1
+    for stop, limit in ((full[5], 24), ([full[5]], end)):  # in time, and with the last token
+        monkeypatch.setattr(served.spec.model.generation_config, "stop_strings", stop)
+        whole = served.chat(temperature=0, max_tokens=limit)
+        assert whole.choices[0].message.content == full[:end]
+        assert whole.choices[0].finish_reason == "stop"
+
+
+def test_a_completion_keeps_the_blank_that_its_tokenizer_drops_at_the_start_of_a_text():
+    made = Tokenizer(models.WordLevel({"\u2581a": 0, "\u2581b": 1, "<0xC3>": 2, "<0xA9>": 3}, unk_token="\u2581a"))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+
+    def text(before, tokens):
+        decoder = TextDecoder(tokenizer, before)
+        return "".join([*map(decoder.add, tokens), decoder.end()])
+
+    assert text([], [0, 1]) == "a b"
+    assert text([1, 0], [0, 1]) == text([0] * 20, [0, 1]) == " a b"
+    assert text([1], [2, 3, 0]) == "\u00e9 a"
+    assert text([1, 2], [0]).endswith("a")  # the prompt ends within a character
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

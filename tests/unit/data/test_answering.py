@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import WatermarkingConfig
 
+from specdec.data import batched_generation
 from specdec.data.batched_generation import BatchedGenerator, Request
 from specdec.models.capability import Capability
 from tests.support import tiny
@@ -56,6 +57,52 @@ def test_draws_are_a_conversation_s_own(llama):
     for request in again:
         request.seed += 10
     assert answers(llama, again, 3) != first
+
+
+def test_draws_after_processors_are_a_conversation_s_own(llama, monkeypatch):
+    """Of a mixed batch, too, in which texts of several lengths go through the repetition penalty together."""
+    monkeypatch.setattr(llama.generation_config, "top_k", 5)
+    monkeypatch.setattr(llama.generation_config, "repetition_penalty", 2.0)
+
+    def asked():
+        made = requests(0.8)
+        for request in made[::2]:
+            request.temperature = 0.0
+        return made
+
+    alone = answers(llama, asked(), 1)
+    assert answers(llama, asked(), 4) == alone
+    assert alone[::2] == [plain(llama, request) for request in asked()[::2]]
+    monkeypatch.setattr(llama.generation_config, "repetition_penalty", 1.0)
+    assert answers(llama, asked(), 4) != alone
+
+
+def test_tokens_of_equal_settings_are_chosen_together(llama, monkeypatch):
+    monkeypatch.setattr(llama.generation_config, "repetition_penalty", 2.0)
+    calls = []
+
+    def counting(requests, logits):
+        calls.append(len(requests))
+        return chosen(requests, logits)
+
+    chosen = batched_generation._chosen
+    monkeypatch.setattr(batched_generation, "_chosen", counting)
+    expected = answers(llama, requests(), 6)
+    assert calls == [6] * 9  # the first tokens, too: their prompts were read in one pass
+    monkeypatch.setattr(batched_generation, "READ_AT_ONCE", 1)
+    assert answers(llama, requests(), 6) == expected
+    assert calls[9:] == [1] * 6 + [6] * 8
+
+
+def test_drawn_tokens_have_the_distribution_of_their_scores():
+    p = torch.tensor([[0.5, 0.0, 0.3, 0.2, 0.0]])
+    drawn = [Request([0], 1.0) for _ in range(8000)]
+    for seed, request in enumerate(drawn):
+        request.random.seed(seed)
+    tokens = torch.tensor(batched_generation._chosen(drawn, p.log().expand(len(drawn), -1)))
+    shares = tokens.bincount(minlength=5) / len(drawn)
+    assert (shares - p[0]).abs().max() < 4 * (0.25 / len(drawn)) ** 0.5
+    assert shares[1] == shares[4] == 0
 
 
 def test_logits_go_through_the_target_s_own_processors(llama, monkeypatch):

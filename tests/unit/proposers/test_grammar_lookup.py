@@ -7,7 +7,7 @@ import torch
 
 from specdec import GrammarState, NgramProposer
 from specdec.proposers.context import CallState
-from specdec.proposers.lookup.grammar import LIKELY, GrammarLookup
+from specdec.proposers.lookup.grammar import DEEPEST, LIKELY, GrammarLookup
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.sampling.grammar import GrammarRows
 from specdec.utils.byte_pairs import BytePairs
@@ -140,3 +140,19 @@ def test_rates_follow_what_the_target_chose():
 )
 def test_byte_pairs(text, tokens):
     assert BytePairs(VOCABULARY).encode(text) == tokens
+
+
+def test_a_very_long_draft_is_cut():
+    """A chance that is rounded to 0 divides nothing, and the tree is grown by recursive calls."""
+    LONG = 4000
+    assert 0.3**LONG == 0
+
+    class Periodic(NgramProposer):
+        def expect(self, context):
+            return [0.3] * LONG
+
+        def candidates(self, context, b):
+            return [(0.3**depth, A, depth - 2) for depth in range(1, LONG)]
+
+    draft, _ = drafted(Scripted([free(A, B)] * LONG), length=LONG, lookup=Periodic(), budget=[LONG])
+    assert draft == [A] * DEEPEST

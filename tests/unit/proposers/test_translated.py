@@ -152,3 +152,20 @@ def test_nothing_in_common():
     )
     with pytest.raises(ValueError, match="no token in common"):
         SpeculativeGenerator(tiny.model("llama"), proposer)
+
+
+def test_one_proposer_drafts_for_targets_with_other_tokenizers(tmp_path):
+    """Each target keeps its own tables, whichever was checked last."""
+    large, small = tiny.on_host("llama"), tiny.on_host("llama", seed=2, vocab_size=40)
+    for name, model, tokenizer in (("large", large, TARGETS), ("small", small, words(list(LETTERS[-40:])))):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        model.name_or_path = str(tmp_path / name)
+    proposer = TranslatedDraftProposer(tiny.on_host("llama", seed=1), tokenizer=BACKWARDS)
+    specs = [SpeculativeGenerator(model, proposer, draft_length=3) for model in (large, small)]
+    for spec in [*specs, specs[0]]:
+        size = spec.model.config.vocab_size
+        prompt = torch.arange(size - 6, size)[None]
+        arguments = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 8}
+        assert torch.equal(spec.generate(prompt, **arguments), spec.model.generate(prompt, **arguments))
+        assert spec.last_report.num_draft_tokens > 0

@@ -20,6 +20,7 @@ from specdec.training.objectives.block_unroll import lm_head_weight, unroll_bloc
 from specdec.training.objectives.dflash import BlockObjective
 from specdec.training.objectives.losses import LOSSES
 from specdec.training.teacher.base import LocalTeacher
+from specdec.training.teacher.target_logits import TargetLogits
 from specdec.training.trainer import HeadTrainer
 from tests.support import blocks, eagle3, tiny
 from tests.support.naive_blocks import NaiveDrafter
@@ -194,6 +195,30 @@ def test_a_chance_may_come_out_above_one(monkeypatch):
     loss = objective(*batch(target))["loss"]
     loss.backward()
     assert bool(loss.isfinite())
+
+
+def test_parts_of_the_loss_that_autocast_refuses_or_rounds_are_computed_without_it(monkeypatch):
+    """CUDA refuses binary_cross_entropy there, and the target's norm was computed outside of it."""
+    entropy, logits_of = torch.nn.functional.binary_cross_entropy, TargetLogits.__call__
+    seen = []
+
+    def noting(function):
+        def noted(*args, **kwargs):
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return function(*args, **kwargs)
+
+        return noted
+
+    monkeypatch.setattr(torch.nn.functional, "binary_cross_entropy", noting(entropy))
+    monkeypatch.setattr(TargetLogits, "__call__", noting(logits_of))
+    target, head = tiny.on_host("llama"), blocks.head("DSpark", **OWN).train()
+    objective = BlockObjective(head, *target_logits_of(target, head), steps=5, loss="tv")
+    given = batch(target)
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        objective(*given)["loss"].backward()
+    assert len(seen) >= 2
+    assert not any(seen)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from specdec.heads import layers
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.losses import LOSSES
 from specdec.training.objectives.unroll import unroll
@@ -133,6 +134,14 @@ def test_logits_that_are_more_than_a_matrix(kind):
     state = target.get_decoder()(input_ids=ids)[0][0]
     theirs = target(input_ids=ids).logits[0, :, rows]
     torch.testing.assert_close(TargetLogits.of(target, rows)(state), theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_flex_attention_is_compiled_for_more_sizes_than_torch_allows_by_itself(monkeypatch):
+    limits = []
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda: limits.append(torch._dynamo.config.recompile_limit))
+    layers._flex_attention.__wrapped__(True)()
+    assert limits == [layers.SIZES]
+    assert torch._dynamo.config.recompile_limit < layers.SIZES
 
 
 @pytest.mark.parametrize("name", ["plain", "window"])
