@@ -188,12 +188,13 @@ def draw(found: dict[tuple[int, int | None], tuple[float, float]], spans: list[i
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.3), layout="constrained")
-    panels = figure.subplots(1, 2)
+    panels, lengths = figure.subplots(1, 2), sorted({length for length, _ in found})
     for column, (panel, label) in enumerate(zip(panels, ("tokens per round", "ms per chain"), strict=True)):
         for span in spans:
             points = [(length, values[column]) for (length, window), values in found.items() if window == span]
             panel.plot(*zip(*points, strict=True), marker="o", label=_name(span))
         panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [f"{length:,}" for length in lengths])
         panel.set_ylim(bottom=0)
         panel.set_xlabel("tokens of the prompt")
         panel.set_ylabel(label)
