@@ -60,7 +60,7 @@ def test_draws_are_a_conversation_s_own(llama):
 
 
 def test_draws_after_processors_are_a_conversation_s_own(llama, monkeypatch):
-    """Of a mixed batch, too, in which texts of several lengths go through the repetition penalty together."""
+    """In batches of several temperatures, too. Texts of several lengths go through the repetition penalty together."""
     monkeypatch.setattr(llama.generation_config, "top_k", 5)
     monkeypatch.setattr(llama.generation_config, "repetition_penalty", 2.0)
 
