@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from specdec.models.exact.draft_pass import DraftPass
 from specdec.models.views import shallow_copy_as
-from specdec.utils.timing import lose
+from specdec.utils.timing import clock, lose
 
 Kernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x (B, n, in), weight and bias: (B, n, out)
 
@@ -24,6 +24,7 @@ COMPARED = 2**18  # numbers that have to agree. In bfloat16 another order change
 CANCELLING = 2**13  # numbers that have to agree first whose terms cancel. Another order changes most of them
 LARGEST = 2**26  # weights for which others are made up, whose terms cancel
 BLOCK = 2**21  # weights per block of outputs, which stay in the processor's cache
+GROUPS = (32, 16, 8, 4, 2)  # nodes multiplied together where more have other bits: with AMX from 33 on, say
 TRIES = 3  # measurements per kernel; the fastest counts
 
 
@@ -55,14 +56,23 @@ class ExactLinear(nn.Linear):
 
 
 def together(x: Tensor, weight: Tensor, bias: Tensor | None, size: int = 1) -> Tensor:
-    """One product over all nodes. Fewer than `size` are padded."""
-    nodes = x.shape[1]
-    return linear(x if nodes >= size else pad(x, (0, 0, 0, size - nodes)), weight, bias)[:, :nodes]
+    """One product over all nodes. Fewer than `size` are padded.
+
+    It is a product of two matrices: with three dimensions torch chooses between two ways by the strides of `x`.
+    """
+    rows, nodes, _ = x.shape
+    padded = x if nodes >= size else pad(x, (0, 0, 0, size - nodes))
+    return linear(padded.flatten(0, 1), weight, bias).unflatten(0, (rows, -1))[:, :nodes]
+
+
+def in_groups(x: Tensor, weight: Tensor, bias: Tensor | None, size: int = 1, group: int = 1) -> Tensor:
+    """A product for each `group` of nodes. The last group is padded to as many."""
+    return torch.cat([together(part.contiguous(), weight, bias, max(size, group)) for part in x.split(group, 1)], 1)
 
 
 def one_by_one(x: Tensor, weight: Tensor, bias: Tensor | None, size: int = 1) -> Tensor:
     """A product for each node, with the shape of plain decoding's, whose single rows may be padded to `size`."""
-    return torch.cat([together(node.contiguous(), weight, bias, size) for node in x.split(1, 1)], 1)
+    return in_groups(x, weight, bias, size)
 
 
 def in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -85,9 +95,9 @@ def exact_kernel(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: in
     layout = weight.dtype, weight.shape, weight.stride(), bias is None
     kind = *layout, batch_size, nodes, size, torch.get_num_threads()
     if kind not in _kernels:
-        start = perf_counter()
+        start = clock()
         _kernels[kind] = _found(weight, bias, batch_size, nodes, size)
-        lose(perf_counter() - start)
+        lose(clock() - start)  # without what the search for a group has lost before
     return _kernels[kind]
 
 
@@ -114,6 +124,9 @@ def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int, siz
                 equal[each] = so_far and torch.equal(each(x, weight, bias)[:, chosen], right)
             numbers -= right.numel()
 
+    def together_is_exact(nodes: int) -> bool:
+        return is_whole(exact_kernel(weight, bias, batch_size, nodes, size))
+
     def random() -> Tensor:
         return torch.randn(shape, generator=generator).to(weight.device, weight.dtype)
 
@@ -126,7 +139,10 @@ def _found(weight: Tensor, bias: Tensor | None, batch_size: int, nodes: int, siz
     x = random()
     if equal[whole]:
         return whole
-    candidates: list[Kernel] = [singly, in_blocks] if equal[in_blocks] else [singly]
+    group = next((group for group in GROUPS if group < nodes and together_is_exact(group)), 1)
+    candidates: list[Kernel] = [partial(in_groups, size=size, group=group)]
+    if equal[in_blocks]:
+        candidates.append(in_blocks)
     return min(candidates, key=lambda each: _seconds(each, x, weight, bias))
 
 

@@ -19,8 +19,8 @@ from specdec.models.views import view
 
 M = TypeVar("M", bound=nn.Module)
 
-SIZES = (1, 2, 4, 8)  # rows that a single one is padded to, the smallest first that gives the bits of any number
-TRIED = (2, 3, 8)  # numbers of rows with which a size is tried; others are tried when they are needed
+SIZES = (1, 2, 4, 8)  # rows that a single one is padded to: the smallest that gives the bits of the most rows
+TRIED = (2, 3, 8), (2, 3, 4), (2,)  # numbers of rows that a size has to suit; others are tried when they are needed
 
 
 class PaddedLinear(RowLinear):
@@ -48,7 +48,7 @@ def with_padded_linears(model: M) -> M:
 def padded_size(weight: Tensor, bias: Tensor | None) -> int:
     """Number of rows to pad a single row to; 1 if that is not needed or does not help."""
 
-    def suffices(size: int) -> bool:
-        return all(is_whole(exact_kernel(weight, bias, 1, rows, size)) for rows in TRIED)
+    def suits(size: int, numbers: tuple[int, ...]) -> bool:
+        return all(is_whole(exact_kernel(weight, bias, 1, rows, size)) for rows in numbers)
 
-    return next((size for size in SIZES if suffices(size)), 1)
+    return next((size for numbers in TRIED for size in SIZES if suits(size, numbers)), 1)

@@ -207,6 +207,24 @@ def test_every_way_gives_each_node_its_own_products_bits(dtype, rows, bias):
             assert torch.equal(found(x, layer.weight, layer.bias), right)
 
 
+def test_nodes_are_multiplied_in_the_largest_groups_that_have_their_bits(monkeypatch):
+    """As with AMX, where five rows of many inputs may have other bits than four."""
+    groups = []
+
+    def product(x, weight, bias):
+        groups.append(x.shape[1])
+        right = torch.cat([nn.functional.linear(row, weight, bias) for row in x.split(1, 1)], 1)
+        return right if x.shape[1] < 5 else torch.nextafter(right, torch.full_like(right, torch.inf))
+
+    monkeypatch.setattr(linear, "_kernels", {})
+    monkeypatch.setattr(linear, "linear", product)
+    weight, x = torch.randn(64, 96).bfloat16(), torch.randn(1, 7, 96).bfloat16()
+    found = linear.exact_kernel(weight, None, 1, 7)
+    groups.clear()
+    assert torch.equal(found(x, weight, None), linear.one_by_one(x, weight, None))
+    assert groups == [4, 4] + [1] * 7
+
+
 def test_the_model_keeps_its_modules_and_its_other_generators_are_not_slowed():
     model = half_model("llama", torch.bfloat16)
     before = {name: type(module) for name, module in model.named_modules()}
