@@ -22,7 +22,7 @@ from benchmarks.harness.script import Dtype, MaxPromptTokens, Threads, bad_input
 from benchmarks.harness.store import Store
 from benchmarks.harness.table import number, table, times
 from specdec import SpeculativeGenerator
-from specdec.evaluation.methods import PLAIN, Method, plain
+from specdec.evaluation.methods import PLAIN, Method, TurnMemories, plain
 
 SUFFIX = ", within the context"
 USUAL, EXACT, WITHIN = "usual", "exact", "context"
@@ -69,8 +69,10 @@ def main(
             if (method.name, job.id, 0) in store.done:
                 continue
             if method.name not in warm:
+                method.start(turn=-1)
                 measure_job(bench, method, bench.jobs[0])
                 warm.add(method.name)
+            method.start(turn=0)
             taken = measure_job(bench, method, job)
             store.append(Record(store.fingerprint, "", method.name, job.id, job.group, 0, taken))
             rate = taken.new_tokens / taken.seconds
@@ -95,12 +97,15 @@ def methods_of(proposer: str, spec: SpeculativeGenerator, forms: Sequence[str]) 
 
         return run
 
+    def drafting(name: str, generate: Callable[..., Tensor]) -> Method:
+        return Method(name, generate, memories=TurnMemories.of(spec.proposer))
+
     methods = {
-        USUAL: [Method(proposer, spec.generate)],
-        EXACT: [Method(f"{proposer}, exact=True", spec.options(exact=True).generate)],
+        USUAL: [drafting(proposer, spec.generate)],
+        EXACT: [drafting(f"{proposer}, exact=True", spec.options(exact=True).generate)],
         WITHIN: [
             Method(PLAIN + SUFFIX, within(spec.model.generate)),
-            Method(proposer + SUFFIX, within(spec.generate)),
+            drafting(proposer + SUFFIX, within(spec.generate)),
         ],
     }
     if unknown := [form for form in forms if form not in methods]:

@@ -59,9 +59,15 @@ class TurnMemories:
     """
 
     def __init__(self, lookup: SuffixProposer):
-        self._lookup, self._given = lookup, lookup.memory
+        self._lookup, self._given = lookup, lookup.memory.copy()  # other methods write to the memory
         self._memories: dict[int, TextMemory] = {}
         self.use(-1)  # of the warm-up
+
+    @classmethod
+    def of(cls, proposer: Proposer | PreTrainedModel | str) -> TurnMemories | None:
+        """Memories of a proposer that remembers texts of earlier calls; None for one that does not."""
+        lookup = _suffixes(proposer)
+        return None if lookup is None else cls(lookup)
 
     def use(self, turn: int) -> None:
         """Draft from the memory of this turn."""
@@ -116,12 +122,10 @@ def speculative(
     spec = SpeculativeGenerator(
         target, _apart(proposer), draft_length=length, rule=rule, exact=exact, on_unsupported="error"
     )
-    suffixes = _suffixes(spec.proposer)
-    memories = None if suffixes is None else TurnMemories(suffixes)
     code += "" if length is None else f", draft_length={length}"
     code += "" if rule == COUPLED else f', rule="{rule}"'
     code += ", exact=True" if exact else ""
-    return Method(name, spec.generate, spec, f"SpeculativeGenerator(model, {code})", memories)
+    return Method(name, spec.generate, spec, f"SpeculativeGenerator(model, {code})", TurnMemories.of(spec.proposer))
 
 
 def _apart(proposer: Proposer | PreTrainedModel | str) -> Proposer | PreTrainedModel | str:

@@ -76,6 +76,9 @@ def test_no_turn_and_no_method_drafts_from_another_ones_answers(llama):
     drafted = [call.report.num_accepted_tokens for run in runs for call in run.calls]
     assert drafted == [drafted[0]] * 4
     assert list(memory.texts()) == [[1, 2, 3]]
+    later = speculative("later", llama, runs[0].method.spec.proposer, 4)  # its proposer is one that has answered
+    runs[0].method.start(0)
+    assert len(list(later.memories._given.texts())) == len(list(runs[0].method.spec.proposer.memory.texts()))
     alone = SpeculativeGenerator(llama, shared, draft_length=4)
     for _ in range(2):
         alone.generate(prompt[None], do_sample=False, max_new_tokens=12)
