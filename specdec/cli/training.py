@@ -12,7 +12,7 @@ from specdec.cli import options
 from specdec.cli.common import check, print_message, resumable
 from specdec.data.survey import survey
 from specdec.training.run_folder import RunFolder
-from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker
+from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, StepWeights, Tracker
 
 
 def train(
@@ -53,6 +53,11 @@ def train(
         None,
         help='Loss: "ce", cross-entropy; "lk", the likelihood of acceptance, to fine-tune a head; "ce+lk", half of '
         'each; "tv", total variation, the default for "dspark".',
+    ),
+    step_weights: StepWeights = typer.Option(
+        "decay",
+        help='Weights of the steps in the loss: "decay", a constant part of the step before; "d-pace", by how likely a '
+        "step is reached and followed.",
     ),
     optimizer: OptimizerName | None = typer.Option(
         None, help='Optimizer: "muon" for matrices (default for EAGLE-3 heads), or "adamw" for all weights.'

@@ -187,12 +187,13 @@ def estimate(
     }
     passes = 1.0 if recipe.cache_states else epochs
     readout = parameters(target.get_output_embeddings())
-    scored = 3 * recipe.drafted * head.width * min(learned_tokens, rows * head.trained)
+    again = recipe.step_weights == "d-pace"  # the logits are computed twice
+    scored = (3 + again) * recipe.drafted * head.width * min(learned_tokens, rows * head.trained)
     work = {
         "the target's passes": 2 * (weights - readout) * tokens * (0 if recipe.teacher else passes),
         "logits of its whole vocabulary": 2 * V * H * learned_tokens * passes,
         "the head's passes, forward and backward": 3 * head.forward * rows * epochs,
-        "logits of drafts and their gradients": 2 * K * (H * learned_tokens + scored) * epochs,
+        "logits of drafts and their gradients": 2 * K * (H * learned_tokens * (1 + again) + scored) * epochs,
     }
     updates = math.ceil(math.ceil(rows / recipe.batch_size) * epochs)
     evaluation = EvaluationCost(0, 0, 0, 0.0, 0.0)

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from transformers.integrations import get_available_reporting_integrations
 
-from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, Tracker, check_choice
+from specdec.utils.choices import HeadKind, LossName, OptimizerName, Sharding, StepWeights, Tracker, check_choice
 from specdec.utils.paths import named, require_folder_or_id
 
 DRAFT_VOCAB = 8192
@@ -44,6 +44,8 @@ class Recipe:
         anchors: blocks per row of texts, for a block drafter.
         loss: "ce", "lk" (to continue training a head), "ce+lk" (half of each) or "tv" (DSpark's), see `losses`.
             None: the loss of the kind's paper.
+        step_weights: "decay", or "d-pace" to weight each step by how likely it is reached and followed, see
+            `step_weights.weights_by_acceptance`.
         optimizer: "muon" (see `optimizer.muon`), or "adamw" for all weights. None: "muon" for EAGLE-3 heads.
         length: tokens per packed row.
         epochs: passes over the texts.
@@ -88,6 +90,7 @@ class Recipe:
     steps: int | None = None
     anchors: int = 64
     loss: LossName | None = None
+    step_weights: StepWeights = "decay"
     optimizer: OptimizerName | None = None
     length: int = 512
     epochs: float = 2.0
@@ -145,6 +148,7 @@ class Recipe:
             raise ValueError("--from-target names the model that the head of --from drafts for: give --from too")
         check_choice("kind", self.kind, HeadKind)
         check_choice("loss", self.loss_name, LossName)
+        check_choice("step_weights", self.step_weights, StepWeights)
         check_choice("optimizer", self.optimizer_name, OptimizerName)
         check_choice("shard", self.shard, Sharding)
         check_choice("report_to", self.report_to, Tracker)

@@ -171,6 +171,7 @@ def _trainer(
         steps=recipe.drafted,
         begin_with=recipe.drafted - 1 if recipe.kind == "eagle3" and fresh else None,
         loss=recipe.loss_name,
+        step_weights=recipe.step_weights,
         optimizer=recipe.optimizer_name,
         anchors=recipe.anchors,
         state_weight=STATE_WEIGHT if fresh else 0.0,

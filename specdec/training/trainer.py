@@ -26,7 +26,7 @@ from specdec.training.objectives.mtp import MtpObjective
 from specdec.training.optimizer import muon
 from specdec.training.precision import without_denormals
 from specdec.training.teacher.base import Teacher
-from specdec.utils.choices import LossName, OptimizerName
+from specdec.utils.choices import LossName, OptimizerName, StepWeights, check_choice
 
 STATE_WEIGHT = 4.0
 DRAFT_FIELDS = ("ids", "learn", "documents")  # entries of a batch from which its drafts are counted
@@ -42,6 +42,7 @@ class HeadTrainer(Trainer):
         steps: drafted tokens to train.
         begin_with: drafted tokens in the first half of the updates. None: `steps`.
         loss: name of a loss in `losses.LOSSES`.
+        step_weights: "d-pace" (`weights_by_acceptance`), or "decay": a constant part of the step before.
         optimizer: "muon" (see `optimizer.muon`), or "adamw" for the optimizer named in `args`.
         state_weight: initial weight of the loss on final states, which falls to 0. It helps a fresh EAGLE or MTP head;
             block drafters do not use it.
@@ -69,12 +70,14 @@ class HeadTrainer(Trainer):
         steps: int = 3,
         begin_with: int | None = None,
         loss: LossName = "ce",
+        step_weights: StepWeights = "decay",
         optimizer: OptimizerName = "adamw",
         state_weight: float = STATE_WEIGHT,
         flex: bool = False,
         anchors: int = 64,
         **kwargs: Any,
     ):
+        check_choice("step_weights", step_weights, StepWeights)
         dataset = kwargs.get("train_dataset")
         if isinstance(dataset, StateDataset) and dataset.taps != teacher.taps:
             raise ValueError(
@@ -100,6 +103,7 @@ class HeadTrainer(Trainer):
         # The losses of an update's passes add up, so the Trainer must not divide them by the number of passes.
         self.model_accepts_loss_kwargs = True
         self.head, self.teacher, self.steps, self._muon = head, teacher, steps, optimizer == "muon"
+        self._by_acceptance = step_weights == "d-pace"
         self._begin_with = min(steps, begin_with or steps)
         self.state_weight = 0.0 if isinstance(head, DFlashHead) else state_weight
         self._accuracies: list[Tensor] = []  # of the batches since the last log
@@ -159,6 +163,7 @@ class HeadTrainer(Trainer):
     ) -> Any:
         done = self.state.global_step / max(1, self.state.max_steps)
         self.objective.state_weight, self.objective.update = self.state_weight * (1 - done), self.state.global_step
+        self.objective.by_acceptance = self._by_acceptance
         outputs = model(**self.teacher.states(inputs), counts=num_items_in_batch)
         loss = outputs["loss"].detach()
         if not bool(loss.isfinite()):
@@ -199,7 +204,7 @@ class HeadTrainer(Trainer):
         """
         at_once = self.args.per_device_train_batch_size
         self.objective.state_weight, self.objective.update = 0.0, 0  # the same anchors every time
-        self.objective.steps = self.steps
+        self.objective.steps, self.objective.by_acceptance = self.steps, False  # losses of two heads are comparable
         batches = [
             self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))])
             for start in range(0, len(rows), at_once)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.heads.eagle3.head import Eagle3Head
-from specdec.training.objectives.losses import LOSSES, LossOfRows, TargetProbabilities, indices_in
+from specdec.training.objectives.losses import LOSSES, LossOfRows, TargetProbabilities, acceptance, indices_in
+from specdec.training.objectives.step_weights import weights_by_acceptance
 from specdec.training.objectives.unroll import Drafted, unroll
 from specdec.training.teacher.target_logits import TargetLogits
 from specdec.utils.choices import LossName, check_choice
@@ -39,6 +40,8 @@ class Objective(nn.Module):
         update: number of the current update.
         state_weight: weight of an additional loss from EAGLE-1 (2401.15077): the distance of the LM head's input from
             the target's final state. It helps a fresh head; `HeadTrainer` reduces it to 0.
+        by_acceptance: True to weight steps by `weights_by_acceptance` instead of `decay`. Such losses are not
+            comparable with each other, because the weights change with the head.
     """
 
     head: Any
@@ -56,7 +59,7 @@ class Objective(nn.Module):
         super().__init__()
         check_choice("loss", loss, LossName)
         self.head, self.steps, self.decay, self.loss = head, steps, decay, loss
-        self.state_weight, self.update = 0.0, 0
+        self.state_weight, self.update, self.by_acceptance = 0.0, 0, False
         self._embedding = (embedding.detach(),)  # in a tuple: not saved, not moved, not trained
         self._target_logits = target_logits
 
@@ -112,31 +115,36 @@ class Objective(nn.Module):
         H = target_logits.weight.shape[-1]
         taps, final = states[..., :-H].to(head.dtype), states[..., -H:]
         is_learned = learn.bool() & (torch.arange(T, device=ids.device) >= 2)  # token 2 is the first that is drafted
-        hidden, acceptance = [], []
+        hidden, confidence = [], []
         drafted = self._unrolled(ids, learn.bool(), documents, taps, min(self.steps, T - 2))
         for first, step in enumerate(drafted, start=2):
             hidden.append(nn.functional.pad(step.hidden[:, : T - first], (0, 0, first, 0))[is_learned])
             if step.acceptance is not None:
-                acceptance.append(nn.functional.pad(step.acceptance[:, : T - first], (first, 0))[is_learned])
-        rows = self.drafts(ids, learn, documents)[:, is_learned]  # (steps, N) bool, for N tokens to train on
+                confidence.append(nn.functional.pad(step.acceptance[:, : T - first], (first, 0))[is_learned])
+        drafts = self.drafts(ids, learn, documents)[: len(hidden)]
+        rows = drafts[:, is_learned]  # (steps, N) bool, for N tokens to train on
         counts = rows.sum(-1) if counts is None else counts
         weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
-        scale = (rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[:, None])[: len(hidden)]
+        scale = rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[: len(hidden), None]
         # The target predicts a token from its state at the previous one.
         before, over_all = final.roll(1, 1)[is_learned], over_all.roll(1, 1)[is_learned]
         choice = indices_in(over_all[:, 1].long(), head.draft_to_target)
         truth = TargetProbabilities(before, over_all[:, 0], choice, target_logits)
         out = torch.stack(hidden)
+        if self.by_acceptance:
+            accepted = torch.zeros(drafts.shape, device=ids.device)
+            accepted[:, is_learned] = acceptance(out, self._weight(), truth, rows)
+            scale = weights_by_acceptance(accepted, drafts)[:, is_learned] / counts.max().clamp(min=1)
         loss, hits, accepted = LossOfRows.apply(out, self._weight(), truth, scale, LOSSES[self.loss])
         if self.state_weight and out.shape[-1] == H:
             loss = loss + self.state_weight * (scale * _distance(out, before)).sum()
-        if acceptance:
+        if confidence:
             # A probability summed over many tokens may exceed 1 by a rounding error.
             true = accepted.clamp(max=1)
             with torch.autocast(out.device.type, enabled=False):  # which refuses this loss on CUDA
-                missed = nn.functional.binary_cross_entropy(torch.stack(acceptance).float(), true, reduction="none")
+                missed = nn.functional.binary_cross_entropy(torch.stack(confidence).float(), true, reduction="none")
             loss = loss + (scale * missed).sum()
-        return {"loss": loss, "accuracy": hits.sum(-1) / rows[: len(hidden)].sum(-1).clamp(min=1)}
+        return {"loss": loss, "accuracy": hits.sum(-1) / rows.sum(-1).clamp(min=1)}
 
 
 class Eagle3Objective(Objective):

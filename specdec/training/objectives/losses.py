@@ -6,6 +6,7 @@ tensor of a training.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,29 +125,22 @@ class LossOfRows(torch.autograd.Function):
             The loss (); (steps, N) bool, True where both first choices are the same; and (steps, N), the probability
             of acceptance.
         """
-        kind = drafted.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafted.dtype
+        dtype = _number_format(drafted)
         drafted, half = drafted.to(dtype), weight.to(dtype)
         loss = torch.zeros((), device=drafted.device)
         hits = torch.zeros_like(scale, dtype=torch.bool)
         accepted = torch.zeros_like(scale)
         to_drafted = torch.zeros_like(drafted)
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
-            whole, choice = truth.p(slice(start, start + ROWS_AT_ONCE)), truth.choice[start : start + ROWS_AT_ONCE]
-            for step, each in enumerate(scale[:, start : start + ROWS_AT_ONCE]):
-                used = each.nonzero()[:, 0]
-                p = whole if len(used) == len(whole) else whole[used]
-                rows, each = start + used, each[used]
-                h = drafted[step, rows]
-                logits = (h @ half.T).float()
-                hits[step, rows] = logits.argmax(-1) == choice[used]
-                of_rows, to_logits, accepted[step, rows] = loss_of(p, logits)
-                loss += (each * of_rows).sum()
-                to_logits = to_logits.mul_(each[:, None]).to(dtype)
-                to_drafted[step, rows] = to_logits @ half
-                if to_weight is not None:
-                    to_weight += to_logits.T @ h
+        for step, rows, p, logits in _in_parts(drafted, half, truth, scale != 0):
+            each = scale[step, rows]
+            hits[step, rows] = logits.argmax(-1) == truth.choice[rows]
+            of_rows, to_logits, accepted[step, rows] = loss_of(p, logits)
+            loss += (each * of_rows).sum()
+            to_logits = to_logits.mul_(each[:, None]).to(dtype)
+            to_drafted[step, rows] = to_logits @ half
+            if to_weight is not None:
+                to_weight += to_logits.T @ drafted[step, rows]
         ctx.save_for_backward(to_drafted, to_weight)
         ctx.mark_non_differentiable(hits, accepted)
         return loss, hits, accepted
@@ -155,6 +149,45 @@ class LossOfRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         to_drafted, to_weight = ctx.saved_tensors
         return grads[0] * to_drafted, None if to_weight is None else grads[0] * to_weight, None, None, None
+
+
+@torch.no_grad()
+def acceptance(drafted: Tensor, weight: Tensor, truth: TargetProbabilities, used: Tensor) -> Tensor:
+    """Probability sum(min(p, q)) that each drafted token is accepted.
+
+    Args:
+        drafted: (steps, N, W), input of the LM head.
+        weight: (K, W), matrix of the logits.
+        truth: the target's distributions of the N tokens.
+        used: (steps, N) bool, drafts to compute.
+
+    Returns:
+        (steps, N) float32, 0 where `used` is False.
+    """
+    dtype = _number_format(drafted)
+    drafted, half = drafted.to(dtype), weight.to(dtype)
+    found = torch.zeros(used.shape, device=drafted.device)
+    for step, rows, p, logits in _in_parts(drafted, half, truth, used):
+        found[step, rows] = torch.minimum(p, logits.softmax(-1)).sum(-1)
+    return found
+
+
+def _number_format(drafted: Tensor) -> torch.dtype:
+    kind = drafted.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else drafted.dtype
+
+
+def _in_parts(
+    drafted: Tensor, weight: Tensor, truth: TargetProbabilities, used: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield a step, some of its used rows (n,), their p (n, K) and the head's logits (n, K), both float32."""
+    for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
+        whole = truth.p(slice(start, start + ROWS_AT_ONCE))
+        for step, each in enumerate(used[:, start : start + ROWS_AT_ONCE]):
+            chosen = each.nonzero()[:, 0]
+            rows = start + chosen
+            p = whole if len(chosen) == len(whole) else whole[chosen]
+            yield step, rows, p, (drafted[step, rows] @ weight.T).float()
 
 
 def indices_in(tokens: Tensor, among: Tensor) -> Tensor:

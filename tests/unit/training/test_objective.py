@@ -78,8 +78,20 @@ def test_a_row_with_few_drafts_is_not_filled_up_to_one_with_many(monkeypatch):
     assert float(sum(of_rows)) == pytest.approx(float(whole), rel=1e-5)
 
 
+def naive_weights(overlap, keep):
+    """D-PACE's weights of the drafts that begin with each token, by automatic differentiation. overlap: by step."""
+    logs = [torch.zeros_like(each, requires_grad=True) for each in overlap]
+    expected, chance = 0.0, 1.0
+    for log, each, kept in zip(logs, overlap, keep, strict=True):
+        step = torch.where(kept, (0.5 + 0.5 * each.detach()) * log.exp(), 1.0)
+        chance = step * (chance if isinstance(chance, float) else chance[:, : step.shape[1]])
+        expected = expected + chance[kept].sum()
+    return torch.autograd.grad(expected, logs)
+
+
+@pytest.mark.parametrize("by_acceptance", [False, True])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_are_autograds(loss, monkeypatch):
+def test_gradients_are_autograds(loss, by_acceptance, monkeypatch):
     """The loss computes them itself, few rows at a time."""
     target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2)).train()
     texts = some_texts(target, 2)
@@ -91,12 +103,12 @@ def test_gradients_are_autograds(loss, monkeypatch):
     state = eagle3.states_of(target, ids, (0, 1, 2, -1))
     embedding, target_logits = target_logits_of(target, head)
 
-    losses = []  # by the book: all logits at once
+    losses, overlaps, kept = [], [], []  # by the book: all logits at once
     for step, h in enumerate(unroll(head, embedding[ids], state[..., :-32], 3, documents)):
         rows = ids.shape[1] - 2 - step
         keep = learn[:, 2 + step :] & (documents[:, 2 + step :] == documents[:, :rows])
-        p = target.get_output_embeddings()(state[:, 1 + step : -1, -32:][keep]).softmax(-1)[:, head.draft_to_target]
-        log_q = head.logits(h[:, :rows])[keep].log_softmax(-1)
+        p = target.get_output_embeddings()(state[:, 1 + step : -1, -32:]).softmax(-1)[..., head.draft_to_target]
+        log_q = head.logits(h[:, :rows]).log_softmax(-1)
         overlap = torch.minimum(p, log_q.exp()).sum(-1)
         entropy = -(p * log_q).sum(-1)
         distance = (p - log_q.exp()).abs().sum(-1) + 1 - p.sum(-1)
@@ -106,15 +118,26 @@ def test_gradients_are_autograds(loss, monkeypatch):
             "ce+lk": (entropy - overlap.log()) / 2,
             "tv": 0.9 * distance + 0.1 * entropy,
         }[loss]
-        losses.append(0.8**step * of_rows.mean())
-    (sum(losses) / sum(0.8**step for step in range(3))).backward()
+        losses.append(of_rows)
+        overlaps.append(overlap)
+        kept.append(keep)
+    if by_acceptance:
+        weights = naive_weights(overlaps, kept)
+        most = max(int(keep.sum()) for keep in kept)
+        wanted = sum((w * each)[keep].sum() for w, each, keep in zip(weights, losses, kept, strict=True)) / most
+    else:
+        wanted = sum(0.8**step * each[keep].mean() for step, (each, keep) in enumerate(zip(losses, kept, strict=True)))
+        wanted = wanted / sum(0.8**step for step in range(3))
+    wanted.backward()
+    right = float(wanted)
     wanted = {name: weight.grad.clone() for name, weight in head.named_parameters()}
 
     head.zero_grad()
     monkeypatch.setattr("specdec.training.objectives.losses.ROWS_AT_ONCE", 7)
     objective = Eagle3Objective(head, embedding, target_logits, steps=3, loss=loss)
+    objective.by_acceptance = by_acceptance
     found = objective(*batch_of(target, ids, learn, state, documents))["loss"]
-    assert float(found) == pytest.approx(float(sum(losses) / sum(0.8**step for step in range(3))))
+    assert float(found) == pytest.approx(right)
     found.backward()
     for name, weight in head.named_parameters():
         torch.testing.assert_close(weight.grad, wanted[name], rtol=1e-4, atol=1e-7)

@@ -172,9 +172,11 @@ def test_unequal_passes_of_an_update_have_the_gradient_of_one(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_in_several_passes_train_the_same_head(files, tmp_path):
+@pytest.mark.parametrize("step_weights", ["decay", "d-pace"])
+def test_rows_in_several_passes_train_the_same_head(step_weights, files, tmp_path):
     for name, at_once in (("two", "2"), ("one", "1")):
-        assert run(files, tmp_path / name, "--rows-at-once", at_once, "--epochs", "8").exit_code == 0
+        options = ["--rows-at-once", at_once, "--epochs", "8", "--step-weights", step_weights]
+        assert run(files, tmp_path / name, *options).exit_code == 0
     one, two = ([loss for _, loss in losses(tmp_path / name)] for name in ("one", "two"))
     assert len(one) > 2
     assert one == pytest.approx(two, rel=1e-3)
@@ -231,6 +233,9 @@ def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
         trainer = HeadTrainer(deepcopy(head), teacher, args, state_weight=0.0, train_dataset=rows)
         trainer.objective.state_weight, trainer.objective.update = 1.0, 7  # as in the middle of a run
         found.append(trainer.held_out(rows))
+        trainer = HeadTrainer(deepcopy(head), teacher, args, step_weights="d-pace", train_dataset=rows)
+        trainer.objective.by_acceptance = True  # again in the middle of a run
+        assert trainer.held_out(rows) == found[-1]
     assert len(rows) > 1
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     args = quiet_arguments(tmp_path, 1, 1)
