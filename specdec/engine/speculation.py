@@ -171,7 +171,13 @@ class Speculation:
             return None, None
         kind = None if layout.cache is not None else self._kind()
         kept = None if kind is None else self.drafting.graphs.take(kind)
-        return Recorder(self.drafting.recorded) if kept is None else kept, kind
+        return Recorder(self.drafting.recorded, self._state()) if kept is None else kept, kind
+
+    def _state(self) -> Hashable:
+        """Describe the models and the modes in which their passes run."""
+        draft = self.drafting.proposer.drafting_model()
+        models = [self.model] if draft is None else [self.model, draft]
+        return (*_modes(), *(fingerprint(model, hooks=True) for model in models))
 
     def _kind(self) -> Hashable | None:
         """Describe what captured functions read in Python; None if that is not known."""
@@ -181,10 +187,9 @@ class Speculation:
             read.append(fingerprint(draft))
         if None in read:
             return None
-        modes = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         stream = torch.cuda.current_stream(self._device)  # on another one the last call's work may still run
         call = len(self.call.input_ids), self._device, self.call.samples, repr(self.rule), repr(self.able), self.compile
-        return (*call, *modes, stream, *read)
+        return (*call, *_modes(), stream, *read)
 
     @contextmanager
     def _kept(self, recorder: Recorder | None, kind: Hashable | None) -> Iterator[None]:
@@ -270,3 +275,7 @@ class Speculation:
             captured_round=CapturedRound.of(target, verify, recorder),
             grammar=next(iter(processors.grammars), None),
         )
+
+
+def _modes() -> Hashable:
+    return torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")

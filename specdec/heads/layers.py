@@ -61,6 +61,10 @@ class Attention(nn.Module):
         if visible is None:
             out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=x.shape[1] > 1)
         else:
+            q, k = (
+                q.to(v.dtype),
+                k.to(v.dtype),
+            )  # up to torch 2.10 autocast does not convert what was rotated in float32
             out = _flex_attention(q.is_cuda)(q, k, v, block_mask=visible)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 

@@ -17,18 +17,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Thread, current_thread
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
 
 from specdec.models.cache.kv_cache import SpeculativeCache
-from specdec.models.graph_capture import capturing
+from specdec.models.graph_capture import capturing, give_back, take_stream
 
 log = logging.getLogger(__name__)
 
 WARM = 1  # eager runs before capture, not counting the one that the first replay is checked against
 MOST = 24  # captured functions; the one that was used least recently makes room for another
+STATES = 2  # states of the models for which checked functions are remembered: they keep the modules alive
 WRONG = 1e-2  # tolerance, relative and absolute, between a replay and the eager run before it
 
 Named = dict[str, Tensor]
@@ -41,18 +42,22 @@ class KnownFunctions:
     """Knowledge of captured functions that calls with the same models share.
 
     Attributes:
-        checked: by thread, the functions that it has captured and checked, by key and inputs. Another thread runs them
-            eagerly first: libraries prepare kernels per thread, which a capture may not contain.
+        checked: by thread and state of the models, the functions that it has captured and checked, by key and inputs.
+            Another thread runs them eagerly first: libraries prepare kernels per thread, which a capture may not
+            contain. So does the first call after a change of the models, which may compile them anew.
         refused: the reason why capture is disabled for good; empty while it is enabled.
     """
 
-    checked: WeakKeyDictionary[Thread, dict[Hashable, Like]] = field(default_factory=WeakKeyDictionary)
+    checked: WeakKeyDictionary[Thread, dict[Hashable, dict[Hashable, Like]]] = field(default_factory=WeakKeyDictionary)
     refused: str = ""
 
-    @property
-    def here(self) -> dict[Hashable, Like]:
-        """The functions that this thread has checked."""
-        return self.checked.setdefault(current_thread(), {})
+    def here(self, state: Hashable) -> dict[Hashable, Like]:
+        """The functions that this thread has checked with the models in this state."""
+        states = self.checked.setdefault(current_thread(), {})
+        known = states[state] = states.pop(state, {})
+        if len(states) > STATES:
+            del states[next(iter(states))]
+        return known
 
 
 class Recorder:
@@ -60,6 +65,7 @@ class Recorder:
 
     Args:
         known: what earlier calls with the same models have learned; this call adds to it.
+        state: state of the models, see `fingerprint`.
 
     Attributes:
         refused: the reason why capture is disabled; empty while it is enabled.
@@ -67,8 +73,8 @@ class Recorder:
         captures: number of functions captured so far.
     """
 
-    def __init__(self, known: KnownFunctions | None = None) -> None:
-        self._known = KnownFunctions() if known is None else known
+    def __init__(self, known: KnownFunctions | None = None, state: Hashable = None) -> None:
+        self._known, self._state = KnownFunctions() if known is None else known, state
         self.refused = self._known.refused
         self.pending: dict[object, int] = {}
         self.captures = 0
@@ -133,7 +139,7 @@ class Recorder:
         if self.refused:
             return function(**inputs)
         runs = self._runs[mine] = self._runs.get(mine, 0) + 1
-        checked = self._known.here  # the next call may run in another thread
+        checked = self._known.here(self._state)  # the next call may run in another thread
         if runs <= WARM and kind not in checked:
             return function(**inputs)
         if kind in checked:
@@ -156,7 +162,8 @@ class Recorder:
         try:
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
-                self._stream = torch.cuda.Stream(next(iter(inputs.values())).device)
+                self._stream = take_stream(next(iter(inputs.values())).device)
+                finalize(self, give_back, self._stream).atexit = False
             recording = CapturedFunction(function, inputs, like, self._pool, self._stream)
             ours = recording.replay(inputs)
         except (RuntimeError, AttributeError, TypeError) as error:

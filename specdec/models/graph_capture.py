@@ -7,6 +7,7 @@ cannot afford this (for example pytorch/pytorch#193402).
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
@@ -16,7 +17,33 @@ import torch
 
 from specdec.sampling.noise import generator_lock
 
+POOLED = 32  # streams of a device, which torch hands out in turns
+
 _lock = Lock()  # CUDA allows one capture per process
+_streams_lock = Lock()
+_streams: set[Any] = set()  # that captures use or have used
+_free: defaultdict[torch.device, deque[Any]] = defaultdict(deque)
+
+
+def take_stream(device: torch.device) -> Any:
+    """Return a `torch.cuda.Stream` on which nothing else captures until `give_back`.
+
+    A graph that is freed takes along the workspaces of its stream, which other graphs of that stream would still use.
+    """
+    with _streams_lock:
+        if _free[device]:
+            return _free[device].pop()
+        for _ in range(POOLED):
+            stream = torch.cuda.Stream(device)
+            if stream not in _streams:
+                break
+        _streams.add(stream)
+        return stream
+
+
+def give_back(stream: Any) -> None:
+    """Let another capture use a stream. Takes no lock: it may be called during garbage collection."""
+    _free[stream.device].append(stream)
 
 
 @contextmanager
@@ -43,11 +70,23 @@ def capturing(graph: Any, pool: Any, stream: Any) -> Iterator[None]:
             try:
                 yield
             except BaseException:
-                with suppress(RuntimeError):  # a consequence of the first error
-                    graph.capture_end()
+                _end_failed(graph, pool, stream.device)
                 raise
             graph.capture_end()
         before.wait_stream(stream)
+
+
+def _end_failed(graph: Any, pool: Any, device: torch.device) -> None:
+    """End a capture after an error.
+
+    Up to torch 2.12 `capture_end` then raises before it tells the allocator (pytorch/pytorch#180395), which would not
+    free its cache again in this process.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:  # a consequence of the first error
+        with suppress(RuntimeError, AttributeError):  # where torch has told the allocator
+            torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 @contextmanager

@@ -75,10 +75,11 @@ def int8_linear(
         "num_warps": tiles.warps,
     }
     grid = (triton.cdiv(N, tiles.outputs),)
-    if M == 1:
-        _one_row[grid](*given, N, STAGES=tiles.stages, **options)
-    else:
-        _several_rows[grid](*given, M, N, ROWS=ROWS, num_stages=tiles.stages, **options)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        if M == 1:
+            _one_row[grid](*given, N, STAGES=tiles.stages, **options)
+        else:
+            _several_rows[grid](*given, M, N, ROWS=ROWS, num_stages=tiles.stages, **options)
     return out
 
 

@@ -8,6 +8,7 @@ import itertools
 import statistics
 import sys
 import warnings
+from collections import defaultdict, deque
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from specdec.engine import cuda_graph_round, speculation
 from specdec.engine.cuda_graph_round import CapturedRound
 from specdec.engine.draft_tally import IdleDraftWarning
 from specdec.engine.loop import Loop
-from specdec.models import draft_attention, static_forward
+from specdec.models import draft_attention, graph_capture, static_forward
 from specdec.models.cache import buffers as buffers_module
 from specdec.models.cache.ragged_rows import CachedRows
 from specdec.models.cuda_graphs import MOST, WARM, KnownFunctions, Recorder
@@ -40,8 +41,8 @@ def recorders(monkeypatch):
     made: list[Recorder] = []
 
     class Kept(Recorder):
-        def __init__(self, known):
-            super().__init__(known)
+        def __init__(self, known, state):
+            super().__init__(known, state)
             made.append(self)
 
     monkeypatch.setattr(speculation, "Recorder", Kept)
@@ -394,6 +395,7 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
 @pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "Stream"])
 def test_a_torch_with_another_interface_for_graphs_runs_without(missing, monkeypatch):
     recorder = Recorder()
+    monkeypatch.setattr(graph_capture, "_free", defaultdict(deque))  # none of an earlier recorder
     monkeypatch.delattr(torch.cuda, missing)
     with tiny.specdec_warnings() as warned:
         assert runs(recorder, lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]

@@ -3,6 +3,7 @@
 python -m pytest --device pretend tests/unit/models/test_graph_capture.py    # or --device cuda
 """
 
+import gc
 import threading
 
 import pytest
@@ -112,6 +113,21 @@ def test_a_failed_capture_leaves_stream_and_generator_as_they_were():
     assert recorded(doubled, Recorder()) == [2.0, 4.0]
 
 
+def test_a_failed_capture_is_ended_for_the_allocator_too(monkeypatch):
+    """torch up to 2.12 raises before it does so."""
+    end, told = pretend.CUDAGraph.capture_end, []
+
+    def broken(self):
+        end(self)
+        raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(pretend.CUDAGraph, "capture_end", broken)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *given: told.append(given), raising=False)
+    with tiny.specdec_warnings():
+        assert recorded(waiting, Recorder()) == [4.0, 5.0]
+    assert [device for device, _ in told] == [0]
+
+
 def test_what_could_not_be_captured_is_not_tried_again():
     known, tries = KnownFunctions(), []
 
@@ -133,6 +149,34 @@ def test_each_recorder_captures_on_a_stream_of_its_own():
         recorded(doubled, recorder)
     assert recorders[0]._stream != recorders[1]._stream
     assert torch.cuda.current_stream() not in [recorder._stream for recorder in recorders]
+
+
+def test_a_stream_is_used_again_once_its_recorder_is_gone():
+    first, second = Recorder(), Recorder()
+    for recorder in (first, second):
+        recorded(doubled, recorder)
+    stream, others = first._stream, second._stream
+    first.clear()
+    del first, recorder
+    gc.collect()
+    third = Recorder()
+    recorded(doubled, third)
+    assert third._stream == stream != others
+
+
+def test_a_known_function_runs_before_it_is_captured_once_the_models_have_changed():
+    known, runs = KnownFunctions(), []
+    recorded(doubled, Recorder(known, "before"))
+
+    def counted(x):
+        runs.append(torch.cuda.is_current_stream_capturing())
+        return doubled(x)
+
+    recorded(counted, Recorder(known, "after"))
+    assert runs == [False] * (WARM + 1) + [True]
+    runs.clear()
+    recorded(counted, Recorder(known, "before"))
+    assert runs == [True]
 
 
 def test_two_threads_capture_one_after_the_other():
