@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typer
+from jinja2 import TemplateError
 from rich.console import Console
 
 from specdec.cli import options
@@ -45,7 +46,7 @@ def chat(
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation continues)[/dim]")
                 continue
-            except ValueError as error:  # only this turn fails, the conversation continues
+            except (ValueError, TemplateError) as error:  # only this turn fails, the conversation continues
                 print_message(error, "error")
                 continue
             report = spec.last_report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class CallHistory:
             with self.lock:
                 self.last = report
                 self.total.add(report)
+                self.total.plain_reasons = _merged(self.total.plain_reasons)
 
     @contextmanager
     def traced(self) -> Iterator[list[RoundTrace]]:
@@ -63,8 +65,23 @@ class CallHistory:
         return what in self._warned
 
     def warn(self, message: str, category: type[UserWarning] = UserWarning) -> None:
-        """Warn once per message; of a category of its own once, whatever figures are in the message."""
-        key = message if category is UserWarning else category.__name__
+        """Warn once per message, whatever figures are in it; of a category of its own once."""
+        key = _without_figures(message) if category is UserWarning else category.__name__
         if not self.warned_of(key):
             self._warned.add(key)
             warnings.warn(f"specdec: {message}", category, stacklevel=callers_level())
+
+
+def _without_figures(message: str) -> str:
+    """What is the same in messages about texts of other lengths."""
+    return re.sub(r"\d+", "", message)
+
+
+def _merged(reasons: dict[str, int]) -> dict[str, int]:
+    """Count reasons that differ in figures alone under the first of them: a server is asked for texts of any length."""
+    first: dict[str, str] = {}
+    merged: dict[str, int] = {}
+    for reason, count in reasons.items():
+        name = first.setdefault(_without_figures(reason), reason)
+        merged[name] = merged.get(name, 0) + count
+    return merged

@@ -11,6 +11,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.engine.settings import ONE_ROW
 from specdec.models.compat import CACHE
+from specdec.models.introspection import device_of
 from specdec.utils.prefix import common_prefix
 
 SETTINGS = ONE_ROW | {"cache_implementation": None}  # whatever the model's generation config asks for
@@ -75,7 +76,7 @@ class Chat:
         """
         messages, answer = [*self.messages, {"role": "user", "content": text}], _Answer(streamer)
         ids = self._encoded(messages)
-        prompt = torch.tensor([ids], device=self.spec.model.device)
+        prompt = torch.tensor([ids], device=device_of(self.spec.model))
         try:
             self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
             arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, "tokenizer": self.tokenizer}

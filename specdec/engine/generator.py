@@ -23,7 +23,7 @@ from specdec.engine.hf.eligibility import (
     ignored_fields,
     why_plain,
 )
-from specdec.engine.hf.hooks import callers_level, further_arguments, install, plain, with_stop_strings
+from specdec.engine.hf.hooks import callers_level, count_tokens, further_arguments, install, plain, with_stop_strings
 from specdec.engine.lenient import Lenient
 from specdec.engine.report import Report
 from specdec.engine.rules import uses_target_choices
@@ -420,7 +420,7 @@ class SpeculativeGenerator:
             self._fall_back(reason, report)
             output = plain(model, call, step is not None)
             sequences = output if isinstance(output, Tensor) else output.sequences
-            report.num_output_tokens = sequences.shape[0] * (sequences.shape[1] - input_ids.shape[1])
+            report.num_output_tokens = count_tokens(sequences, input_ids.shape[1], call.criteria)
         else:
             for name in ignored_fields(call.config):
                 history.warn(f"{name} is a setting of transformers' own assisted generation and is ignored")

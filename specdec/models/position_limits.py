@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from specdec.models.encoder import declined, stand_in
-from specdec.models.introspection import is_sharded, takes_positions
+from specdec.models.introspection import device_of, is_sharded, takes_positions
 from specdec.models.positions import counted_positions
 
 FAR = 2**20  # a position beyond any table
@@ -38,7 +38,7 @@ def positions_of(model: PreTrainedModel) -> int | None:
         return (
             None  # RoPE. The model is shared with other calls, and its frequencies may depend on the farthest position
         )
-    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    token = torch.ones(1, 1, dtype=torch.long, device=device_of(model))
     inputs = {
         "input_ids": token,
         "position_ids": token * FAR,

@@ -62,7 +62,7 @@ def _check_values(tokens: Tensor, parents: Tensor, chain: bool, vocab_size: int,
     if not 0 <= least <= most < vocab_size:
         outside = least if least < 0 else most
         raise ValueError(f"{who} drafted a token outside of the target's vocabulary of {vocab_size}: {outside}")
-    node = torch.arange(tokens.shape[1])
+    node = torch.arange(tokens.shape[1], device=tokens.device)
     if bool((parents >= node).any()) or bool((parents[:, 0] != -1).any()):
         raise ValueError(f"{who} drafted a node before its parent: parents have lower indices, the root's is -1")
     orphan = (parents > 0) & (parents.gather(1, parents.clamp(min=0)) < 0)

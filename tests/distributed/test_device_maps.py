@@ -5,7 +5,7 @@ import torch
 from accelerate import dispatch_model
 from transformers import AutoModelForCausalLM
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from specdec import Chat, DraftModelProposer, NgramProposer, SpeculativeGenerator
 from tests.support import tiny
 
 PARTS = ("model.embed_tokens", *(f"model.layers.{i}" for i in range(4)), "model.norm", "model.rotary_emb", "lm_head")
@@ -54,3 +54,12 @@ def test_the_text_is_the_whole_models(folder, kind, drafts, sampling):
     torch.manual_seed(0)
     assert spec.generate(**arguments).tolist() == plain.tolist()
     assert spec.report.num_draft_tokens > 0
+
+
+def test_a_conversation_with_an_embedding_on_the_disk(folder, chat_tokenizer):
+    target = loaded(folder, PLACES["all on the disk"])
+    answers = [
+        Chat(SpeculativeGenerator(model, "ngram"), chat_tokenizer, do_sample=False, max_new_tokens=8).say("ab")
+        for model in (target, tiny.model("llama", num_hidden_layers=4))
+    ]
+    assert answers[0] == answers[1]

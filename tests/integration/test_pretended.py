@@ -112,6 +112,22 @@ def test_a_default_device(name):
         torch.set_default_device(None)
 
 
+def test_a_default_device_with_padding_a_returned_cache_and_a_proposer_of_ones_own():
+    class Own(NgramProposer):
+        pass
+
+    target, given = launches.models()[0], launches.prompts(3)
+    given["attention_mask"][0, :2] = 0
+    spec = SpeculativeGenerator(target, Own(), draft_length=4, on_unsupported="error")
+    arguments = {**given, "do_sample": False, "max_new_tokens": 8, "return_dict_in_generate": True}
+    plain = target.generate(**arguments).sequences
+    torch.set_default_device("cuda")
+    try:
+        assert torch.equal(spec.generate(**arguments).sequences, plain)
+    finally:
+        torch.set_default_device(None)
+
+
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_a_proposer_of_ones_own_on_either_device(where):
     class Elsewhere(NgramProposer):

@@ -47,6 +47,7 @@ class Answer(StoppingCriteria):
         recorder: keeps log probabilities; None if the request wants none.
         cancelled: set when nobody waits for the answer any more.
         models_stops: stop strings of the model's generation config, at which it ends. They are part of the answer.
+        limit: most new tokens.
         before: token ids that the text continues; empty for a text of its own.
         send: called with each part of the answer.
         begun: called at the first token.
@@ -61,13 +62,14 @@ class Answer(StoppingCriteria):
         recorder: LogprobRecorder | None,
         cancelled: Event,
         models_stops: Sequence[str],
+        limit: int,
         before: Sequence[int],
         send: Callable[[Delta | Finish], None],
         begun: Callable[[], None],
     ):
         self.index, self._ends, self._recorder = index, ends, recorder
         self._decoder, self._stops = TextDecoder(tokenizer, before), StopStrings(stops)
-        self._models_stops = StopStrings(models_stops)
+        self._models_stops, self._limit = StopStrings(models_stops), limit
         self._cancelled, self._send, self._begun = cancelled, send, begun
         self._entries: list[TokenLogprob] = []  # not sent yet
         self._decoded = self._sent = 0  # characters
@@ -87,7 +89,9 @@ class Answer(StoppingCriteria):
             self._emit(self._stops.add(self._decoder.end()))
         if not self._stops.found:
             self._emit(self._stops.end(), last=True)
-        whole = self._ended or self._stops.found or self._models_stops.found
+        # The model's own stop strings may be special tokens, which are not in the text.
+        early = bool(self._models_stops) and self._num_tokens < self._limit
+        whole = self._ended or self._stops.found or self._models_stops.found or early
         self._send(Finish(self.index, "stop" if whole else "length", self._num_tokens))
 
     def _take(self, token: int, length: int) -> bool:

@@ -29,7 +29,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
                 what = "in use" if error.errno == errno.EADDRINUSE else "not allowed for this user"
                 raise ValueError(f"port {port} of {host} is {what}: choose another one with --port") from error
             problem = error  # such as IPv6 on a machine without it
-        port = port or sockets[-1].getsockname()[1]
+        if sockets:
+            port = port or sockets[0].getsockname()[1]
     if not sockets:
         raise ValueError(f"cannot listen on {host}: {problem}") from problem
     return sockets

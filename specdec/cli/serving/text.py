@@ -66,6 +66,9 @@ class StopStrings:
         self._stops, self._held = list(stops), ""
         self.found = False
 
+    def __bool__(self) -> bool:
+        return bool(self._stops)
+
     def add(self, part: str) -> str:
         """Return the text that is known to come before any stop string."""
         if self.found:

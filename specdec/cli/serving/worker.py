@@ -146,6 +146,7 @@ class Worker:
                 recorder,
                 job.cancelled,
                 [models_stops] if isinstance(models_stops, str) else models_stops,
+                job.limits[job.prompt],
                 ids if isinstance(request, CompletionRequest) else (),
                 partial(Job.send, job),
                 begun,

@@ -11,9 +11,10 @@ from types import MethodType
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import StopStringCriteria
+from transformers.generation import EosTokenCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from specdec.engine.hf.call import Call
@@ -93,6 +94,16 @@ def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutp
     return run_decoding_loop(
         model, call.input_ids, call.processors, call.criteria, call.config, call.streamer, **kwargs
     )
+
+
+def count_tokens(sequences: Tensor, start: int, criteria: StoppingCriteriaList) -> int:
+    """Count the tokens of sequences (B, T) from column `start` on, without the padding after a row's end token."""
+    new = sequences[:, start:]
+    ends = [criterion.eos_token_id.flatten() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
+    if not ends:
+        return new.numel()
+    ended = torch.isin(new, torch.cat(ends).to(new.device)).int()
+    return int((ended.cumsum(1) - ended == 0).sum())
 
 
 def with_stop_strings(

@@ -139,7 +139,7 @@ class PromptLayout:
                 layer.keys = layer.values = None
 
     def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int) -> None:
-        grown = torch.arange(max(0, columns - self.real.shape[1]))
+        grown = torch.arange(max(0, columns - self.real.shape[1]), device=self.real.device)
         positions = torch.cat([self.real.cumsum(1) - 1, self.real.sum(1, keepdim=True) + grown], 1)[:, :columns]
         for index in rows.cache.filled:
             layer = _layer(cache, index)
@@ -228,7 +228,7 @@ def real_columns(input_ids: Tensor, config: GenerationConfig, model_kwargs: dict
     if mask is not None:
         return mask.bool().cpu()
     width = input_ids.shape[1] if embeds is None else embeds.shape[1]
-    return torch.ones(len(input_ids), max(width, mask_width(config)), dtype=torch.bool)
+    return torch.ones(len(input_ids), max(width, mask_width(config)), dtype=torch.bool, device="cpu")
 
 
 def columns_in(cache: Any) -> int:

@@ -277,6 +277,19 @@ def test_a_conversation(tmp_path, chat_tokenizer):
     assert "10 in 2 calls" in result.stdout  # of the report at the end
 
 
+def test_a_message_that_the_chat_template_refuses_ends_no_conversation(tmp_path, chat_tokenizer):
+    tiny.model("llama").save_pretrained(tmp_path)
+    strict = copy.deepcopy(chat_tokenizer)
+    refusal = "{% if messages[-1]['content'] == 'abc' %}{{ raise_exception('not that') }}{% endif %}"
+    strict.chat_template = refusal + strict.chat_template
+    strict.save_pretrained(tmp_path)
+    asked = ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="abc\nno\n")
+    assert result.exit_code == 0, result.output
+    assert "not that" in result.stderr
+    assert result.stdout.count("5 tokens in ") == 1
+
+
 @pytest.mark.parametrize("errors", ["surrogateescape", "strict"])
 def test_a_line_that_is_no_text_ends_no_conversation(errors, tmp_path, chat_tokenizer, monkeypatch):
     tiny.model("llama").save_pretrained(tmp_path)

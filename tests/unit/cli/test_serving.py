@@ -11,7 +11,9 @@ from transformers import PreTrainedTokenizerFast
 pytest.importorskip("fastapi")
 openai = pytest.importorskip("openai")
 
+from specdec.cli.serving.answer import Answer  # noqa: E402
 from specdec.cli.serving.processors import Penalties  # noqa: E402
+from specdec.cli.serving.sockets import listen  # noqa: E402
 from specdec.cli.serving.text import TextDecoder  # noqa: E402
 from tests.support.served import ASKED, streamed  # noqa: E402
 
@@ -201,6 +203,22 @@ def test_a_completion_keeps_the_blank_that_its_tokenizer_drops_at_the_start_of_a
     assert text([1, 0], [0, 1]) == text([0] * 20, [0, 1]) == " a b"
     assert text([1], [2, 3, 0]) == "\u00e9 a"
     assert text([1, 2], [0]).endswith("a")  # the prompt ends within a character
+
+
+@pytest.mark.parametrize(("limit", "reason"), [(2, "length"), (3, "stop")])
+def test_an_answer_that_ends_early_met_a_stop_string_of_the_model(limit, reason, chat_tokenizer):
+    """It may be a special token, whose text is not decoded."""
+    sent = []
+    answer = Answer(0, chat_tokenizer, [], {1}, None, Event(), ["<|eot|>"], limit, (), sent.append, lambda: None)
+    for length in (1, 2):
+        assert not answer(torch.full((1, length), 5), torch.empty(0)).any()
+    answer.finish()
+    assert (sent[-1].reason, sent[-1].num_tokens) == (reason, 2)
+
+
+def test_no_free_address_is_an_error_that_says_so():
+    with pytest.raises(ValueError, match=r"cannot listen on 203\.0\.113\.5"):
+        listen("203.0.113.5", 0)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
+from specdec.engine.call_history import CallHistory
 from specdec.engine.counts import LATENCIES
 from specdec.engine.draft_session import CallKind
 from specdec.engine.report import Report
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.proposers.pacing.pass_cost import PassCost
+from tests.support import tiny
 
 
 def one_call(**counts):
@@ -39,6 +41,30 @@ def test_reasons_for_plain_decoding_are_counted_and_shown():
     assert total.num_plain_calls == total.to_dict()["plain_reasons"]["beam <search>"] == 2
     assert "beam <search> (2)" in str(total)
     assert "beam &lt;search&gt; (2)" in total._repr_html_()
+
+
+def test_reasons_that_differ_in_figures_are_counted_and_warned_of_once():
+    history = CallHistory()
+    with tiny.specdec_warnings() as warned:
+        for length in (57, 80, 131):
+            reason = f"the text may grow from {length} to 4096 tokens"
+            with history.counted() as report:
+                report.record_plain(reason)
+                history.warn(reason)
+    assert history.last.plain_reasons == {reason: 1}
+    assert history.total.plain_reasons == {"the text may grow from 57 to 4096 tokens": 3}
+    assert len(warned) == 1
+
+
+def test_a_plain_call_counts_tokens_without_padding(llama):
+    prompt = tiny.prompts(9, 4)
+    whole = llama.generate(**prompt, do_sample=False, max_new_tokens=8)[:, prompt["input_ids"].shape[1] :]
+    end = int(whole[0, 2])
+    spec = SpeculativeGenerator(llama, "ngram")
+    with pytest.warns(UserWarning, match="running as plain"):
+        spec.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=end, pad_token_id=0, use_cache=False)
+    expected = sum(row.index(end) + 1 if end in row else 8 for row in whole.tolist())
+    assert spec.last_report.num_output_tokens == expected < 16
 
 
 def test_calls_that_raised_are_shown():
