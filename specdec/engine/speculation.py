@@ -277,5 +277,5 @@ class Speculation:
         )
 
 
-def _modes() -> Hashable:
+def _modes() -> tuple[bool, bool, torch.dtype]:
     return torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
