@@ -60,7 +60,7 @@ def train(
         "step is reached and followed.",
     ),
     optimizer: OptimizerName | None = typer.Option(
-        None, help='Optimizer: "muon" for matrices (default for EAGLE-3 heads), or "adamw" for all weights.'
+        None, help='Optimizer: "muon" for matrices (default, except for MTP layers), or "adamw" for all weights.'
     ),
     length: int = typer.Option(512, min=8, help="Tokens per packed row."),
     epochs: float = typer.Option(2.0, min=0.0, help="Number of passes over the texts."),

@@ -73,7 +73,7 @@ class CallHistory:
 
 
 def _without_figures(message: str) -> str:
-    """What is the same in messages about texts of other lengths."""
+    """The part of a message that does not depend on the lengths of texts."""
     return re.sub(r"\d+", "", message)
 
 

@@ -46,7 +46,7 @@ class Recipe:
             None: the loss of the kind's paper.
         step_weights: "decay", or "d-pace" to weight each step by how likely it is reached and followed, see
             `step_weights.weights_by_acceptance`.
-        optimizer: "muon" (see `optimizer.muon`), or "adamw" for all weights. None: "muon" for EAGLE-3 heads.
+        optimizer: "muon" (see `optimizer.muon`), or "adamw" for all weights. None: "muon", except for MTP layers.
         length: tokens per packed row.
         epochs: passes over the texts.
         learning_rate: peak learning rate; it falls to 0 along a cosine.
@@ -123,7 +123,7 @@ class Recipe:
 
     @property
     def optimizer_name(self) -> OptimizerName:
-        return self.optimizer or ("muon" if self.kind == "eagle3" else "adamw")
+        return self.optimizer or ("adamw" if self.kind == "mtp" else "muon")
 
     def check(self) -> None:
         """Check everything that does not require reading a file.
