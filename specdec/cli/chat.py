@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import typer
-from jinja2 import TemplateError
 from rich.console import Console
 
 from specdec.cli import options
@@ -28,6 +27,8 @@ def chat(
     """Chat with a model. Ctrl-C stops its answer and keeps the conversation; Ctrl-D ends the conversation."""
     console = Console(highlight=False)
     check(target, proposer)
+    from jinja2 import TemplateError
+
     from specdec.cli.streamer import ColourStreamer, colour_note
     from specdec.engine.chat import Chat
 
