@@ -132,15 +132,15 @@ class LossOfRows(torch.autograd.Function):
         accepted = torch.zeros_like(scale)
         to_drafted = torch.zeros_like(drafted)
         to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        for step, rows, p, logits in _in_parts(drafted, half, truth, scale != 0):
-            each = scale[step, rows]
+        for step, rows, p, h in _in_parts(drafted, truth, scale != 0):
+            each, logits = scale[step, rows], (h @ half.T).float()
             hits[step, rows] = logits.argmax(-1) == truth.choice[rows]
             of_rows, to_logits, accepted[step, rows] = loss_of(p, logits)
             loss += (each * of_rows).sum()
             to_logits = to_logits.mul_(each[:, None]).to(dtype)
             to_drafted[step, rows] = to_logits @ half
             if to_weight is not None:
-                to_weight += to_logits.T @ drafted[step, rows]
+                to_weight += to_logits.T @ h
         ctx.save_for_backward(to_drafted, to_weight)
         ctx.mark_non_differentiable(hits, accepted)
         return loss, hits, accepted
@@ -167,8 +167,8 @@ def acceptance(drafted: Tensor, weight: Tensor, truth: TargetProbabilities, used
     dtype = _number_format(drafted)
     drafted, half = drafted.to(dtype), weight.to(dtype)
     found = torch.zeros(used.shape, device=drafted.device)
-    for step, rows, p, logits in _in_parts(drafted, half, truth, used):
-        found[step, rows] = torch.minimum(p, logits.softmax(-1)).sum(-1)
+    for step, rows, p, h in _in_parts(drafted, truth, used):
+        found[step, rows] = torch.minimum(p, (h @ half.T).float().softmax(-1)).sum(-1)
     return found
 
 
@@ -178,16 +178,16 @@ def _number_format(drafted: Tensor) -> torch.dtype:
 
 
 def _in_parts(
-    drafted: Tensor, weight: Tensor, truth: TargetProbabilities, used: Tensor
+    drafted: Tensor, truth: TargetProbabilities, used: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield a step, some of its used rows (n,), their p (n, K) and the head's logits (n, K), both float32."""
+    """Yield a step, some of its used rows (n,), their p (n, K) in float32 and input of the LM head (n, W)."""
     for start in range(0, drafted.shape[1], ROWS_AT_ONCE):
         whole = truth.p(slice(start, start + ROWS_AT_ONCE))
         for step, each in enumerate(used[:, start : start + ROWS_AT_ONCE]):
             chosen = each.nonzero()[:, 0]
             rows = start + chosen
             p = whole if len(chosen) == len(whole) else whole[chosen]
-            yield step, rows, p, (drafted[step, rows] @ weight.T).float()
+            yield step, rows, p, drafted[step, rows]
 
 
 def indices_in(tokens: Tensor, among: Tensor) -> Tensor:
