@@ -43,6 +43,7 @@ class CallHistory:
                 note_release(error)
             raise
         finally:
+            report.plain_reasons = dict.fromkeys(_merged(report.plain_reasons), 1)
             with self.lock:
                 self.last = report
                 self.total.add(report)
@@ -73,8 +74,8 @@ class CallHistory:
 
 
 def _without_figures(message: str) -> str:
-    """The part of a message that does not depend on the lengths of texts."""
-    return re.sub(r"\d+", "", message)
+    """The part of a message that does not depend on the lengths of texts: no number that stands alone."""
+    return re.sub(r"(?<![\w=.])\d+\b", "", message)
 
 
 def _merged(reasons: dict[str, int]) -> dict[str, int]:

@@ -139,6 +139,7 @@ class DraftSessions:
         others = [drafting for _, drafting in self.assistants.values() if drafting is not None]
         for drafting in (self._own, *others):
             drafting.graphs.clear()
+            drafting.recorded.checked.clear()  # keeps the models' earlier hooks and modules alive
 
     @property
     def own(self) -> DraftSession:

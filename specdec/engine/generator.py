@@ -420,7 +420,7 @@ class SpeculativeGenerator:
             self._fall_back(reason, report)
             output = plain(model, call, step is not None)
             sequences = output if isinstance(output, Tensor) else output.sequences
-            report.num_output_tokens = count_tokens(sequences, input_ids.shape[1], call.criteria)
+            report.num_output_tokens = count_tokens(sequences, call)
         else:
             for name in ignored_fields(call.config):
                 history.warn(f"{name} is a setting of transformers' own assisted generation and is ignored")

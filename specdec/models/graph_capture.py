@@ -7,10 +7,10 @@ cannot afford this (for example pytorch/pytorch#193402).
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -20,30 +20,31 @@ from specdec.sampling.noise import generator_lock
 POOLED = 32  # streams of a device, which torch hands out in turns
 
 _lock = Lock()  # CUDA allows one capture per process
-_streams_lock = Lock()
-_streams: set[Any] = set()  # that captures use or have used
-_free: defaultdict[torch.device, deque[Any]] = defaultdict(deque)
+_streams_lock = RLock()  # a finalizer may give a stream back while this thread takes one
+_users: defaultdict[torch.device, Counter[Any]] = defaultdict(Counter)  # by stream, the captures that use it
 
 
 def take_stream(device: torch.device) -> Any:
-    """Return a `torch.cuda.Stream` on which nothing else captures until `give_back`.
+    """Return a `torch.cuda.Stream` that no other capture uses until `give_back`, or the one that the fewest use.
 
     A graph that is freed takes along the workspaces of its stream, which other graphs of that stream would still use.
     """
     with _streams_lock:
-        if _free[device]:
-            return _free[device].pop()
-        for _ in range(POOLED):
-            stream = torch.cuda.Stream(device)
-            if stream not in _streams:
+        users = _users[device]
+        for _ in range(POOLED if all(users.values()) else 0):
+            made = torch.cuda.Stream(device)
+            if made not in users:
+                users[made] = 0
                 break
-        _streams.add(stream)
+        stream = min(users, key=users.__getitem__)
+        users[stream] += 1
         return stream
 
 
 def give_back(stream: Any) -> None:
-    """Let another capture use a stream. Takes no lock: it may be called during garbage collection."""
-    _free[stream.device].append(stream)
+    """Let another capture use a stream."""
+    with _streams_lock:
+        _users[stream.device][stream] -= 1
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Muon for a head's matrices and AdamW for all other weights, as one optimizer.
 
 Muon (https://kellerjordan.github.io/posts/muon/) makes each update of a matrix nearly orthogonal. Embeddings, LM heads
-(their rows belong to single tokens) and vectors are updated by AdamW.
+and vectors are updated by AdamW.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from transformers.generation import EosTokenCriteria, StopStringCriteria
 from transformers.generation.utils import GenerateOutput, GenerationMixin
 
 from specdec.engine.hf.call import Call
-from specdec.models.compat import requested, run_decoding_loop
+from specdec.models.compat import pad_token, requested, run_decoding_loop
 
 
 class Installed:
@@ -96,14 +96,22 @@ def plain(model: PreTrainedModel, call: Call, synced_gpus: bool) -> GenerateOutp
     )
 
 
-def count_tokens(sequences: Tensor, start: int, criteria: StoppingCriteriaList) -> int:
-    """Count the tokens of sequences (B, T) from column `start` on, without the padding after a row's end token."""
-    new = sequences[:, start:]
-    ends = [criterion.eos_token_id.flatten() for criterion in criteria if isinstance(criterion, EosTokenCriteria)]
-    if not ends:
+def count_tokens(sequences: Tensor, call: Call) -> int:
+    """Count the new tokens of a call's sequences (B, T), without the padding after the end of a row.
+
+    A row ends at its end token, or before the padding where another criterion ended it. If padding is an end token,
+    the first one counts.
+    """
+    new = sequences[:, call.input_ids.shape[1] :]
+    ends = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, EosTokenCriteria)]
+    if not ends:  # rows are not padded
         return new.numel()
-    ended = torch.isin(new, torch.cat(ends).to(new.device)).int()
-    return int((ended.cumsum(1) - ended == 0).sum())
+    end_tokens, padding = torch.cat(ends).to(new.device), pad_token(call.config)
+    ended = torch.isin(new, end_tokens).int()
+    real = ended.cumsum(1) - ended == 0
+    if padding not in end_tokens.tolist():
+        real &= (new != padding).int().flip(1).cummax(1).values.flip(1).bool()
+    return int(real.sum())
 
 
 def with_stop_strings(

@@ -121,9 +121,10 @@ class Objective(nn.Module):
             hidden.append(nn.functional.pad(step.hidden[:, : T - first], (0, 0, first, 0))[is_learned])
             if step.acceptance is not None:
                 confidence.append(nn.functional.pad(step.acceptance[:, : T - first], (first, 0))[is_learned])
-        drafts = self.drafts(ids, learn, documents)[: len(hidden)]
+        drafts = self.drafts(ids, learn, documents)  # (steps, B, T) bool
+        counts = drafts.sum((1, 2)) if counts is None else counts
+        drafts = drafts[: len(hidden)]
         rows = drafts[:, is_learned]  # (steps, N) bool, for N tokens to train on
-        counts = rows.sum(-1) if counts is None else counts
         weight = self.decay ** torch.arange(self.steps, device=ids.device) * (counts > 0)
         scale = rows * (weight / weight.sum().clamp(min=1e-9) / counts.clamp(min=1))[: len(hidden), None]
         # The target predicts a token from its state at the previous one.

@@ -4,6 +4,8 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
+from transformers import StoppingCriteria
 
 from specdec import SpeculativeGenerator, Unsupported
 from specdec.engine.call_history import CallHistory
@@ -54,6 +56,50 @@ def test_reasons_that_differ_in_figures_are_counted_and_warned_of_once():
     assert history.last.plain_reasons == {reason: 1}
     assert history.total.plain_reasons == {"the text may grow from 57 to 4096 tokens": 3}
     assert len(warned) == 1
+
+
+def test_reasons_that_differ_in_more_than_figures_stay_apart():
+    history = CallHistory()
+    reasons = ["assistant_early_exit=7 of 2 layers", "assistant_early_exit=9 of 2 layers", "Stage1 keeps", "Stage2 keeps"]
+    with tiny.specdec_warnings() as warned:
+        for reason in reasons:
+            with history.counted() as report:
+                report.record_plain(reason)
+                history.warn(reason)
+    assert history.total.plain_reasons == dict.fromkeys(reasons, 1)
+    assert len(warned) == len(reasons)
+
+
+def test_a_call_of_several_plain_loops_counts_once():
+    """As Whisper's, with one loop for each segment."""
+    history = CallHistory()
+    with history.counted() as report:
+        for length in (57, 80):
+            with report.part() as part:
+                part.record_plain(f"the text may grow from {length} to 4096 tokens")
+    for counts in (history.last, history.total):
+        assert counts.num_plain_calls == 1
+        assert counts.plain_reasons == {"the text may grow from 57 to 4096 tokens": 1}
+
+
+def test_a_plain_call_counts_no_padding_after_rows_that_a_criterion_ends(llama):
+    class Third(StoppingCriteria):
+        """Ends the first row at its third token."""
+
+        def __call__(self, input_ids, scores, **kwargs):
+            ended = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+            ended[0] = input_ids.shape[1] >= 9 + 3
+            return ended
+
+    spec = SpeculativeGenerator(llama, "ngram")
+    arguments = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": 63, "pad_token_id": 0}
+    counts = []
+    for cached in (True, False):
+        with tiny.specdec_warnings():
+            spec.generate(**tiny.prompts(9, 4), **arguments, stopping_criteria=[Third()], use_cache=cached)
+        counts.append(spec.last_report.num_output_tokens)
+    assert spec.last_report.num_plain_calls == 1
+    assert counts == [11, 11]
 
 
 def test_a_plain_call_counts_tokens_without_padding(llama):

@@ -8,7 +8,7 @@ import itertools
 import statistics
 import sys
 import warnings
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 
 import pytest
 import torch
@@ -395,12 +395,25 @@ def test_what_cannot_be_recorded_runs_on_with_one_warning(fault):
 @pytest.mark.parametrize("missing", ["graph_pool_handle", "CUDAGraph", "Stream"])
 def test_a_torch_with_another_interface_for_graphs_runs_without(missing, monkeypatch):
     recorder = Recorder()
-    monkeypatch.setattr(graph_capture, "_free", defaultdict(deque))  # none of an earlier recorder
+    monkeypatch.setattr(graph_capture, "_users", defaultdict(Counter))  # no streams of an earlier recorder
     monkeypatch.delattr(torch.cuda, missing)
     with tiny.specdec_warnings() as warned:
         assert runs(recorder, lambda x: {"y": x * 2}) == [[2.0 * n, 2.0] for n in range(WARM + 3)]
     assert len(warned) == 1
     assert f"has no attribute '{missing}'" in warned[0]
+
+
+def test_captures_share_a_stream_only_while_there_is_no_other(monkeypatch):
+    streams = [torch.cuda.Stream() for _ in range(graph_capture.POOLED)]
+    turns = itertools.cycle(streams)
+    monkeypatch.setattr(graph_capture, "_users", defaultdict(Counter))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(turns))
+    device = streams[0].device
+    taken = [graph_capture.take_stream(device) for _ in range(graph_capture.POOLED + 1)]
+    assert set(taken) == set(streams)
+    for stream in taken:
+        graph_capture.give_back(stream)
+    assert len({graph_capture.take_stream(device) for _ in streams}) == graph_capture.POOLED
 
 
 def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_a_list(monkeypatch):

@@ -47,6 +47,17 @@ def test_the_objective_is_the_naive_one():
     assert outputs["accuracy"].tolist() == pytest.approx(accuracy)
 
 
+def test_texts_shorter_than_the_drafts():
+    """Steps beyond a text's end have no drafts."""
+    target, head = tiny.model("llama"), eagle3.head(tap_ids=(0, 1, 2)).train()
+    embedding, target_logits = target_logits_of(target, head)
+    ids = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(0))
+    states = eagle3.states_of(target, ids, (0, 1, 2, -1))
+    batch = batch_of(target, ids, torch.ones_like(ids, dtype=torch.bool), states, torch.zeros_like(ids))
+    losses = [Eagle3Objective(head, embedding, target_logits, steps=n)(*batch)["loss"] for n in (3, 5)]
+    torch.testing.assert_close(*losses)
+
+
 def test_gradients_reach_every_parameter():
     target, head = tiny.model("llama"), eagle3.head("3.1", tap_ids=(0, 1, 2)).train()
     text = some_texts(target, 1)[0]
