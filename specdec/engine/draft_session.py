@@ -26,6 +26,8 @@ from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.utils.choices import COUPLED, RuleName
 
+MOST_ASSISTANTS = 16  # prepared for later calls; a model made for each call would add one each time
+
 
 class CallKind(NamedTuple):
     """Kind of a call. Calls of one kind share estimates.
@@ -186,6 +188,8 @@ class DraftSessions:
                 drafting, field = None, "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
                 warn(f"{field} is ignored, and {type(own.proposer).__name__} drafts instead: {error}")
             self.assistants[requested] = state, drafting
+            while len(self.assistants) > MOST_ASSISTANTS:
+                self.assistants.pop(next(iter(self.assistants)), None)
         return drafting or own
 
     def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.engine.transcript import Transcript
 from specdec.models.output import Output
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.logits_processors import NodeProcessors
+from specdec.sampling.logits_processors import NodeProcessors, widened
 from specdec.sampling.results import RoundResult
 
 
@@ -98,7 +98,8 @@ def _node_by_node(
             prefixes[b] = [texts[b][n]]
             others = torch.tensor([[row != b] for row in rows])
             try:
-                scores[b, n] = processors(output.logits[:, n : n + 1], lambda: prefixes, others)[b, 0]  # noqa: B023
+                done = processors(output.logits[:, n : n + 1], lambda: prefixes, others)[b, 0]  # noqa: B023
+                scores[b, n] = widened(done, scores.shape[-1])
                 processed[b, n] = True
             except Exception:
                 failed[b, n] = True

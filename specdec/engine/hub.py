@@ -15,6 +15,7 @@ from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName
 
 KEPT_AT = "_specdec_generators"
+MOST = 16  # generators of a model; a proposer object made for each call would add one each time
 
 
 class Generators(dict[Any, SpeculativeGenerator]):
@@ -54,7 +55,8 @@ def generator(
 ) -> SpeculativeGenerator:
     """Return the generator that `custom_generate` calls of this model with these settings share.
 
-    It is made on first use. Its `report` counts the calls.
+    It is made on first use. Its `report` counts the calls. A model keeps the last 16: pass the same proposer object in
+    each call.
 
     Args:
         model: the target.
@@ -68,8 +70,12 @@ def generator(
     """
     kept = vars(model).setdefault(KEPT_AT, Generators())
     settings = (proposer, draft_length, rule, on_unsupported)
-    if settings not in kept or kept[settings].model is not model:  # a shallow copy shares its attributes
-        kept[settings] = SpeculativeGenerator(
+    found = kept.pop(settings, None)
+    if found is None or found.model is not model:  # a shallow copy shares its attributes
+        found = SpeculativeGenerator(
             model, proposer, draft_length=draft_length, rule=rule, on_unsupported=on_unsupported
         )
-    return kept[settings]
+    kept[settings] = found
+    while len(kept) > MOST:
+        kept.pop(next(iter(kept)), None)
+    return found

@@ -54,8 +54,9 @@ class SequentialVerifier:
         if self.noise is None:
             # `max` returns the first of equal maxima like `argmax`, and is 4x faster on bfloat16.
             return scores.max(-1).indices
-        probs = scores.softmax(-1)
-        perturbed = (probs / self.noise.at(columns).to(probs.device)).max(-1)
+        probs, tokens = scores.softmax(-1), scores.shape[-1]
+        self.noise.fit(tokens)
+        perturbed = (probs / self.noise.at(columns).to(probs.device)[:, :tokens]).max(-1)
         if perturbed.values.device.type == "cpu" and bool((perturbed.values.isnan() & alive).any()):
             torch.multinomial(probs[alive], 1)  # raises the error of plain decoding for such scores
         return perturbed.indices

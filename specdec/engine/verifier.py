@@ -20,7 +20,7 @@ from specdec.engine.transcript import Transcript
 from specdec.models.output import Output
 from specdec.sampling.acceptance import longest_accepted_path
 from specdec.sampling.draft_tree import DraftTree
-from specdec.sampling.logits_processors import NodeProcessors
+from specdec.sampling.logits_processors import NodeProcessors, widened
 from specdec.sampling.noise import Noise
 from specdec.sampling.results import RoundResult
 
@@ -48,6 +48,7 @@ class RejectionVerifier:
                 self.processors, draft, output, text, error, lambda tree, scores: self.decide(tree, scores, text)
             )
         else:
+            scores = widened(scores, output.logits.shape[-1])
             result = self.decide(draft, scores, text)
         result = _accept_padding(result, text, failed)
         if text.records.wanted:

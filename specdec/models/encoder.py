@@ -58,22 +58,19 @@ class EncoderOutputs:
             named[name] = self.together_with(named[name])
         return named
 
+    def readable_by(self, model: PreTrainedModel) -> bool:
+        """Return False if a draft model's own encoder needs the input, but the call passed `encoder_outputs` alone."""
+        return self.given is not None or not model.config.is_encoder_decoder
+
     def for_model(self, model: PreTrainedModel) -> EncoderOutputs | None:
         """The encoder outputs that a draft model reads for the same input; None if it reads none.
 
         A decoder that reads the target's encoder states (distil-whisper) gets these, another model those of its own
-        encoder.
-
-        Raises:
-            ValueError: the draft model has its own encoder, but the call did not pass the encoder's input.
+        encoder. It must be able to read the input, see `readable_by`.
         """
         if not model.config.is_encoder_decoder:
             return EncoderOutputs(self.states) if "encoder_outputs" in forward_parameters(model) else None
-        if self.given is None:
-            raise ValueError(
-                f"{type(model).__name__} drafts with its own encoder, which needs the input, but the call passed only "
-                "encoder_outputs: pass the input as well, or draft with n-grams"
-            )
+        assert self.given is not None
         with torch.no_grad():
             given = self._of_rows(self.given).to(model.device)
             size = model.config.get_text_config(decoder=True).vocab_size

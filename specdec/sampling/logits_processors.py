@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.generation import logits_process as hf
 
 from specdec.sampling.grammar import GrammarRows
@@ -130,7 +130,7 @@ class NodeProcessors:
             ruled_out: (B, N) bool, nodes that cannot be reached: errors of a processor on their text are ignored.
 
         Returns:
-            (B, N, V) float32, the processed scores.
+            (B, N, V) float32, the processed scores. Fewer than V tokens if a processor drops the last ones.
         """
         scores = logits.float()
         if self.processors and scores is logits:
@@ -146,6 +146,17 @@ class NodeProcessors:
                 else:
                     scores = _by_prefix(processor, texts, scores, ruled_out)
         return scores
+
+
+def widened(scores: Tensor, vocab_size: int) -> Tensor:
+    """Give the tokens that scores (..., K) lack a score of -inf: (..., V), where V is the vocabulary's size.
+
+    Examples:
+        >>> widened(torch.zeros(1, 2), 3)
+        tensor([[0., 0., -inf]])
+    """
+    missing = vocab_size - scores.shape[-1]
+    return nn.functional.pad(scores, (0, missing), value=float("-inf")) if missing > 0 else scores
 
 
 def _reads_scores_alone(processor: Any) -> bool:
@@ -169,7 +180,7 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
     there. Such an error is ignored: the node is never reached, whatever its scores.
     """
     B = len(texts)
-    out = scores.clone()
+    out, width = scores.clone(), scores.shape[-1]
     never = [[False] * len(row) for row in texts] if dead is None else dead.tolist()
     turns: dict[tuple[int, int], dict[int, int]] = {}  # (length, k-th node of that length) -> {row: node}
     for b, row in enumerate(texts):
@@ -185,7 +196,9 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
         for b, n in nodes.items():
             drafted = tuple(texts[b][n][start[b] :].tolist())
             parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: no parent
-            possible = parent == n or (parent is not None and out[b, parent, drafted[-1]] != float("-inf"))
+            possible = parent == n or (
+                parent is not None and drafted[-1] < width and bool(out[b, parent, drafted[-1]] != float("-inf"))
+            )
             possible = possible and not never[b][n]
             (live if possible else ruled_out)[b] = n
             known.setdefault((b, drafted), n if possible else None)
@@ -202,6 +215,9 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
                 if group is live:
                     raise
                 continue
+            if done.shape[-1] != width:  # it drops tokens, for example those that the tokenizer does not know
+                width = done.shape[-1]
+                out = out.new_full((*out.shape[:2], width), float("-inf"))
             for b, n in group.items():
                 out[b, n] = done[b]
     return out

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.utils.device_copies import uploaded
 
@@ -42,11 +42,21 @@ class Noise:
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.shape, self.device = (batch_size, vocab_size), device
+        self._tokens = vocab_size
         self.settled = 0  # columns whose tokens are final
         self._generator = torch.Generator(device)
         self._states = {0: generator_state(device)}  # by column, the state before its noise is drawn
         self._drawn: dict[int, Tensor] = {}  # by column, the most recently used last
         self._most = max(1, KEPT_BYTES // (4 * batch_size * vocab_size))
+
+    def fit(self, tokens: int) -> None:
+        """Draw the columns that are not settled for so many tokens: a logits processor may drop the last ones.
+
+        The others have infinite noise, with which no token is chosen.
+        """
+        if tokens != self._tokens:
+            self._tokens, self._drawn = tokens, {}
+            self._states = {self.settled: self._states[self.settled]}
 
     def column(self, index: int) -> Tensor:
         """(B, V) float32, the noise of a column that is not settled."""
@@ -90,7 +100,10 @@ class Noise:
 
     def _draw(self, index: int) -> None:
         self._generator.set_state(self._states[index])
-        self._drawn[index] = torch.empty(self.shape, device=self.device).exponential_(generator=self._generator)
+        rows, vocab_size = self.shape
+        drawn = torch.empty(rows, self._tokens, device=self.device).exponential_(generator=self._generator)
+        missing = max(0, vocab_size - self._tokens)
+        self._drawn[index] = nn.functional.pad(drawn, (0, missing), value=float("inf")) if missing else drawn
         self._states[index + 1] = self._generator.get_state()
         if len(self._drawn) > self._most:
             del self._drawn[next(iter(self._drawn))]

@@ -66,3 +66,41 @@ def test_a_model_of_nan(llama, single, do_sample):
     arguments = {**single, "do_sample": do_sample, "max_new_tokens": 12}
     with tiny.specdec_warnings():
         assert outcome(spec.generate, arguments) == outcome(model.generate, arguments)
+
+
+class KnownTokens(LogitsProcessor):
+    """Drops the tokens that a tokenizer does not know."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        return scores[:, :50]
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_fewer_scores_than_tokens(llama, proposer):
+    """T > 0 draws as many random numbers as there are scores."""
+    spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), draft_length=4, on_unsupported="error")
+    drops = LogitsProcessorList([KnownTokens()])
+    for sampled in (False, True):
+        arguments = {**tiny.prompts(9, 4), "do_sample": sampled, "max_new_tokens": 12, "logits_processor": drops}
+        arguments |= {"return_dict_in_generate": True, "output_scores": True}
+        torch.manual_seed(0)
+        expected, state = llama.generate(**arguments), torch.get_rng_state()
+        torch.manual_seed(0)
+        output = spec.generate(**arguments)
+        torch.testing.assert_close(output.sequences, expected.sequences)
+        torch.testing.assert_close(output.scores, expected.scores)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("rule", ["block", "token", "typical"])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_fewer_scores_than_tokens_under_rules_that_draw_drafts(llama, proposer, rule):
+    spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), rule=rule, on_unsupported="error")
+    drops = LogitsProcessorList([KnownTokens()])
+    prompt = tiny.prompts(9, 4)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        output = spec.generate(**prompt, do_sample=True, max_new_tokens=12, logits_processor=drops)
+        assert int(output[:, 9:].max()) < 50

@@ -250,6 +250,12 @@ def test_inputs_embeds(spec, inputs, ends):
     same(spec, lambda: {"inputs_embeds": embeds, "input_ids": inputs["input_ids"], **mask})
 
 
+def test_short_integers(spec, inputs):
+    """Plain decoding returns int64 whatever it was given."""
+    given = {name: tensor.int() for name, tensor in inputs.items()}
+    assert same(spec, lambda: given).dtype == torch.int64
+
+
 def test_position_ids(spec, inputs):
     own = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     same(spec, lambda: {**inputs, "position_ids": own})

@@ -61,6 +61,7 @@ class Call:
         **model_kwargs: Any,
     ) -> Call:
         """The call of a `custom_generate` callable, by the names of its arguments; inputs_tensor: the encoder's."""
+        input_ids = input_ids.long()  # as they are after plain decoding's first token
         read = encoder_outputs_of(model, input_ids, inputs_tensor, model_kwargs)
         return cls(input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs, *read)
 

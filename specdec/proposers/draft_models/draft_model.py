@@ -191,8 +191,13 @@ class DraftModelProposer(AutoregressiveProposer):
         self._positions = min((most for most in (said, found) if most is not None), default=None)
         masks = context.call.masks if able is None else able.masks
         source = context.call.encoder_outputs
-        if source is not None:
-            source = source.for_model(in_eval_mode(self.model))
+        if source is not None and not source.readable_by(self.model):
+            self._idle = True
+            warnings.warn(
+                f"specdec: {type(self.model).__name__} drafts nothing: its own encoder needs the input, but the call "
+                "passed encoder_outputs alone. Pass the input as well, or draft with n-grams"
+            )
+        source = source.for_model(in_eval_mode(self.model)) if source is not None and not self._idle else None
         self._captures = context.call.recorder is not None and cannot_capture(self.model) is None
         self.runner = self.new_runner(masks, self._captures, source)
         self.runner.start(context.batch_size)

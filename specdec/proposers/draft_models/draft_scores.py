@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.proposers.context import Context
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
+from specdec.sampling.logits_processors import widened
 from specdec.utils.device_copies import uploaded
 
 
@@ -51,6 +52,7 @@ class DraftScores:
         full = self._full(logits, context.vocab_size)
         try:
             scores = context.call.processors(full, texts, _unreachable(context, stepped, full.shape[1]))
+            scores = widened(scores, context.vocab_size)
         except Exception:  # plain decoding may never reach this text; if it does, verification raises the error
             scores = full.float()
         if context.call.processors.processors:
@@ -64,8 +66,7 @@ class DraftScores:
         if self.ids is not None:
             full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
             return full.index_copy_(-1, self.ids, logits)
-        missing = vocab_size - logits.shape[-1]
-        return nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing > 0 else logits[..., :vocab_size]
+        return widened(logits, vocab_size)[..., :vocab_size]
 
 
 def _unreachable(context: Context, stepped: DraftNodes, count: int) -> Tensor | None:

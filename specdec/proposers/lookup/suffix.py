@@ -82,7 +82,8 @@ class SuffixProposer(Lookup):
     def check(self, target: PreTrainedModel) -> None:
         size = target.config.get_text_config().vocab_size
         largest = max((max(text, default=0) for text in self.memory.texts()), default=0)
-        if largest >= size:
+        # Placeholders of images may lie beyond the vocabulary.
+        if largest >= size and largest >= len(target.get_input_embeddings().weight):
             raise ValueError(
                 f"the memory's texts contain token {largest}, but the target's vocabulary has {size} tokens: they are "
                 "from another tokenizer. Use a new TextMemory()."

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec import SpeculativeGenerator
-from specdec.engine.hub import Generators, generator
+from specdec import NgramProposer, SpeculativeGenerator
+from specdec.engine.hub import MOST, Generators, generator
 from tests.support import tiny
 from tests.support.fuzz import Recorder
 
@@ -66,6 +66,14 @@ def test_other_settings_are_other_generators(model):
     made = [generator(model, "ngram"), generator(model, "ngram", 4), generator(model, "ngram", rule="block")]
     assert len(set(map(id, made))) == 3
     assert generator(model, "ngram", 4) is made[1]
+
+
+def test_proposers_made_for_each_call_are_not_all_kept(model):
+    first = generator(model, "ngram")
+    made = [weakref.ref(generator(model, NgramProposer())) for _ in range(3 * MOST)]
+    gc.collect()
+    assert generator(model, "ngram") is not first
+    assert sum(one() is not None for one in made) < MOST
 
 
 def test_streams_and_stop_strings(model, single):

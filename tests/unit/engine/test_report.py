@@ -60,7 +60,12 @@ def test_reasons_that_differ_in_figures_are_counted_and_warned_of_once():
 
 def test_reasons_that_differ_in_more_than_figures_stay_apart():
     history = CallHistory()
-    reasons = ["assistant_early_exit=7 of 2 layers", "assistant_early_exit=9 of 2 layers", "Stage1 keeps", "Stage2 keeps"]
+    reasons = [
+        "assistant_early_exit=7 of 2 layers",
+        "assistant_early_exit=9 of 2 layers",
+        "Stage1 keeps",
+        "Stage2 keeps",
+    ]
     with tiny.specdec_warnings() as warned:
         for reason in reasons:
             with history.counted() as report:

@@ -224,6 +224,17 @@ def test_another_tokenizers_texts_are_refused(llama):
         SpeculativeGenerator(llama, SuffixProposer(remembering([1, 10_000])))
 
 
+def test_placeholders_beyond_the_vocabulary_stay_in_the_memory():
+    """As image tokens of Mllama, which have embeddings but no logits."""
+    model = tiny.model("llama", seed=8)
+    model.set_input_embeddings(torch.nn.Embedding.from_pretrained(torch.randn(72, 32)))
+    prompt = {"input_ids": torch.tensor([[5, 70, 6, 5, 70, 6]])}
+    proposer, wanted = SuffixProposer(), model.generate(**prompt, do_sample=False, max_new_tokens=6)
+    for _ in range(2):
+        spec = SpeculativeGenerator(model, proposer, on_unsupported="error")
+        torch.testing.assert_close(spec.generate(**prompt, do_sample=False, max_new_tokens=6), wanted)
+
+
 def test_it_looks_up_beside_a_draft_model(llama, draft, single):
     proposer = HybridProposer(DraftModelProposer(draft), SuffixProposer())
     spec = SpeculativeGenerator(llama, proposer, draft_length=4)
