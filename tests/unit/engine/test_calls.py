@@ -169,6 +169,7 @@ def test_nothing_of_a_call_stays(name, fails, sample):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("name", ["draft tree", "ngram+head"])
 def test_a_thousand_calls_of_changing_shapes_leave_nothing(name):
     model, sizes = tiny.model("llama"), Path("/proc/self/statm")
