@@ -4,7 +4,7 @@
 #                                 model with its EAGLE-3 head and n-grams, together and apart
 #   make demo PAIR=1              a 1.5B model with its head, n-grams, and the 0.5B model as draft: 1.6 GB
 #   make demo TARGET=path-or-id PROPOSER=ngram      any model; PROPOSER is ngram, eagle3, auto, draft:PATH,
-#                                 eagle3:PATH or, behind ngram+, one of these with a model
+#                                 eagle3:PATH or, after ngram+, one of these with a model
 #   make test | make test-all | make lint
 #   make test-oldest | make test-newest     the tests that compare with plain decoding, on the oldest and newest releases of
 #                                 transformers and torch, each in an environment of its own (7 GB: PyPI's torch is for CUDA)

@@ -26,9 +26,9 @@ def doctor(
 ) -> None:
     """Find the fastest way to decode these prompts, and what limits it.
 
-    Measures plain decoding, every draft method, and the head that is known for the target in turns. Methods are judged
-    by what was accepted, then by speed. The verdict is one of them or "too noisy to tell". Ctrl-C stops the
-    measurement; the diagnosis then uses the results so far.
+    Measures plain decoding and every draft method in turns, and a known head of the target that is on this machine.
+    Methods are judged by what was accepted, then by speed. The verdict is one of them or "too noisy to tell". Ctrl-C
+    stops the measurement; the diagnosis then uses the results so far.
     """
     check(target, proposer)
     questions, count = first_questions(prompts, limit) if prompts else ([], 0)

@@ -2,7 +2,8 @@
 
 CPU libraries have a kernel of their own for products over one row, which adds in another order than the one for several
 rows. Products over several rows mostly give each of them the same bits, however many there are. So a row that is padded
-to two has the bits that it has in a draft, and takes no longer, since either product is bound by reading the weights.
+to two has the bits that it has in a draft. In bfloat16 it takes no longer, since either product is bound by reading the
+weights.
 Whether this holds depends on the library, the processor, the shape and the dtype. It is found out by comparing.
 """
 
