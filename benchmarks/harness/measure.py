@@ -107,14 +107,16 @@ def measure(
         passes += 1
 
     torch.manual_seed(seed)
-    hook = target.register_forward_pre_hook(count)
+    counted = method.spec is None  # for specdec's captured passes each new hook would be a changed model
+    hook = target.register_forward_pre_hook(count) if counted else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers' advice on generation flags, once per call
             inputs = [left_padded(prompts, pad, target.device) for prompts in batches]
             calls = [time_call(method, batch, pad_token_id=pad, **arguments) for batch in inputs]
     finally:
-        hook.remove()
+        if hook is not None:
+            hook.remove()
     texts = [[_until_end(row, ends) for row in call.texts] for call in calls]
     return Measurement(
         tokens=[row for rows in texts for row in rows],
@@ -122,7 +124,7 @@ def measure(
         time_to_first_token=sum(call.time_to_first_token for call in calls) / len(calls),
         decode_seconds=sum(call.decode_seconds for call in calls),
         decode_tokens=sum(_after_first(call, rows) for call, rows in zip(calls, texts, strict=True)),
-        passes=passes,
+        passes=passes if counted else sum(1 + call.report.num_rounds for call in calls if call.report is not None),
         report=None if singles else calls[0].report,
     )
 

@@ -57,7 +57,7 @@ def read(path: Path, coding_apart: bool = False) -> list[Question]:
         coding_apart: count MT-bench's coding questions as a separate seventh group.
     """
     questions = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -84,7 +84,7 @@ def answered(model: PreTrainedModel, tokenizer: Any, job: str, calls: int, new: 
 def written(path: Path, tokenizer: Any, calls: int, new: int) -> dict[str, list[Call]]:
     """Read the first calls of each source from a file, skipping sampled answers."""
     out: dict[str, list[Call]] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in filter(None, path.read_text(encoding="utf-8").split("\n")):
         entry = json.loads(line)
         known = out.setdefault(entry.get("source", path.stem), [])
         answer = tokenizer(entry["response"], add_special_tokens=False)["input_ids"][:new]

@@ -45,7 +45,7 @@ def main(
     model, tokenizer = load(target, dtype), AutoTokenizer.from_pretrained(target)
     chain = Eagle3Proposer(head, branching=(1,) * draft_length)
     method = speculative("specdec", model, chain, draft_length)
-    entries = [json.loads(line)["turns"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    entries = [json.loads(line)["turns"] for line in prompts.read_text(encoding="utf-8").split("\n") if line]
     conversations = [turns for turns in entries if len(turns) > 1][:limit]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     taken: dict[str, list[Call]] = {name: [] for name in READ}

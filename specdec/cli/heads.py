@@ -99,6 +99,7 @@ def _probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: PreTrained
     """Measure the mean acceptance length with each tap convention, and say which one is clearly ahead."""
     from specdec.data.prompts import Prompt
     from specdec.engine.generator import SpeculativeGenerator
+    from specdec.engine.settings import MEASURED
     from specdec.models.introspection import device_of
     from specdec.proposers.draft_heads.eagle3 import Eagle3Proposer
 
@@ -113,7 +114,7 @@ def _probe_taps(head: Eagle3Head, target: PreTrainedModel, tokenizer: PreTrained
             continue
         for prompt in PROBE_PROMPTS:
             inputs = Prompt("", prompt).encode(tokenizer, device_of(target))
-            spec.generate(**inputs, max_new_tokens=PROBE_TOKENS, do_sample=False)
+            spec.generate(**inputs, **MEASURED, max_new_tokens=PROBE_TOKENS, do_sample=False)
         lengths[convention] = spec.report.mean_acceptance_length
     if not lengths:
         raise ValueError(

@@ -38,8 +38,8 @@ def train(
     draft_vocab: int | None = typer.Option(
         None,
         min=2,
-        help="Size of the draft vocabulary. Default: the 8192 most frequent tokens, all of them for MTP layers, or that "
-        "of the head of --from. A larger size adds tokens to that head; a smaller one chooses them again.",
+        help="Size of the draft vocabulary. Default: the 8192 most frequent tokens, all tokens for MTP layers, or "
+        "those of the head of --from. A larger size adds tokens to that head; a smaller one chooses them again.",
     ),
     intermediate_size: int | None = typer.Option(None, min=1, help="Width of the head's MLP. Default: the target's."),
     layers: int | None = typer.Option(None, min=1, help="Layers of a new head. Default: 1; 2 for a drafter of blocks."),

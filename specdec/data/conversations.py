@@ -218,8 +218,14 @@ def _marked(ids: Tensor, marks: Sequence[int]) -> Tensor:
 
 
 def encode_prompt(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, **template: Any) -> list[int]:
-    """Tokenize a conversation up to where the target answers. template: arguments of the chat template."""
+    """Tokenize a conversation up to where the target answers. template: arguments of the chat template.
+
+    Raises:
+        ValueError: several messages, but no chat template; or the template refuses them.
+    """
     if tokenizer.chat_template is None:
+        if len(messages) > 1:
+            raise ValueError("it has several messages, but the tokenizer has no chat template")
         return list(tokenizer(messages[-1]["content"])["input_ids"])
     return list(tokenizer(rendered(messages, tokenizer, True, **template), add_special_tokens=False)["input_ids"])
 

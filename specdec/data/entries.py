@@ -31,6 +31,8 @@ def read_entries(data: str | Path | Iterable[Any], formats: str = FORMATS) -> It
         ValueError: the data is empty or cannot be parsed.
     """
     entries: Iterator[tuple[str, Any]]
+    if isinstance(data, dict):
+        raise ValueError(f"a dict of {', '.join(map(repr, data))} is not a sequence of entries: give one of its values")
     if not isinstance(data, (str, Path)):
         entry_of = _without_nulls if hasattr(data, "features") else lambda entry: entry
         name, entries = "the data", ((f"entry {number}", entry_of(entry)) for number, entry in enumerate(data))
@@ -142,6 +144,8 @@ def _dataset(path: Path) -> Iterator[tuple[str, Any]]:
         rows = load_from_disk(str(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path} is a folder, but was not written by datasets' save_to_disk") from error
+    if isinstance(rows, dict):
+        raise ValueError(f"{path} holds the splits {', '.join(rows)}: give one, for example {path / next(iter(rows))}")
     for number, row in enumerate(rows):
         yield f"{path}, row {number}", _without_nulls(row)
 

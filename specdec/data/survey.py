@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,13 +75,18 @@ def survey(data: Path, held_out: Path | None = None) -> Survey:
 def _survey(data: Path, held_out: Path | None, *state_of_files: Any) -> Survey:
     content, writers, count = hashlib.sha256(), Counter[str](), 0
     for entry in _checked(data):
-        content.update(json.dumps(entry, sort_keys=True, default=str).encode())
+        content.update(json.dumps(entry, sort_keys=True, default=_lasting).encode())
         count += 1
         if (name := _writer(entry)) is not None:
             writers[name] += 1
     for entry in _checked(held_out) if held_out is not None else ():
-        content.update(json.dumps(entry, sort_keys=True, default=str).encode())
+        content.update(json.dumps(entry, sort_keys=True, default=_lasting).encode())
     return Survey(content.hexdigest(), count, writers)
+
+
+def _lasting(value: Any) -> str:
+    """An image or another object as a text that is the same in each process: without its address in memory."""
+    return re.sub(r" at 0x[0-9A-Fa-f]+", "", str(value))
 
 
 def _checked(file: Path) -> Iterator[Any]:

@@ -56,9 +56,11 @@ class LenientVerifier(SequentialVerifier):
         self, scores: Tensor, columns: list[int], alive: Tensor, draft: DraftTree, node: Tensor
     ) -> Tensor:
         best = super().chosen_tokens(scores, columns, alive, draft, node)
-        values = scores if self.noise is None else scores.log_softmax(-1) - self.noise.at(columns).to(scores).log()
-        children = draft.parents == node[:, None]
-        drafted = values.gather(1, draft.tokens).masked_fill(~children, float("-inf")).max(-1)
+        size, values = scores.shape[1], scores  # a processor may have dropped the last tokens
+        if self.noise is not None:
+            values = scores.log_softmax(-1) - self.noise.at(columns).to(scores)[:, :size].log()
+        children = (draft.parents == node[:, None]) & (draft.tokens < size)
+        drafted = values.gather(1, draft.tokens.clamp(max=size - 1)).masked_fill(~children, float("-inf")).max(-1)
         regret = values.gather(1, best[:, None])[:, 0] - drafted.values
         spent = torch.zeros_like(regret) if self.spent is None else self.spent
         taken = alive & regret.isfinite() & (regret <= self.lenient.gap) & (spent + regret <= self.lenient.budget)

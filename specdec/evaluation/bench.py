@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.engine.settings import MEASURED
 from specdec.evaluation.measured import Measured, table
 from specdec.evaluation.methods import plain, speculative
 from specdec.evaluation.speed_up import LEVEL, MEANING, SpeedUp
@@ -189,7 +190,7 @@ def bench(
     methods = [plain(target)]
     for name, proposer in proposers.items():
         methods.append(speculative(name, target, proposer, draft_length, rule, code=f'"{name}"', exact=exact))
-    arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
+    arguments = {**MEASURED, "do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     runs = [Runs(method, device_of(target), arguments) for method in methods]
     step = steps(progress, (1 + repeats * len(prompts)) * len(runs))
     warm_up(runs, prompts[0], step)

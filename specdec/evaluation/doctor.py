@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.engine.report import Report
+from specdec.engine.settings import MEASURED
 from specdec.evaluation.code import loading
 from specdec.evaluation.diagnosis import Diagnosis
 from specdec.evaluation.known_head import KnownHead
@@ -64,7 +65,7 @@ def diagnose(
         ```
     """
     device = device_of(target)
-    arguments = {"do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
+    arguments = {**MEASURED, "do_sample": False, "max_new_tokens": max_new_tokens, **arguments}
     listed, head = methods(target, proposer), KnownHead.of(target, proposer)
     if head.method is not None:
         listed.insert(2, head.method)  # it needs no setting, so it comes before chains and trees

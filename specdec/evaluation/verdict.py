@@ -101,7 +101,7 @@ def judge(plain: Measured, drafting: Sequence[Measured]) -> Verdict:
         return Verdict(plain, not perhaps, tuple(perhaps), (), plain, bool(useful))
     best = next(one for one in faster if not any(_beats(other, one) for other in faster))
     order = [method for method in useful if method in faster or method in perhaps]
-    rivals = tuple(method for method in order if method is not best and not _settled(best, method, order))
+    rivals = tuple(method for method in order if method is not best and not _settled(best, method, order, faster))
     return Verdict(best, not rivals, rivals, faster, plain, True)
 
 
@@ -109,10 +109,10 @@ def _beats(method: Measured, over: Measured) -> bool:
     return method.speed_up(over).low > NEAR_DRAFT
 
 
-def _settled(best: Measured, other: Measured, order: Sequence[Measured]) -> bool:
-    """Return whether the measurements tell that `best` is preferred to another method."""
+def _settled(best: Measured, other: Measured, order: Sequence[Measured], faster: Sequence[Measured]) -> bool:
+    """Return whether the measurements tell that another method is not the one to use instead of `best`."""
     if order.index(other) < order.index(best):
-        return _beats(best, other)
+        return any(_beats(one, other) for one in faster)
     return other.speed_up(best).high <= NEAR_DRAFT
 
 

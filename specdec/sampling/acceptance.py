@@ -29,10 +29,10 @@ from specdec.sampling.results import RoundResult
 
 
 def sample(probs: Tensor) -> Tensor:
-    """Draw one index per distribution by inverting its cumulative sum.
+    """Draw one index per distribution, on CPUs by inverting its cumulative sum.
 
-    Faster than `torch.multinomial`, which draws V exponentials per row: 0.6 instead of 25 ms for 8 rows of 152k on two
-    CPU cores.
+    This is faster than `torch.multinomial`, which draws V exponentials per row: 0.6 instead of 25 ms for 8 rows of 152k
+    on two CPU cores. On GPUs a cumulative sum may fall by rounding, so exponentials are drawn there, too.
 
     Args:
         probs: (..., V) float, non-negative, need not sum to one.
@@ -44,6 +44,8 @@ def sample(probs: Tensor) -> Tensor:
         >>> sample(torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 0.5]]))
         tensor([1, 2])
     """
+    if probs.device.type != "cpu":
+        return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
     cdf = probs.cumsum(-1)
     u = torch.rand(probs.shape[:-1], device=probs.device, dtype=cdf.dtype)
     # u < 1, but u * total may round up to total, which would draw an index past the support.

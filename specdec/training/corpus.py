@@ -43,16 +43,16 @@ def write_corpus(recipe: Recipe, folder: RunFolder, tokenizer: PreTrainedTokeniz
     marks, ends = marks_of(AutoConfig.from_pretrained(recipe.target)), ends_of(recipe.target)
     texts = read_texts(recipe.data, tokenizer, recipe.length, marks, ends, limit=recipe.max_texts)
     if recipe.held_out_data is None:
-        _split(texts, recipe, folder)
-        return
-    # The smaller file first: if it cannot be used, this is found at once.
-    held_out = save_texts(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
-    training_texts = save_texts(texts, folder.training_texts)
+        held_out, training_texts = _split(texts, recipe, folder)
+    else:  # the smaller file first: if it cannot be used, this is found at once
+        held_out = save_texts(read_texts(recipe.held_out_data, tokenizer, recipe.length, marks, ends), folder.held_out)
+        training_texts = save_texts(texts, folder.training_texts)
     seen = _among(held_out, training_texts)
     if seen:
+        copies = "repeated texts" if recipe.held_out_data is None else "them from one of the files"
         warnings.warn(
             f"{seen} of the {len(held_out)} texts to evaluate on are also trained on, so the evaluation is too "
-            "optimistic: remove them from one of the files"
+            f"optimistic: remove {copies}"
         )
 
 
@@ -69,8 +69,8 @@ def corpus(folder: RunFolder) -> tuple[Texts, Texts]:
     return load_texts(folder.training_texts), load_texts(folder.held_out)
 
 
-def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
-    """Hold out texts at even intervals, and write both sets."""
+def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> tuple[Texts, Texts]:
+    """Hold out texts at even intervals, write both sets, and return them: held-out texts first."""
     every, count = folder.training_texts.with_name("every_text"), recipe.held_out
     whole = save_texts(texts, every)  # their number is known only after all are read
     every.unlink()  # the data stays available while it is mapped
@@ -80,8 +80,8 @@ def _split(texts: Iterable[Text], recipe: Recipe, folder: RunFolder) -> None:
             "smaller --held-out"
         )
     apart = {i * len(whole) // count for i in range(count)}
-    save_texts((whole[i] for i in sorted(apart)), folder.held_out)
-    save_texts((text for i, text in enumerate(whole) if i not in apart), folder.training_texts)
+    held_out = save_texts((whole[i] for i in sorted(apart)), folder.held_out)
+    return held_out, save_texts((text for i, text in enumerate(whole) if i not in apart), folder.training_texts)
 
 
 def _among(some: Texts, others: Texts) -> int:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from specdec.data.conversations import context_of
 from specdec.engine.generator import SpeculativeGenerator
+from specdec.engine.settings import MEASURED
 from specdec.heads.dflash.head import DFlashHead
 from specdec.heads.embeddings import BorrowedEmbeddings
 from specdec.heads.kinds import Head
@@ -35,8 +36,8 @@ from specdec.training.time_limit import OutOfTime
 NEW_TOKENS = 64  # tokens to decode per prompt
 TREE = DynamicTree(depth=6, top_k=8, size=24)
 # Decode from the target's plain distribution, as in training, whatever its generation config says.
-GREEDY: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
-SAMPLED: dict[str, Any] = {"do_sample": True, "repetition_penalty": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+GREEDY: dict[str, Any] = MEASURED | {"do_sample": False, "repetition_penalty": 1.0}
+SAMPLED: dict[str, Any] = GREEDY | {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(frozen=True)

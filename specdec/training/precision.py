@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import is_torch_bf16_gpu_available
 
+from specdec.models.number_format import convert
+
 ROWS, WIDTH, TRIES = 512, 1024, 3  # size of the measured product, and measurements
 UNCACHED = 2**25  # numbers of a matrix that no cache holds: products of few rows are as fast as the memory
 # Other programs disturb: measure up to MOST_TRIES times, until one format is CLEAR times faster.
@@ -42,9 +44,11 @@ def without_denormals() -> Iterator[None]:
 def in_fastest_dtype(target: PreTrainedModel, device: torch.device | None = None) -> PreTrainedModel:
     """Convert a target from bfloat16 to float32 if its device only emulates bfloat16. The values do not change.
 
+    A quantised target stays as it is.
+
     device: device on which weights from the disk will be used. None: the target's device.
     """
-    return target.float() if running_dtype(target.dtype, device or target.device) != target.dtype else target
+    return convert(target, running_dtype(target.dtype, device or target.device))
 
 
 def running_dtype(saved: torch.dtype, device: torch.device) -> torch.dtype:

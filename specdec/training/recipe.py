@@ -226,7 +226,7 @@ class Recipe:
         mine = {key: str(value) for key, value in asdict(self).items() if key not in FREE}
         mine |= {key: named(mine[key]) for key in ("target", "start_from", "start_from_target")}
         if self.start_from is None:
-            mine["draft_vocab"] = str(self.draft_vocab or DRAFT_VOCAB)
+            mine["draft_vocab"] = str(self.draft_vocab or ("all" if self.kind == "mtp" else DRAFT_VOCAB))
         mine |= {"steps": str(self.drafted), "loss": self.loss_name, "optimizer": self.optimizer_name}
         mine |= {"texts": texts, "weights": weights}
         if self.held_out_data is not None:

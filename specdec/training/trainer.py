@@ -205,16 +205,18 @@ class HeadTrainer(Trainer):
         at_once = self.args.per_device_train_batch_size
         self.objective.state_weight, self.objective.update = 0.0, 0  # the same anchors every time
         self.objective.steps, self.objective.by_acceptance = self.steps, False  # losses of two heads are comparable
-        batches = [
-            self.data_collator([rows[i] for i in range(start, min(start + at_once, len(rows)))])
-            for start in range(0, len(rows), at_once)
+        places = [range(start, min(start + at_once, len(rows))) for start in range(0, len(rows), at_once)]
+        # Rows are read twice, and their states pass by pass: those of all rows may not fit into memory.
+        drafts = [
+            self.data_collator([{name: rows[i][name] for name in DRAFT_FIELDS} for i in place]) for place in places
         ]
-        counts = [self._counts(self._prepare_inputs({name: batch[name] for name in DRAFT_FIELDS})) for batch in batches]
+        counts = [self._counts(self._prepare_inputs(batch)) for batch in drafts]
         whole = torch.stack(counts).sum(0)  # the passes' losses add up to the loss per draft of all rows
         loss, done, hits, measured = 0.0, 0, torch.zeros_like(whole, dtype=torch.float32), torch.zeros_like(whole)
-        for batch, count in zip(batches, counts, strict=True):
+        for place, count in zip(places, counts, strict=True):
             if done and not should_continue():
                 break
+            batch = self.data_collator([rows[i] for i in place])
             outputs = self.objective(**self.teacher.states(self._prepare_inputs(batch)), counts=whole)
             accuracy = outputs["accuracy"]
             loss += float(outputs["loss"])

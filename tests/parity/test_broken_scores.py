@@ -7,7 +7,7 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import LogitsProcessor
 
-from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator
+from specdec import DraftModelProposer, Lenient, NgramProposer, SpeculativeGenerator
 from tests.support import tiny
 
 PROPOSERS = {
@@ -94,9 +94,9 @@ def test_fewer_scores_than_tokens(llama, proposer):
         assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("rule", ["block", "token", "typical"])
+@pytest.mark.parametrize("rule", ["block", "token", "typical", Lenient()], ids=str)
 @pytest.mark.parametrize("proposer", PROPOSERS)
-def test_fewer_scores_than_tokens_under_rules_that_draw_drafts(llama, proposer, rule):
+def test_fewer_scores_than_tokens_under_other_rules(llama, proposer, rule):
     spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), rule=rule, on_unsupported="error")
     drops = LogitsProcessorList([KnownTokens()])
     prompt = tiny.prompts(9, 4)

@@ -190,7 +190,7 @@ def parsed(body: bytes, kind: type[R]) -> R:
     Raises:
         ApiError: the body is not JSON, or a field is wrong. The message names the field.
     """
-    content = _without_nulls(_json(body))
+    content = _json(body)
     if not isinstance(content, dict):
         raise invalid(f"the body must be a JSON object, got {_short(content)}")
     try:
@@ -208,7 +208,7 @@ def _json(body: bytes) -> Any:
     try:
         content = json.loads(body.decode(), parse_constant=_not_a_number)
         check_text(content)
-        return content
+        return _without_nulls(content)
     except UnicodeDecodeError as error:
         raise invalid(f"the body is not text in UTF-8: {error}") from None
     except RecursionError:

@@ -158,9 +158,10 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
 
 def _speculators_config(c: Eagle3Config, target: str) -> dict[str, Any]:
     convention, taps = _taps(c, "entering")
+    algorithm, tokens = ("eagle3", 3) if c.mask_token_id is None else ("peagle", c.block_size)
     return {
         "architectures": ["Eagle3DraftModel"],
-        **speculators_head("eagle3", 3, target),
+        **speculators_head(algorithm, tokens, target),
         "transformer_layer_config": _layer_config(c),
         **_head_fields(c),
         **convention,
@@ -174,7 +175,8 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
 
 def _head_fields(c: Eagle3Config) -> dict[str, Any]:
     window = {} if c.draft_window is None else {"draft_window": c.draft_window}
-    return {name: getattr(c, name) for name in HEAD_FIELDS} | window
+    parallel = {} if c.mask_token_id is None else {"mask_token_id": c.mask_token_id, "block_size": c.block_size}
+    return {name: getattr(c, name) for name in HEAD_FIELDS} | window | parallel
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:

@@ -82,12 +82,13 @@ class TextMemory:
         """Return the number for a new text. The text exists from its first `write`."""
         return next(self._numbers)
 
-    def write(self, text: int, tokens: Sequence[int]) -> None:
+    def write(self, text: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> None:
         """Append tokens to a text. A text that was dropped in the meantime starts empty.
 
         Args:
             text: the number of the text, from `new`.
             tokens: the token ids to append.
+            keep: numbers of other texts that are not dropped to make room, such as the rows of the same batch.
         """
         with self._lock:
             known = self._texts.setdefault(text, [])
@@ -101,8 +102,11 @@ class TextMemory:
                     if len(places) > 2 * PLACES:
                         del places[:-PLACES]
             self._texts.move_to_end(text)
-            while self._size > self.capacity and len(self._texts) > 1:
-                self._forget(next(iter(self._texts)))
+            while self._size > self.capacity:
+                oldest = next((number for number in self._texts if number != text and number not in keep), None)
+                if oldest is None:
+                    break
+                self._forget(oldest)
 
     def matches(self, text: int, length: int, near: Iterable[tuple[int, int]] = ()) -> list[Match]:
         """Find earlier occurrences of the text's end.

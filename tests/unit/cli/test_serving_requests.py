@@ -242,3 +242,12 @@ def test_the_page_has_the_table_of_the_code():
 def test_the_server_goes_on(served):
     assert served.health == {"status": "ok", "queue": 0, "busy": False}
     assert served.chat(temperature=0).choices[0].message.content == served.plain_text()
+
+
+@pytest.mark.parametrize("depth", [600, 5000])
+def test_nested_bodies_are_refused_at_any_depth(depth):
+    """Each step of parsing takes another number of Python's frames per level."""
+    body = b'{"model": "m", "messages": [' + b"[" * depth + b"]" * depth + b"]}"
+    with pytest.raises(ApiError) as caught:
+        parsed(body, ChatRequest)
+    assert caught.value.status == 400

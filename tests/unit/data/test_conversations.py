@@ -12,6 +12,7 @@ from specdec.data.conversations import encode_prompt, read_texts
 from specdec.data.entries import read_entries
 from specdec.data.messages import Conversation, parse_conversation, read_prompts
 from specdec.data.prompts import Prompt
+from specdec.data.survey import _lasting
 from specdec.models.introspection import marks_of
 from specdec.training.corpus import corpus, write_corpus
 from specdec.training.recipe import Recipe
@@ -394,6 +395,38 @@ def test_rows_of_datasets_are_the_entries_they_were_made_of(tokenizer, tmp_path)
     for given in (rows, tmp_path / "rows"):
         assert [entry for _, entry in read_entries(given)] == UNIFIED
         assert len(list(read_texts(given, tokenizer, 50))) == 4
+
+
+def test_the_splits_of_a_saved_dict_are_named(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list([{"text": "a b"}])
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "rows"))
+    with pytest.raises(ValueError, match=r"holds the splits train, test: give one, for example .*rows/train"):
+        list(read_entries(tmp_path / "rows"))
+    with pytest.raises(ValueError, match="'train', 'test' is not a sequence of entries"):
+        list(read_entries(datasets.DatasetDict({"train": rows, "test": rows})))
+
+
+def test_checksums_do_not_depend_on_the_process():
+    """The text of an image names its address in memory."""
+
+    class Image:
+        def __str__(self):
+            return f"<PIL.Image.Image image mode=RGB size=2x2 at 0x{id(self):X}>"
+
+    kept = [Image(), Image()]
+    assert {_lasting(image) for image in kept} == {"<PIL.Image.Image image mode=RGB size=2x2>"}
+
+
+def test_several_messages_need_a_chat_template(tokenizer):
+    messages, tokenizer = (
+        [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}],
+        copy.deepcopy(tokenizer),
+    )
+    tokenizer.chat_template = None
+    assert encode_prompt(messages[1:], tokenizer)
+    with pytest.raises(ValueError, match="several messages, but the tokenizer has no chat template"):
+        encode_prompt(messages, tokenizer)
 
 
 def test_nulls_that_were_written_stay(tokenizer):

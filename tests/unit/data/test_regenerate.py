@@ -29,6 +29,15 @@ def rewrite(files, out, *options):
     return CliRunner().invoke(app, [*command, *limits, *options])
 
 
+@pytest.mark.parametrize("name", ["out.jsonl.gz", "out.txt"])
+def test_names_of_other_formats_are_refused(name, files, tmp_path):
+    """Training would read these as something else."""
+    asked(files)
+    result = rewrite(files, tmp_path / name)
+    assert result.exit_code == 2
+    assert "choose a name like out.jsonl" in " ".join(result.output.split())
+
+
 def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):
     asked(files)
     result = rewrite(files, tmp_path / "out.jsonl")

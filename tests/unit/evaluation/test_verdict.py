@@ -58,6 +58,14 @@ def test_an_earlier_method_is_preferred_to_a_later_one_that_is_hardly_faster():
     assert said(method("a", 1.5), method("b", 1.6))[0].endswith("no other is more than 10% faster")
 
 
+def test_an_earlier_method_that_another_one_beats_is_no_rival():
+    """Not even one that the best of the others is hardly faster than: more turns would not change it."""
+    verdict = judge(PLAIN, [method("a", 1.5), method("b", 1.62), method("c", 1.7)])
+    assert verdict.recommended.name == "b"
+    assert verdict.certain
+    assert not verdict.rivals
+
+
 def test_an_interval_around_one_is_too_noisy():
     first, cure, meanwhile = said(method("a", 1.3, spread=0.5))
     assert first == f"{TOO_NOISY} whether a is faster than plain decoding"

@@ -24,7 +24,7 @@ from specdec.heads.hydra.checkpoint import read as read_hydra
 from specdec.heads.loading import load as load_block
 from specdec.heads.medusa import read as read_medusa
 from specdec.utils.choices import HeadLayout
-from tests.support import eagle3, tiny
+from tests.support import blocks, eagle3, tiny
 
 EXACT = [layout for layout in get_args(HeadLayout) if layout != "int8"]
 
@@ -128,6 +128,16 @@ def test_a_window_for_drafting_is_kept(layout, tmp_path):
     found = load(tmp_path).config
     assert (found.draft_window, found.window, found.sliding_window) == (6, 6, None)
     assert eagle3.head(draft_window=6, sliding_window=4).config.window == 4
+
+
+@pytest.mark.parametrize("layout", [*EXACT, "int8"])
+def test_p_eagle_heads_keep_what_they_draft_with(layout, tmp_path):
+    head = blocks.parallel()
+    save(head, tmp_path, layout, "target")
+    found = load(tmp_path)
+    assert (found.config.mask_token_id, found.config.block_size) == (63, 4)
+    if layout != "int8":
+        assert torch.equal(found.mask_hidden, head.mask_hidden)
 
 
 def test_heads_we_ship_are_what_vllm_takes_them_for(tmp_path):

@@ -90,6 +90,28 @@ def test_the_least_recently_used_texts_go():
     assert asked(memory, [1, 2, 3])[0].following[0] == 4
 
 
+def test_texts_of_one_call_do_not_make_room_for_each_other():
+    memory = TextMemory(capacity=4)
+    old, first, second = memory.new(), memory.new(), memory.new()
+    memory.write(old, [9, 9, 9])
+    for text in (first, second):
+        memory.write(text, [1, 2, 3, 4], keep=(first, second))
+    assert list(memory.texts()) == [[1, 2, 3, 4], [1, 2, 3, 4]]
+    memory.write(memory.new(), [5])
+    assert list(memory.texts()) == [[5]] or len(memory) <= 5
+
+
+def test_rows_of_a_batch_draft_without_capacity(llama):
+    """Each row from its own text, which stays while the call runs."""
+    prompt = tiny.prompts(12, 9)
+    drafted = []
+    for capacity in (0, 200_000):
+        spec = SpeculativeGenerator(llama, SuffixProposer(TextMemory(capacity)), draft_length=4, on_unsupported="error")
+        spec.generate(**prompt, do_sample=False, max_new_tokens=40)
+        drafted.append(spec.report.num_draft_tokens)
+    assert drafted[0] == drafted[1] > 0
+
+
 def test_nothing_is_left_of_what_is_forgotten():
     draw, memory = random.Random(0), TextMemory(capacity=300)
     for i in range(10_000):

@@ -60,6 +60,20 @@ def test_teacher_forcing_is_what_the_decoder_accepts(trainee, family, layers):
     assert found.mean_acceptance_length > 1
 
 
+def test_evaluation_does_not_depend_on_the_generation_config(trainee):
+    target, head = trainee(*CASES[0])
+    found = []
+    for asked in ({}, {"use_cache": False, "num_beams": 3, "return_dict_in_generate": True, "stop_strings": ["x"]}):
+        before = vars(target.generation_config).copy()
+        vars(target.generation_config).update(asked)
+        try:
+            found.append(evaluate(head, target, prompts(9, 14), draft_length=4, max_new_tokens=12))
+        finally:
+            vars(target.generation_config).clear()
+            vars(target.generation_config).update(before)
+    assert found[0] == found[1]
+
+
 def taught(target, head, steps=4):
     """Of the naive reference's drafts behind some texts, the share that teacher forcing over them makes, too."""
     naive, right = NaiveMtp(target), []

@@ -28,6 +28,14 @@ def test_other_formats_stay(monkeypatch):
     assert precision.in_fastest_dtype(deepcopy(tiny.model("llama")).to(torch.float16)).dtype == torch.float16
 
 
+def test_quantised_targets_stay(monkeypatch):
+    """transformers refuses to convert them."""
+    monkeypatch.setattr(precision, "_seconds", {torch.float32: 1.0, torch.bfloat16: 6.0}.__getitem__)
+    target = deepcopy(tiny.model("llama")).to(torch.bfloat16)
+    target.hf_quantizer = object()
+    assert precision.in_fastest_dtype(target).dtype == torch.bfloat16
+
+
 def test_the_clock_is_asked():
     assert all(precision._seconds(dtype) > 0 for dtype in (torch.float32, torch.bfloat16, torch.float64))
 

@@ -107,6 +107,23 @@ def test_a_folder_of_before_an_option_was_there_is_taken_up(tmp_path):
         folder.check_identity(other.identity("sha", "weights"), other.defaults())
 
 
+def test_mtp_layers_of_all_tokens_are_another_recipe(tmp_path):
+    folder, recipes = (
+        RunFolder(tmp_path),
+        [Recipe("target", Path("data"), tmp_path, kind="mtp", draft_vocab=n) for n in (None, 8192)],
+    )
+    folder.write_identity(recipes[0].identity("sha", "weights"))
+    with pytest.raises(ValueError, match="draft_vocab was all, is 8192"):
+        folder.check_identity(recipes[1].identity("sha", "weights"), recipes[1].defaults())
+
+
+def test_an_optimizer_that_was_the_default_is_named(tmp_path):
+    recipe, folder = Recipe("target", Path("data"), tmp_path, kind="dspark"), RunFolder(tmp_path)
+    folder.write_identity(recipe.identity("sha", "weights") | {"optimizer": "adamw"})
+    with pytest.raises(ValueError, match="resume with --optimizer adamw"):
+        folder.check_identity(recipe.identity("sha", "weights"), recipe.defaults())
+
+
 def test_failures_as_they_come_are_understood(tmp_path):
     """Not as somebody thinks they do: of a device that is full, and of more memory than there is."""
     with pytest.raises(ValueError, match="the disk is full"), RunFolder(tmp_path).readable_errors(""):

@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+import weakref
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +222,30 @@ def test_a_head_is_saved_beside_files_of_others(kind, tmp_path):
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
 
+def test_states_of_few_held_out_rows_are_in_memory_at_a_time(tmp_path):
+    target, head = tiny.model("llama", num_hidden_layers=4), eagle3.head()
+    teacher, alive, most = LocalTeacher.of(target, head), [], 0
+
+    class Watched(PackedTexts):
+        def __getitem__(self, index):
+            nonlocal most
+            row = super().__getitem__(index)
+            alive[:] = [one for one in alive if one() is not None]
+            most = max(most, len(alive))
+            row["states"] = torch.zeros(len(row["ids"]), 1)
+            alive.append(weakref.ref(row["states"]))
+            return row
+
+    rows = Watched(some_texts(target), 20)
+    trainer = HeadTrainer(head, teacher, quiet_arguments(tmp_path, 1, 1), train_dataset=rows)
+    trainer.teacher = SimpleNamespace(
+        states=lambda batch: teacher.states({k: v for k, v in batch.items() if k != "states"})
+    )
+    trainer.held_out(rows)
+    assert len(rows) > 4
+    assert most <= 2
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
 def test_the_held_out_loss_is_that_of_learning(kind, tmp_path):
     """However many rows a pass takes, and though it was learnt from others before."""
@@ -342,6 +368,14 @@ def test_texts_both_learnt_and_evaluated_on_are_said(files, tmp_path, monkeypatc
         run(files, tmp_path / "out", *options)
     again = run(files, tmp_path / "out", "--held-out", "1")
     assert "(held_out was a file of its own, is 1)" in again.output.replace("\n", " ")
+
+
+def test_copies_of_held_out_texts_are_said(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("specdec.training.run.EvaluationCallback", lambda *rest, **more: 1 / 0)
+    data = written(tmp_path / "data.jsonl", *[{"text": "a b c d e f g h"}] * 4)
+    command = ["train", str(files / "model"), str(data), str(tmp_path / "out"), *SMALL.split(), "--held-out", "1"]
+    with pytest.warns(UserWarning, match="1 of the 1 texts to evaluate on are also trained on.*remove repeated texts"):
+        CliRunner().invoke(app, command)
 
 
 def test_rows_longer_than_the_target_reads_are_refused(files, tmp_path):
