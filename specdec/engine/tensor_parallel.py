@@ -152,14 +152,25 @@ class Following(Proposer):
 
 
 class Agreed(StoppingCriteria):
-    """A stopping criterion that is evaluated in rank 0 only."""
+    """A stopping criterion that is evaluated in rank 0 only. Its errors are raised in all ranks."""
 
     def __init__(self, criterion: Any, group: Group):
         self._criterion, self._group = criterion, group
+        if hasattr(criterion, "eos_token_id"):  # by which transformers pads rows that have ended
+            self.eos_token_id = criterion.eos_token_id
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        own = self._criterion(input_ids, scores, **kwargs).cpu() if self._group.leads else None
-        return self._group.firsts(own).to(input_ids.device)
+        own: Any = None
+        if self._group.leads:
+            try:
+                own = torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).cpu()
+            except Exception as error:
+                self._group.firsts(RuntimeError(f"a stopping criterion failed in rank 0: {error!r}"))
+                raise
+        decided = self._group.firsts(own)
+        if isinstance(decided, RuntimeError):
+            raise decided
+        return decided.to(input_ids.device)
 
 
 def _fields(draft: DraftTree) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Pretrained
 from specdec.models import compat
 from specdec.models.attention_masks import default_masks
 from specdec.models.compat import CONTINUABLE_LAYERS
+from specdec.models.hidden_states import foreign_code
 from specdec.models.introspection import SLIDING, device_of, is_sharded, layer_kinds
 from specdec.models.position_limits import positions_of
 from specdec.models.probe import last_logits, mismatch, probe_chain, probe_tree, token_ids
@@ -67,7 +68,7 @@ _known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictio
 
 
 def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
-    """Return the result of `probe(model)`, kept until its config, precision, device or mode (train or eval) changes.
+    """Return the result of `probe(model)`, kept until its config, precision, device, mode, modules or hooks change.
 
     The state of the random number generators is restored: a model in train mode draws numbers for its dropout.
 
@@ -110,10 +111,15 @@ def installation_fault() -> str:
 
 def settings_of(model: PreTrainedModel, drafts: bool = False) -> Any:
     """Collect the settings that a model's passes depend on, without the values of its weights."""
-    training = [] if drafts else [module for module in model.modules() if module.training]
+    modules = [] if drafts else [*model.modules()]
     # Dropout rates, gradient checkpointing, ...
-    modes = [[value for value in vars(module).values() if isinstance(value, (bool, float))] for module in training]
-    return drafts, model.dtype, device_of(model), _said(model.config), modes
+    modes = [
+        [value for value in vars(module).values() if isinstance(value, (bool, float))]
+        for module in modules
+        if module.training
+    ]
+    code = [(type(module), foreign_code(module)) for module in modules]
+    return drafts, model.dtype, device_of(model), _said(model.config), modes, code
 
 
 def _said(value: Any) -> Any:

@@ -192,10 +192,10 @@ def skips_empty_slots(device: torch.device) -> bool:
 
 def _is_right(dtype: torch.dtype, dims: int, value_dims: int, groups: int, device: torch.device) -> bool:
     """Compare the kernel with float64 on ragged rows of random states. Slots after the rows hold NaN."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     shapes = (2, 2 * groups, 3, dims), (2, 2, 700, dims), (2, 2, 700, value_dims)
-    query, keys, values = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
-    mask = torch.rand(2, 3, 700, generator=generator) < 0.9
+    query, keys, values = (torch.randn(shape, generator=generator, device="cpu").to(device, dtype) for shape in shapes)
+    mask = torch.rand(2, 3, 700, generator=generator, device="cpu") < 0.9
     for row, length in enumerate((650, 130)):
         mask[row, :, length:] = False
         values[row, :, length:] = torch.nan

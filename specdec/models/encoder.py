@@ -148,7 +148,7 @@ def stand_in(model: PreTrainedModel, rows: int) -> EncoderOutputs | None:
     if not model.config.is_encoder_decoder:
         return None
     width = getattr(model.get_encoder(), "config", model.config).hidden_size
-    states = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
+    states = torch.randn(1, 3, width, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     states = states.to(model.device, model.dtype).expand(rows, -1, -1)
     return EncoderOutputs(_Output(last_hidden_state=states))
 

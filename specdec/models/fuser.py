@@ -77,7 +77,7 @@ class Fuser:
         return None if rounding is None else fused(module, FusedNorm, rounding=rounding)
 
     def _mlp(self, module: Any) -> nn.Module | None:
-        if {*module._modules} != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        if {*module._modules} != {"gate_proj", "up_proj", "down_proj", "act_fn"} or _has_tensors(module):
             return None
         if _is_hooked(module) or _is_hooked(module.act_fn):
             return None
@@ -142,7 +142,7 @@ class Fuser:
     def _layer(self, module: Any) -> nn.Module | None:
         names = {*module._modules}
         layout = next((layout for layout in LAYOUTS if names == {"self_attn", "mlp", *layout.norms}), None)
-        if layout is None:
+        if layout is None or _has_tensors(module):
             return None
         children = self._children(module)
         norms = [children[name] for name in sorted(layout.norms)]
@@ -185,6 +185,11 @@ def _settings(module: nn.Module) -> Hashable:
     plain = (bool, int, float, str, type(None))
     held = ((name, value) for name, value in vars(module).items() if name != "layer_idx")
     return tuple(sorted((name, repr(value)) for name, value in held if isinstance(value, plain)))
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Return whether a module multiplies, for example, by a tensor of its own: layers that are alike share a result."""
+    return bool(module._parameters or module._buffers)
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from inspect import ismethod
 from itertools import count
 from typing import Any
-from weakref import finalize
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,22 @@ class Taps:
         """(B, W, C), the concatenated states of the taps. taken: the states from `listening`."""
         device = self.device or taken[self.at[0]].device
         return torch.cat([taken[tap].to(device) for tap in self.at], -1)
+
+
+def foreign_code(module: nn.Module) -> tuple[Any, ...]:
+    """References to a module's foreign hooks and to a replaced forward pass.
+
+    They are equal for the same functions, and do not keep them alive.
+    """
+    replaced = vars(module).get("forward")
+    return tuple(map(_reference, [*foreign_hooks(module), *([] if replaced is None else [replaced])]))
+
+
+def _reference(function: Any) -> Any:
+    try:
+        return WeakMethod(function) if ismethod(function) else ref(function)
+    except TypeError:  # of a kind to which there are no references
+        return id(function)
 
 
 def foreign_hooks(module: nn.Module) -> list[Any]:

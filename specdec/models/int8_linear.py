@@ -6,7 +6,7 @@ A draft need not be exact since it is verified. A view shares the model's weight
 from __future__ import annotations
 
 import logging
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -166,12 +166,12 @@ def int8_pays(model: nn.Module) -> bool:
 def _gpu_kernels_work(device: torch.device) -> bool:
     """Return whether Triton is installed, compiles the kernels on this device, and gives the right product."""
     layer = nn.Linear(64, 32, device="meta")
-    generator = torch.Generator().manual_seed(0)
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     for name, shape in (("weight", (32, 64)), ("bias", (32,))):
-        setattr(layer, name, nn.Parameter(torch.randn(shape, generator=generator).to(device, torch.float16)))
+        setattr(layer, name, nn.Parameter(random(shape).to(device, torch.float16)))
     try:
         for rows in (1, 8):
-            x = torch.randn(rows, 64, generator=generator).to(device, torch.float16)
+            x = random((rows, 64)).to(device, torch.float16)
             ours, right = GpuInt8Linear.of(layer).multiplied(x), nn.functional.linear(x, layer.weight, layer.bias)
             if not torch.allclose(ours, right, atol=0.3):
                 return False

@@ -9,7 +9,7 @@ kernels for different numbers of rows do.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, TypeGuard, TypeVar
 
@@ -157,7 +157,8 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
     """(out, n) float32, the product of a weight (out, in) of any dtype and rows (n, in), a block at a time."""
     out, into = weight.shape
     columns, height = rows.float().T.contiguous(), max(16, BLOCK // into)
-    block, result = torch.empty(height, into), torch.empty(out, len(rows))
+    empty = partial(torch.empty, dtype=torch.float32, device=rows.device)
+    block, result = empty(height, into), empty(out, len(rows))
     for start in range(0, out, height):
         part = weight[start : start + height]
         torch.mm(block[: len(part)].copy_(part), columns, out=result[start : start + height])
@@ -167,9 +168,10 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
 def _onednn_works() -> bool:
     """Return whether torch's internal oneDNN operator (2.9 to 2.15) computes a small product correctly."""
     # On "meta", since initialising weights would draw from the generator that calls sample with.
-    layer, rows = nn.Linear(3, 2, device="meta"), torch.ones(2, 3)
-    layer.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
-    layer.bias = nn.Parameter(torch.tensor([1.0, -1.0]))
+    layer, kind = nn.Linear(3, 2, device="meta"), {"dtype": torch.float32, "device": "cpu"}
+    rows = torch.ones(2, 3, **kind)
+    layer.weight = nn.Parameter(torch.arange(6, **kind).view(2, 3))
+    layer.bias = nn.Parameter(torch.tensor([1.0, -1.0], **kind))
     try:
         return torch.allclose(by_onednn(rows, layer), layer(rows))
     except (AttributeError, RuntimeError):

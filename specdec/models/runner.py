@@ -233,7 +233,8 @@ class ModelRunner(CachedRows):
         On CPUs even a single token gets a mask. Without one, sdpa takes its slow GQA path (1290 against 102 us a layer
         for one token, 12 heads over 2, 1000 slots).
         """
-        return self.device.type != "cpu" and not self.sized and self.sees_all(width, chain)
+        # A cache of the target's captured passes, which a draft may borrow, shows drafts its empty slots.
+        return self.device.type != "cpu" and not self.cache.sized and self.sees_all(width, chain)
 
     def _mask_argument(self, visible_slots: VisibleSlots, unmasked: bool) -> Any:
         """Build a 4D `attention_mask`, or one per layer type; None if the model builds its own or needs none."""

@@ -81,6 +81,12 @@ def worker(rank: int, folder: Path):
     found["drawn"] = text.tolist(), torch.rand(1).item(), drawn.last_report.num_draft_tokens
     until = [InSecondProcess(rank, inputs["input_ids"].shape[1])]
     found["stopped"] = spec.generate(**inputs, do_sample=False, max_new_tokens=TOKENS, stopping_criteria=until).tolist()
+    for name, criterion in {"a bool": AfterTen(inputs["input_ids"].shape[1]), "an error": Broken()}.items():
+        try:
+            arguments = {"do_sample": False, "max_new_tokens": TOKENS, "stopping_criteria": [criterion]}
+            found[name] = spec.generate(**inputs, **arguments).tolist()
+        except (ZeroDivisionError, RuntimeError) as error:
+            found[name] = str(error)
     broken = SpeculativeGenerator(target, Broken())
     with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
         broken.generate(**inputs, max_new_tokens=TOKENS)
@@ -100,8 +106,23 @@ def worker_without_a_leader(rank: int, folder: Path):
 
 
 class Broken(NgramProposer):
+    """Fails as a proposer, and as a stopping criterion."""
+
     def propose(self, context):
         raise ZeroDivisionError("nothing to divide by")
+
+    def __call__(self, input_ids, scores, **kwargs):
+        raise ZeroDivisionError("nothing to divide by")
+
+
+class AfterTen(StoppingCriteria):
+    """Returns a bool, as transformers' `ConfidenceCriteria` does."""
+
+    def __init__(self, start):
+        self.most = start + 10
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.most
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +170,16 @@ def test_a_criterion_is_asked_in_the_first_process(found):
     first, second = (process["stopped"] for process in found)
     assert first == second
     assert len(first[0]) == 9 + 10
+
+
+def test_criteria_that_return_a_bool_or_raise(found):
+    """Neither leaves the other process waiting."""
+    first, second = (process["a bool"] for process in found)
+    assert first == second
+    assert len(first[0]) == 9 + 10
+    first, second = (process["an error"] for process in found)
+    assert first == "nothing to divide by"
+    assert second.startswith("a stopping criterion failed in rank 0: ZeroDivisionError")
 
 
 def test_what_fails_in_the_first_process_ends_the_others(found):

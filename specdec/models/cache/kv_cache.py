@@ -47,7 +47,7 @@ class SpeculativeCache(Cache):
         states: type[States] = States,
     ):
         super().__init__(layers=[])
-        self.layers = _Layers(self)
+        self.layers, self.sized = _Layers(self), sized
         self.lengths = [0] * batch_size
         self.floors: list[int] | None = None
         self.states = states(batch_size)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec.models.attention_masks import spans
-from specdec.models.capability import Capability, settings_of, short_windows
+from specdec.models.capability import REMEMBERED, Capability, settings_of, short_windows
 from specdec.models.encoder import declined, stand_in
 from specdec.models.exact.module_calls import ModuleCalls, culprits, keep, listening, runnable_alone, within
 from specdec.models.exact.prompts import must_read_as_plain, read_as_plain
@@ -83,7 +83,7 @@ class Exactness:
         return f"exact=True: {self.inexact[0]}{more} may compute drafted tokens otherwise than single ones"
 
 
-_found: WeakKeyDictionary[PreTrainedModel, dict[Any, Exactness]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Exactness]]] = WeakKeyDictionary()
 
 
 def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: bool = False) -> Exactness:
@@ -95,13 +95,13 @@ def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: b
         rows: number of rows of a call.
         padded: True if some of them are left-padded.
     """
-    modules = [(name, type(module)) for name, module in model.named_modules()]
-    kind = repr((settings_of(model), modules, torch.get_num_threads(), rows > 1, padded))
-    known = _found.setdefault(model, {})
-    found = known.get(kind)
-    if found is None:
-        log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
-        found = known[kind] = _probed(model, able, rows > 1, padded)
+    state, known = (settings_of(model), torch.get_num_threads(), rows > 1, padded), _found.setdefault(model, [])
+    for before, found in known:
+        if before == state:
+            return found
+    log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
+    found = _probed(model, able, rows > 1, padded)
+    known[:] = [(state, found), *known[: REMEMBERED - 1]]
     return found
 
 

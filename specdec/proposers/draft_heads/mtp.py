@@ -13,6 +13,7 @@ from specdec.heads.mtp.loading import load
 from specdec.heads.mtp.runner import MtpRunner
 from specdec.models.hidden_states import FINAL, Taps
 from specdec.models.int8_linear import int8_pays, with_int8_linears
+from specdec.models.introspection import device_of
 from specdec.proposers.context import Context
 from specdec.proposers.draft_heads.feature_proposer import CapturableRunner, FeatureProposer, Follower
 from specdec.proposers.draft_models.draft_nodes import DraftNodes
@@ -52,12 +53,14 @@ class MtpProposer(FeatureProposer):
     ):
         super().__init__(branching=branching, tree=tree, draw=draw)
         self.head = head
-        self._heads = WeakIdKeyDictionary()  # the layers by their target's config, which views of the target share
+        # By their target's config, which views of the target share: the target's device and dtype, and the layers.
+        self._heads = WeakIdKeyDictionary()
 
     def check(self, target: PreTrainedModel) -> None:
-        if target.config not in self._heads:
+        state = device_of(target), target.dtype
+        if target.config not in self._heads or self._heads[target.config][0] != state:
             head = self.head if isinstance(self.head, MtpHead) else load(target, self.head)
-            self._heads[target.config] = with_int8_linears(head) if int8_pays(head) else head
+            self._heads[target.config] = state, with_int8_linears(head) if int8_pays(head) else head
         self._head = self._of(target)
 
     def taps(self, target: PreTrainedModel) -> Taps:
@@ -76,7 +79,7 @@ class MtpProposer(FeatureProposer):
 
     def _of(self, target: PreTrainedModel) -> MtpHead:
         """The layers of this target."""
-        return self._heads[target.config]
+        return self._heads[target.config][1]
 
     @property
     def follower(self) -> Follower:

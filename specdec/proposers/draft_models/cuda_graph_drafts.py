@@ -89,12 +89,19 @@ class CapturedDraft:
         """Drop the draft that was launched ahead: it belongs to one round."""
         self._ahead = None
 
+    def _is_elsewhere(self, drafter: Drafter, context: Context) -> bool:
+        """Return whether the drafting model is on another device than the text: a graph is of one device."""
+        model = drafter.drafting_model()
+        weight = None if model is None else next(model.parameters(), None)
+        return weight is not None and weight.device != context.tokens.device
+
     def _depth(self, drafter: Drafter, context: Context) -> int:
         """The depth of the next captured draft, estimated from past rounds; 0: it cannot be captured."""
         recorder, pacer, chain = context.call.recorder, context.pacer, drafter.drafts_chains(context)
         if (
             recorder is None
             or recorder.refused
+            or self._is_elsewhere(drafter, context)
             or drafter.draws_from_q(context)
             or not context.call.processors.read_scores_alone
             or not (chain or drafter.tree)

@@ -83,6 +83,7 @@ class DraftModelProposer(AutoregressiveProposer):
         self.vocab = _vocabulary(self.model, vocab)
         self._int8 = int8
         self._settle()
+        self._settled_for = self.model.device, self.model.dtype
 
     _static_forward: StaticForward | None = None
 
@@ -97,6 +98,10 @@ class DraftModelProposer(AutoregressiveProposer):
         if self._path is not None and device_of(target) != self.model.device:
             self.model = convert(load(self._path), self.model.dtype).to(device_of(target))
             self._settle()
+        now = self.model.device, self.model.dtype
+        if self._path is None and self._settled_for != now:  # the caller has moved or converted it
+            self._settle()
+            self._settled_for = now
         if device_of(target).type != device_of(self.model).type:
             raise ValueError(
                 f"the draft model is on {self.model.device} and the target on {device_of(target)}: move the draft with "

@@ -1,7 +1,10 @@
 """`probe`: it finds out what a model can do, and touches nothing that others share."""
 
 import copy
+import gc
 import threading
+import types
+import weakref
 
 import pytest
 import torch
@@ -171,6 +174,46 @@ def test_it_is_tried_out_once_in_each_state(monkeypatch):
         for _ in range(2):
             spec.generate(**inputs, do_sample=False, max_new_tokens=2)
     assert len(tried) == 4
+
+
+class Steering:
+    """Adds to the state of a pass's last token, as plain decoding's single tokens have it."""
+
+    def __call__(self, module, args, output):
+        states = output if isinstance(output, torch.Tensor) else output[0]
+        last = torch.zeros_like(states)
+        last[:, -1] = 3.0
+        steered = states + last
+        return steered if isinstance(output, torch.Tensor) else (steered, *output[1:])
+
+
+def test_hooks_that_come_and_go_are_noticed():
+    model, inputs = copy.deepcopy(tiny.model("llama")), tiny.prompts(9)
+    spec, steering = SpeculativeGenerator(model, "ngram", draft_length=3), Steering()
+    plain_calls = []
+    for hooked in (False, True, False, True):
+        handle = model.model.layers[0].register_forward_hook(steering) if hooked else None
+        with tiny.specdec_warnings():
+            found = spec.generate(**inputs, do_sample=False, max_new_tokens=20)
+        assert torch.equal(found, model.generate(**inputs, do_sample=False, max_new_tokens=20))
+        plain_calls.append(spec.last_report.num_plain_calls)
+        if handle is not None:
+            handle.remove()
+    assert plain_calls == [0, 1, 0, 1]
+
+
+def test_hooks_do_not_outlive_the_model():
+    """What was found out for a model with a hook keeps neither of them."""
+    model = copy.deepcopy(tiny.model("llama"))
+    model.forward = types.MethodType(type(model).forward, model)
+    steering = Steering()
+    handle = model.model.layers[0].register_forward_hook(steering)
+    SpeculativeGenerator(model, "ngram").capability  # noqa: B018
+    handle.remove()
+    kept = weakref.ref(steering), weakref.ref(model)
+    del model, steering, handle
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 # What a config says

@@ -9,6 +9,8 @@ import statistics
 import sys
 import warnings
 from collections import Counter, defaultdict
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -414,6 +416,15 @@ def test_captures_share_a_stream_only_while_there_is_no_other(monkeypatch):
     for stream in taken:
         graph_capture.give_back(stream)
     assert len({graph_capture.take_stream(device) for _ in streams}) == graph_capture.POOLED
+
+
+def test_drafts_of_a_model_on_another_device_are_not_captured():
+    text = SimpleNamespace(tokens=on_device(1.0))
+    for model, elsewhere in ((torch.nn.Linear(2, 2, device="meta"), True), (tiny.model("llama"), False), (None, False)):
+        assert (
+            CapturedDraft()._is_elsewhere(SimpleNamespace(drafting_model=partial(lambda model: model, model)), text)
+            is elsewhere
+        )
 
 
 def test_inputs_are_copied_one_by_one_where_torch_cannot_copy_a_list(monkeypatch):

@@ -8,8 +8,9 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specdec.models import draft_attention as module
+from specdec.models import encoder, int8_linear
 from specdec.models.draft_attention import attend, draft_attention, with_draft_attention
-from tests.support import interpreted, tiny
+from tests.support import encoded, interpreted, tiny
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(interpreted.MISSING or not INTERPRETED, reason="triton's interpreter")
@@ -299,3 +300,12 @@ def test_other_attention_functions_are_kept():
     target = tiny.on_host("llama")
     target.set_attn_implementation("eager")
     assert with_draft_attention(target) is target
+
+
+def test_checks_do_not_depend_on_the_default_device():
+    cpu = torch.device("cpu")
+    with torch.device("meta"):
+        right = module._is_right(torch.float16, 16, 16, 1, cpu)
+        assert int8_linear._gpu_kernels_work.__wrapped__(cpu) in (True, False)
+        assert encoder.stand_in(encoded.model("t5"), 2).states[0].device == cpu
+    assert right == module._is_right(torch.float16, 16, 16, 1, cpu)

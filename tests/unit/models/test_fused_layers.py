@@ -390,3 +390,15 @@ def test_a_model_that_changes_has_another_view():
     after = view_of(static_forward)
     assert after.model.layers[0].self_attn.q_proj is target.model.layers[0].self_attn.q_proj
     assert kinds(after) == kinds(before)
+
+
+@torch.no_grad()
+def test_layers_with_tensors_of_their_own_keep_their_code():
+    """They may multiply by them, and the first layer's may be 1."""
+    target = copy.deepcopy(model("llama"))
+    for layer in target.model.layers:
+        for module in (layer, layer.mlp):
+            module.register_buffer("layer_scalar", torch.ones(1))
+    found = kinds(with_fused_layers(target))
+    assert found
+    assert not {"FusedLayer", "FusedMLP"} & {*found}

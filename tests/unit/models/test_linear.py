@@ -238,3 +238,15 @@ def test_hooks_and_recorded_states_are_those_of_plain_decoding(eager):
     for mine, theirs in zip(ours.hidden_states, plain.hidden_states, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_products_do_not_depend_on_the_default_dtype_and_device():
+    weight, rows = torch.randn(40, 24).bfloat16(), torch.randn(3, 24).bfloat16()
+    right = linear.product_in_blocks(weight, rows)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(linear.product_in_blocks(weight, rows), right)
+            assert linear._onednn_works() in (True, False)
+    finally:
+        torch.set_default_dtype(torch.float32)
