@@ -303,9 +303,9 @@ def test_other_attention_functions_are_kept():
 
 
 def test_checks_do_not_depend_on_the_default_device():
-    cpu = torch.device("cpu")
+    cpu, translator = torch.device("cpu"), encoded.model("t5")
     with torch.device("meta"):
         right = module._is_right(torch.float16, 16, 16, 1, cpu)
         assert int8_linear._gpu_kernels_work.__wrapped__(cpu) in (True, False)
-        assert encoder.stand_in(encoded.model("t5"), 2).states[0].device == cpu
+        assert encoder.stand_in(translator, 2).states[0].device == cpu
     assert right == module._is_right(torch.float16, 16, 16, 1, cpu)
