@@ -162,4 +162,7 @@ def left_padded(prompts: Sequence[Tensor], pad: int, device: torch.device) -> di
 
 
 def _encode(before: Messages, text: str, tokenizer: PreTrainedTokenizerBase, template: dict[str, Any]) -> Tensor:
-    return torch.tensor(encode_prompt([*before, {"role": "user", "content": text}], tokenizer, **template))
+    messages = [*before, {"role": "user", "content": text}]
+    if tokenizer.chat_template is None:  # a base model reads the turns as one text
+        messages = [{"role": "user", "content": "\n\n".join(str(message["content"]) for message in messages)}]
+    return torch.tensor(encode_prompt(messages, tokenizer, **template))

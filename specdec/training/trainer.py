@@ -207,9 +207,7 @@ class HeadTrainer(Trainer):
         self.objective.steps, self.objective.by_acceptance = self.steps, False  # losses of two heads are comparable
         places = [range(start, min(start + at_once, len(rows))) for start in range(0, len(rows), at_once)]
         # Rows are read twice, and their states pass by pass: those of all rows may not fit into memory.
-        drafts = [
-            self.data_collator([{name: rows[i][name] for name in DRAFT_FIELDS} for i in place]) for place in places
-        ]
+        drafts = [self.data_collator([_without_states(rows[i]) for i in place]) for place in places]
         counts = [self._counts(self._prepare_inputs(batch)) for batch in drafts]
         whole = torch.stack(counts).sum(0)  # the passes' losses add up to the loss per draft of all rows
         loss, done, hits, measured = 0.0, 0, torch.zeros_like(whole, dtype=torch.float32), torch.zeros_like(whole)
@@ -242,6 +240,10 @@ class HeadTrainer(Trainer):
             ValueError: The folder holds another model's weights.
         """
         save(copy_of(self.head, torch.bfloat16), Path(folder), self.teacher.name)
+
+
+def _without_states(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: row[name] for name in DRAFT_FIELDS}
 
 
 def _simulated_length(accuracy: Tensor) -> float:

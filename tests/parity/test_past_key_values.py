@@ -180,6 +180,8 @@ def test_a_later_turn_reads_only_what_is_new():
         lambda module, args, out: read.append(args[0].shape[1])
     )
     try:
+        assert spec.capability.trees  # the hook sees the probe's passes
+        read.clear()
         inputs = tiny.prompts(30)
         first = spec.generate(**inputs, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
         assert read[0] == 30
@@ -339,9 +341,10 @@ def test_long_ragged_prompts_are_read_in_parts(name, monkeypatch):
     }
     plain = target.generate(**inputs, **arguments)
     spec = SpeculativeGenerator(target, "ngram", draft_length=4)
-    spec.generate(**tiny.prompts(2), max_new_tokens=2)  # a first call runs the model to find its capability
     passes = []
     handle = target.get_input_embeddings().register_forward_hook(lambda module, args, out: passes.append(args[0].shape))
+    assert spec.capability.trees  # the hook sees the probe's passes
+    passes.clear()
     ours = spec.generate(**inputs, **arguments)
     handle.remove()
     assert all(B * n <= 16 for B, n in passes)

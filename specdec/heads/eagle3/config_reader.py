@@ -110,7 +110,8 @@ class ConfigReader(FieldReader):
     def _parallel_tokens(self) -> int:
         """Return the number of tokens per pass that a P-EAGLE head was trained for."""
         methods = (self.top.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        stated = self.top.get("block_size") or methods[0].get("speculative_tokens") or None
+        # In speculators' layout `block_size` is a setting of the training.
+        stated = methods[0].get("speculative_tokens") or (None if self.speculators else self.top.get("block_size"))
         return int(self._from_config("block_size", stated, PARALLEL_TOKENS))
 
     def _layout_name(self, names: Sequence[str]) -> str:

@@ -146,6 +146,7 @@ def _sglang_config(c: Eagle3Config) -> dict[str, Any]:
     _, leaving = _taps(c, "output")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
+        **({} if c.mask_token_id is None else {"block_size": c.block_size}),
         **_layer_config(c),
         **_head_fields(c),
         **convention,
@@ -175,8 +176,8 @@ def _layer_config(c: Eagle3Config) -> dict[str, Any]:
 
 def _head_fields(c: Eagle3Config) -> dict[str, Any]:
     window = {} if c.draft_window is None else {"draft_window": c.draft_window}
-    parallel = {} if c.mask_token_id is None else {"mask_token_id": c.mask_token_id, "block_size": c.block_size}
-    return {name: getattr(c, name) for name in HEAD_FIELDS} | window | parallel
+    masks = {} if c.mask_token_id is None else {"mask_token_id": c.mask_token_id}
+    return {name: getattr(c, name) for name in HEAD_FIELDS} | window | masks
 
 
 def _taps(c: Eagle3Config, convention: str) -> tuple[dict[str, Any], list[int] | None]:

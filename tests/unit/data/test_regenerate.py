@@ -35,7 +35,7 @@ def test_names_of_other_formats_are_refused(name, files, tmp_path):
     asked(files)
     result = rewrite(files, tmp_path / name)
     assert result.exit_code == 2
-    assert "choose a name like out.jsonl" in " ".join(result.output.split())
+    assert "answers are written as JSON lines" in " ".join(result.output.split())
 
 
 def test_the_target_answers_all_turns_itself(files, tokenizer, tmp_path):

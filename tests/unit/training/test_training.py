@@ -237,7 +237,9 @@ def test_states_of_few_held_out_rows_are_in_memory_at_a_time(tmp_path):
             return row
 
     rows = Watched(some_texts(target), 20)
-    trainer = HeadTrainer(head, teacher, quiet_arguments(tmp_path, 1, 1), train_dataset=rows)
+    args = quiet_arguments(tmp_path, 1, 1)
+    args.per_device_train_batch_size = 1
+    trainer = HeadTrainer(head, teacher, args, train_dataset=rows)
     trainer.teacher = SimpleNamespace(
         states=lambda batch: teacher.states({k: v for k, v in batch.items() if k != "states"})
     )
