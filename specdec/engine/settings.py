@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from specdec.engine.lenient import Lenient
 from specdec.utils.choices import COUPLED, OnUnsupported, RuleName, check_choice
@@ -10,7 +10,7 @@ from specdec.utils.choices import COUPLED, OnUnsupported, RuleName, check_choice
 # Arguments of `generate()` for one row, and its tokens alone, whatever the model's generation config asks for.
 ONE_ROW = {"num_return_sequences": 1, "num_beams": 1, "return_dict_in_generate": False, "use_cache": True}
 # The same where a text is measured, which ends at its end token or length.
-MEASURED = ONE_ROW | {"cache_implementation": None, "output_attentions": False, "stop_strings": None}
+MEASURED: dict[str, Any] = ONE_ROW | {"cache_implementation": None, "output_attentions": False, "stop_strings": None}
 
 
 class Settings(TypedDict, total=False):

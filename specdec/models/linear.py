@@ -168,10 +168,10 @@ def product_in_blocks(weight: Tensor, rows: Tensor) -> Tensor:
 def _onednn_works() -> bool:
     """Return whether torch's internal oneDNN operator (2.9 to 2.15) computes a small product correctly."""
     # On "meta", since initialising weights would draw from the generator that calls sample with.
-    layer, kind = nn.Linear(3, 2, device="meta"), {"dtype": torch.float32, "device": "cpu"}
-    rows = torch.ones(2, 3, **kind)
-    layer.weight = nn.Parameter(torch.arange(6, **kind).view(2, 3))
-    layer.bias = nn.Parameter(torch.tensor([1.0, -1.0], **kind))
+    layer, made = nn.Linear(3, 2, device="meta"), partial(torch.tensor, dtype=torch.float32, device="cpu")
+    rows = made([[1.0, 1.0, 1.0]] * 2)
+    layer.weight = nn.Parameter(made([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]))
+    layer.bias = nn.Parameter(made([1.0, -1.0]))
     try:
         return torch.allclose(by_onednn(rows, layer), layer(rows))
     except (AttributeError, RuntimeError):

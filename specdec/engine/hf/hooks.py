@@ -109,8 +109,8 @@ def count_tokens(sequences: Tensor, call: Call) -> int:
     end_tokens, padding = torch.cat(ends).to(new.device), pad_token(call.config)
     ended = torch.isin(new, end_tokens).int()
     real = ended.cumsum(1) - ended == 0
-    if padding not in end_tokens.tolist():
-        real &= (new != padding).int().flip(1).cummax(1).values.flip(1).bool()
+    if padding is not None and padding not in end_tokens.tolist():
+        real &= new.ne(padding).int().flip(1).cummax(1).values.flip(1).bool()
     return int(real.sum())
 
 
