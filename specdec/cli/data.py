@@ -59,10 +59,6 @@ def regenerate(
 
     switches = _switches(template)
     check_writable(out)
-    if out.suffix in (".gz", ".txt"):
-        raise typer.BadParameter(
-            f"answers are written as JSON lines: choose a name like {out.with_suffix('').stem}.jsonl"
-        )
     with resumable(lambda: _stopped(out)):
         if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before it loads the model
             useless = Skipped("prompts")

@@ -25,10 +25,17 @@ class Answers:
         out: path of the JSONL file.
         share: index of this process and number of processes. A single process writes to `out`. Several write parts,
             which are joined when all conversations are finished.
+
+    Raises:
+        ValueError: the name of `out` says that it holds something else than JSON lines.
     """
 
     def __init__(self, out: Path, share: tuple[int, int] = (0, 1)):
         mine, processes = share
+        if out.suffix in (".gz", ".txt"):
+            raise ValueError(
+                f"answers are written as JSON lines: choose a name like {out.with_suffix('').stem}.jsonl"
+            )
         self.out = out
         self.own_path = out if processes == 1 else out.with_name(f"{out.name}.{mine}.part")
         out.parent.mkdir(parents=True, exist_ok=True)

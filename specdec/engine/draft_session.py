@@ -25,6 +25,7 @@ from specdec.proposers.pacing.cost_store import CostStore
 from specdec.proposers.pacing.estimates import Estimates
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.utils.choices import COUPLED, RuleName
+from specdec.utils.recent import Recent
 
 MOST_ASSISTANTS = 16  # prepared for later calls; a model made for each call would add one each time
 
@@ -124,12 +125,12 @@ class DraftSessions:
 
     Attributes:
         assistants: by requested assistant, the state of the models when it was prepared, and its drafting; None there
-            if it could not draft for this target.
+            if it could not draft for this target. Those that were used last.
     """
 
     def __init__(self, proposer: Proposer, target: PreTrainedModel):
         self._target = target
-        self.assistants: dict[Any, tuple[Any, DraftSession | None]] = {}
+        self.assistants: Recent[tuple[Any, DraftSession | None]] = Recent(MOST_ASSISTANTS)
         self._prepare(proposer)
 
     def _prepare(self, proposer: Proposer) -> None:
@@ -138,7 +139,7 @@ class DraftSessions:
 
     def release_memory(self) -> None:
         """Free the CUDA graphs and buffers that are kept for later calls."""
-        others = [drafting for _, drafting in self.assistants.values() if drafting is not None]
+        others = [drafting for _, drafting in self.assistants if drafting is not None]
         for drafting in (self._own, *others):
             drafting.graphs.clear()
             drafting.recorded.checked.clear()  # keeps the models' earlier hooks and modules alive
@@ -180,16 +181,16 @@ class DraftSessions:
         if requested is None or _drafts_with(own.proposer, requested):
             return own
         state = tokenizers, self._state_with(None if isinstance(requested, str) else requested)
-        before, drafting = self.assistants.get(requested, (None, None))
-        if before != state:
+
+        def prepared() -> tuple[Any, DraftSession | None]:
             try:
-                drafting = DraftSession(as_proposer(requested, self._target, tokenizers), self._target)
+                return state, DraftSession(as_proposer(requested, self._target, tokenizers), self._target)
             except ValueError as error:
-                drafting, field = None, "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
+                field = "assistant_early_exit" if isinstance(requested, str) else "assistant_model"
                 warn(f"{field} is ignored, and {type(own.proposer).__name__} drafts instead: {error}")
-            self.assistants[requested] = state, drafting
-            while len(self.assistants) > MOST_ASSISTANTS:
-                self.assistants.pop(next(iter(self.assistants)), None)
+                return state, None
+
+        _, drafting = self.assistants.get(requested, prepared, lambda kept: kept[0] == state)
         return drafting or own
 
     def _state_with(self, drafting: nn.Module | None) -> tuple[Any, ...]:

@@ -13,19 +13,10 @@ from specdec.engine.generator import SpeculativeGenerator
 from specdec.models.compat import REPOSITORY_ARGUMENTS
 from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName
+from specdec.utils.recent import Recent
 
 KEPT_AT = "_specdec_generators"
 MOST = 16  # generators of a model; a proposer object made for each call would add one each time
-
-
-class Generators(dict[Any, SpeculativeGenerator]):
-    """Generators of one model by settings, kept as an attribute of the model. Copies of the model start empty."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Generators:
-        return Generators()
-
-    def __reduce__(self) -> tuple[type[Generators], tuple[()]]:
-        return Generators, ()
 
 
 def generate(
@@ -68,14 +59,12 @@ def generator(
         print(generator(model, "ngram").report)
         ```
     """
-    kept = vars(model).setdefault(KEPT_AT, Generators())
-    settings = (proposer, draft_length, rule, on_unsupported)
-    found = kept.pop(settings, None)
-    if found is None or found.model is not model:  # a shallow copy shares its attributes
-        found = SpeculativeGenerator(
+
+    def make() -> SpeculativeGenerator:
+        return SpeculativeGenerator(
             model, proposer, draft_length=draft_length, rule=rule, on_unsupported=on_unsupported
         )
-    kept[settings] = found
-    while len(kept) > MOST:
-        kept.pop(next(iter(kept)), None)
-    return found
+
+    kept: Recent[SpeculativeGenerator] = vars(model).setdefault(KEPT_AT, Recent(MOST))
+    # A shallow copy of the model shares its attributes.
+    return kept.get((proposer, draft_length, rule, on_unsupported), make, lambda found: found.model is model)

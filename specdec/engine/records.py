@@ -61,7 +61,9 @@ class Records:
         """Settle new token `place` of all rows; the scores (B, V) so far, as stopping criteria get them."""
         if self.scores is None:
             return None
-        self._settled_scores.append(torch.stack([row[place] for row in self.scores]))
+        rows = [row[place] for row in self.scores]
+        size = min(map(len, rows))  # a processor dropped the tokens after it; rows written beside longer ones have -inf
+        self._settled_scores.append(torch.stack([row[:size] for row in rows]))
         return tuple(self._settled_scores)
 
     def outputs(self, steps: int) -> dict[str, Any]:

@@ -54,9 +54,9 @@ class SequentialVerifier:
         if self.noise is None:
             # `max` returns the first of equal maxima like `argmax`, and is 4x faster on bfloat16.
             return scores.max(-1).indices
-        probs, tokens = scores.softmax(-1), scores.shape[-1]
-        self.noise.fit(tokens)
-        perturbed = (probs / self.noise.at(columns).to(probs.device)[:, :tokens]).max(-1)
+        probs = scores.softmax(-1)
+        noise = self.noise.at(columns).to(probs.device)[:, : probs.shape[-1]]
+        perturbed = (probs / noise).max(-1)
         if perturbed.values.device.type == "cpu" and bool((perturbed.values.isnan() & alive).any()):
             torch.multinomial(probs[alive], 1)  # raises the error of plain decoding for such scores
         return perturbed.indices
@@ -115,9 +115,17 @@ class _Step:
         scores = self.verifier.processors(logits[:, None], lambda: self._texts(path), ~self.alive[:, None])[:, 0]
         taken = _depths(path) if path.device.type == "cpu" else [depth] * len(path)  # avoids a host sync
         columns = [end - text.start + more for end, more in zip(self.ends, taken, strict=True)]
+        self._fit_noise(columns)
         token = self.verifier.chosen_tokens(scores, columns, alive & ~self.padding, self.draft, path[:, -1])
         self.scores.append(scores)
         return torch.where(self.padding, text.filler, token)  # finished rows get padding
+
+    def _fit_noise(self, columns: list[int]) -> None:
+        """Draw no noise for tokens that a processor drops, as plain decoding does."""
+        noise, sizes = self.verifier.noise, self.verifier.processors.sizes
+        if noise is not None and sizes:
+            for column in columns:
+                noise.fit(column, sizes.get(self.text.start + column, noise.shape[1]))
 
     def write(self, path: Tensor, token: Tensor) -> bool:
         """Append a token (B,) before processors run again; return False once plain decoding would stop."""

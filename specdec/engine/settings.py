@@ -10,7 +10,11 @@ from specdec.utils.choices import COUPLED, OnUnsupported, RuleName, check_choice
 # Arguments of `generate()` for one row, and its tokens alone, whatever the model's generation config asks for.
 ONE_ROW = {"num_return_sequences": 1, "num_beams": 1, "return_dict_in_generate": False, "use_cache": True}
 # The same where a text is measured, which ends at its end token or length.
-MEASURED: dict[str, Any] = ONE_ROW | {"cache_implementation": None, "output_attentions": False, "stop_strings": None}
+MEASURED: dict[str, Any] = (
+    ONE_ROW
+    | {"cache_implementation": None, "output_attentions": False, "stop_strings": None}
+    | dict.fromkeys(("penalty_alpha", "token_healing", "dola_layers", "num_beam_groups"))
+)
 
 
 class Settings(TypedDict, total=False):

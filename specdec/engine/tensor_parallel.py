@@ -164,7 +164,7 @@ class Agreed(StoppingCriteria):
         if self._group.leads:
             try:
                 own = torch.as_tensor(self._criterion(input_ids, scores, **kwargs)).cpu()
-            except Exception as error:
+            except BaseException as error:
                 self._group.firsts(RuntimeError(f"a stopping criterion failed in rank 0: {error!r}"))
                 raise
         decided = self._group.firsts(own)

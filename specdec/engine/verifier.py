@@ -48,8 +48,7 @@ class RejectionVerifier:
                 self.processors, draft, output, text, error, lambda tree, scores: self.decide(tree, scores, text)
             )
         else:
-            scores = widened(scores, output.logits.shape[-1])
-            result = self.decide(draft, scores, text)
+            result = self.decide(draft, widened(scores, output.logits.shape[-1]), text)
         result = _accept_padding(result, text, failed)
         if text.records.wanted:
             rows = torch.arange(len(scores), device=scores.device)

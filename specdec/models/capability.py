@@ -28,6 +28,7 @@ from specdec.models.introspection import SLIDING, device_of, is_sharded, layer_k
 from specdec.models.position_limits import positions_of
 from specdec.models.probe import last_logits, mismatch, probe_chain, probe_tree, token_ids
 from specdec.models.views import apart, in_eval_mode
+from specdec.utils.recent import Recent
 from specdec.utils.releases import advice
 
 log = logging.getLogger(__name__)
@@ -62,8 +63,8 @@ class Capability:
         return self.reason if self.installation else f"{subject}: {self.reason}"
 
 
-REMEMBERED = 8  # settings kept per model: training switches between two
-_found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Capability]]] = WeakKeyDictionary()
+REMEMBERED = 32  # results kept per model: training switches between two settings, and hooks may come and go
+_found: WeakKeyDictionary[PreTrainedModel, Recent[Capability]] = WeakKeyDictionary()
 _known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
 
 
@@ -76,17 +77,15 @@ def capability(model: PreTrainedModel, drafts: bool = False) -> Capability:
         model: the model.
         drafts: True for a draft model, which runs in eval mode.
     """
-    known, state = _found.setdefault(model, []), settings_of(model, drafts)
-    for before, found in known:
-        if before == state:
-            return found
-    log.info("probing whether %s can run draft trees, only chains, or no drafts", type(model).__name__)
-    with _same_random_numbers(model):
-        found = probe(model, drafts)
-        fault = "" if found.trees else installation_fault()
-    found = replace(found, reason=fault, installation=True) if fault else found
-    known[:] = [(state, found), *known[: REMEMBERED - 1]]
-    return found
+
+    def probed() -> Capability:
+        log.info("probing whether %s can run draft trees, only chains, or no drafts", type(model).__name__)
+        with _same_random_numbers(model):
+            found = probe(model, drafts)
+            fault = "" if found.trees else installation_fault()
+        return replace(found, reason=fault, installation=True) if fault else found
+
+    return _found.setdefault(model, Recent(REMEMBERED)).get(settings_of(model, drafts), probed)
 
 
 @functools.cache
@@ -110,7 +109,10 @@ def installation_fault() -> str:
 
 
 def settings_of(model: PreTrainedModel, drafts: bool = False) -> Any:
-    """Collect the settings that a model's passes depend on, without the values of its weights."""
+    """Collect the settings that a model's passes depend on, without the values of its weights.
+
+    Hooks and replaced passes do not count where several processes run one model, as one alone must not probe it again.
+    """
     modules = [] if drafts else [*model.modules()]
     # Dropout rates, gradient checkpointing, ...
     modes = [
@@ -118,7 +120,8 @@ def settings_of(model: PreTrainedModel, drafts: bool = False) -> Any:
         for module in modules
         if module.training
     ]
-    code = [(type(module), foreign_code(module)) for module in modules]
+    shared = is_sharded(model) or compat.tensor_parallel_mesh(model) is not None
+    code = [(type(module), foreign_code(module)) for module in modules if not shared]
     return drafts, model.dtype, device_of(model), _said(model.config), modes, code
 
 

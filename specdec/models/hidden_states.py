@@ -6,14 +6,14 @@ layer, before the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from inspect import ismethod
 from itertools import count
 from typing import Any
-from weakref import WeakMethod, finalize, ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -81,20 +81,32 @@ class Taps:
         return torch.cat([taken[tap].to(device) for tap in self.at], -1)
 
 
-def foreign_code(module: nn.Module) -> tuple[Any, ...]:
-    """References to a module's foreign hooks and to a replaced forward pass.
-
-    They are equal for the same functions, and do not keep them alive.
-    """
+def foreign_code(module: nn.Module) -> tuple[Reference, ...]:
+    """References to a module's foreign hooks and to a replaced forward pass."""
     replaced = vars(module).get("forward")
-    return tuple(map(_reference, [*foreign_hooks(module), *([] if replaced is None else [replaced])]))
+    return tuple(map(Reference, [*foreign_hooks(module), *([] if replaced is None else [replaced])]))
 
 
-def _reference(function: Any) -> Any:
+class Reference:
+    """A function or method, which is not kept alive. It equals another reference to the same one."""
+
+    def __init__(self, function: Any):
+        parts = (function.__self__, function.__func__) if ismethod(function) else (function,)
+        self._parts = tuple(map(_weakly, parts))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Reference) or len(other._parts) != len(self._parts):
+            return False
+        return all(mine() is not None and mine() is its() for mine, its in zip(self._parts, other._parts, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
     try:
-        return WeakMethod(function) if ismethod(function) else ref(function)
+        return ref(value)
     except TypeError:  # of a kind to which there are no references
-        return id(function)
+        return lambda: value
 
 
 def foreign_hooks(module: nn.Module) -> list[Any]:

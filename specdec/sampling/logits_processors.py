@@ -61,6 +61,9 @@ class NodeProcessors:
     Args:
         processors: transformers' logits processors, functions of the same signature, and `GrammarRows`.
 
+    Attributes:
+        sizes: by length of the text, the number of tokens whose scores are left, where a processor drops the last ones.
+
     Examples:
         >>> processors = NodeProcessors([hf.NoBadWordsLogitsProcessor([[1, 0]])])  # 0 must not follow 1
         >>> texts = [[torch.tensor([2, 1]), torch.tensor([2, 1, 2])]]  # of one row: after the root, after its child
@@ -71,6 +74,7 @@ class NodeProcessors:
 
     def __init__(self, processors: Iterable[Any]):
         self.processors = list(processors)
+        self.sizes: dict[int, int] = {}
 
     @property
     def unknown(self) -> list[str]:
@@ -130,12 +134,14 @@ class NodeProcessors:
             ruled_out: (B, N) bool, nodes that cannot be reached: errors of a processor on their text are ignored.
 
         Returns:
-            (B, N, V) float32, the processed scores. Fewer than V tokens if a processor drops the last ones.
+            (B, N, V) float32, the processed scores. Fewer than V tokens if a processor drops the last ones at all
+            nodes. Where it drops them at some nodes, their scores are -inf.
         """
         scores = logits.float()
         if self.processors and scores is logits:
             scores = logits.clone()
         texts: list[list[Tensor]] | None = None
+        sizes: dict[int, int] = {}
         for processor in self.processors:
             if _reads_scores_alone(processor):
                 scores = _scores_alone(processor, scores.flatten(0, 1)).view_as(scores)
@@ -144,7 +150,8 @@ class NodeProcessors:
                 if isinstance(processor, GrammarRows):
                     scores = processor.masked(scores, texts, ruled_out)
                 else:
-                    scores = _by_prefix(processor, texts, scores, ruled_out)
+                    scores = _by_prefix(processor, texts, scores, sizes, ruled_out)
+        self.sizes |= sizes
         return scores
 
 
@@ -173,14 +180,21 @@ def _name(processor: Any) -> str:
     return getattr(processor, "__name__", type(processor).__name__)
 
 
-def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor, dead: Tensor | None = None) -> Tensor:
+def _by_prefix(
+    processor: Any,
+    texts: Sequence[Sequence[Tensor]],
+    scores: Tensor,
+    sizes: dict[int, int],
+    dead: Tensor | None = None,
+) -> Tensor:
     """Apply `processor` to every node, with calls on (B, T) texts of one length at a time.
 
     Plain decoding never calls a processor on a text that it ruled out itself. A `prefix_allowed_tokens_fn` may raise
-    there. Such an error is ignored: the node is never reached, whatever its scores.
+    there. Such an error is ignored: the node is never reached, whatever its scores. sizes: as in `NodeProcessors`; new
+    ones are added.
     """
-    B = len(texts)
-    out, width = scores.clone(), scores.shape[-1]
+    B, size = len(texts), scores.shape[-1]
+    out = scores.clone()
     never = [[False] * len(row) for row in texts] if dead is None else dead.tolist()
     turns: dict[tuple[int, int], dict[int, int]] = {}  # (length, k-th node of that length) -> {row: node}
     for b, row in enumerate(texts):
@@ -197,7 +211,7 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
             drafted = tuple(texts[b][n][start[b] :].tolist())
             parent = known.get((b, drafted[:-1]), n) if drafted else n  # n itself: no parent
             possible = parent == n or (
-                parent is not None and drafted[-1] < width and bool(out[b, parent, drafted[-1]] != float("-inf"))
+                parent is not None and drafted[-1] < size and bool(out[b, parent, drafted[-1]] != float("-inf"))
             )
             possible = possible and not never[b][n]
             (live if possible else ruled_out)[b] = n
@@ -210,17 +224,18 @@ def _by_prefix(processor: Any, texts: Sequence[Sequence[Tensor]], scores: Tensor
             picks = [(b, group.get(b, 0)) if b in group or len(texts[b][0]) >= length else other for b in range(B)]
             text = torch.stack([texts[b][n][:length] for b, n in picks])  # (B, T)
             try:
-                done = processor(text, torch.stack([scores[b, n] for b, n in picks]))  # (B, V)
+                done = processor(text, torch.stack([scores[b, n] for b, n in picks])[:, : sizes.get(length)])
             except Exception:
                 if group is live:
                     raise
                 continue
-            if done.shape[-1] != width:  # it drops tokens, for example those that the tokenizer does not know
-                width = done.shape[-1]
-                out = out.new_full((*out.shape[:2], width), float("-inf"))
+            if done.shape[-1] < size:  # it drops tokens, for example those that the tokenizer does not know
+                sizes[length] = done.shape[-1]
+                done = widened(done, size)
             for b, n in group.items():
                 out[b, n] = done[b]
-    return out
+    kept = max((sizes.get(length, size) for length, _ in turns), default=size)
+    return out[..., :kept]
 
 
 def _top_p(processor: Any, scores: Tensor) -> Tensor:

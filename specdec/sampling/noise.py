@@ -42,21 +42,23 @@ class Noise:
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device):
         self.shape, self.device = (batch_size, vocab_size), device
-        self._tokens = vocab_size
+        self._sizes: dict[int, int] = {}  # by column, the tokens that its noise is drawn for, if not for all
         self.settled = 0  # columns whose tokens are final
         self._generator = torch.Generator(device)
         self._states = {0: generator_state(device)}  # by column, the state before its noise is drawn
         self._drawn: dict[int, Tensor] = {}  # by column, the most recently used last
         self._most = max(1, KEPT_BYTES // (4 * batch_size * vocab_size))
 
-    def fit(self, tokens: int) -> None:
-        """Draw the columns that are not settled for so many tokens: a logits processor may drop the last ones.
+    def fit(self, column: int, tokens: int) -> None:
+        """Draw a column that is not settled for so many tokens alone: a logits processor may drop the last ones.
 
-        The others have infinite noise, with which no token is chosen.
+        The others have infinite noise, with which no token is chosen. The columns after it are drawn anew, and for as
+        many tokens until they are fitted.
         """
-        if tokens != self._tokens:
-            self._tokens, self._drawn = tokens, {}
-            self._states = {self.settled: self._states[self.settled]}
+        if column >= self.settled and tokens != self._size(column):
+            self._sizes = {known: size for known, size in self._sizes.items() if known < column} | {column: tokens}
+            self._drawn = {known: drawn for known, drawn in self._drawn.items() if known < column}
+            self._states = {known: state for known, state in self._states.items() if known <= column}
 
     def column(self, index: int) -> Tensor:
         """(B, V) float32, the noise of a column that is not settled."""
@@ -98,11 +100,15 @@ class Noise:
         """Put the device's default generator into the state that plain decoding leaves after the settled columns."""
         set_generator_state(self.device, self._states[self.settled])
 
+    def _size(self, column: int) -> int:
+        fitted = max((known for known in self._sizes if known <= column), default=None)
+        return self.shape[1] if fitted is None else self._sizes[fitted]
+
     def _draw(self, index: int) -> None:
         self._generator.set_state(self._states[index])
         rows, vocab_size = self.shape
-        drawn = torch.empty(rows, self._tokens, device=self.device).exponential_(generator=self._generator)
-        missing = max(0, vocab_size - self._tokens)
+        drawn = torch.empty(rows, self._size(index), device=self.device).exponential_(generator=self._generator)
+        missing = max(0, vocab_size - drawn.shape[1])
         self._drawn[index] = nn.functional.pad(drawn, (0, missing), value=float("inf")) if missing else drawn
         self._states[index + 1] = self._generator.get_state()
         if len(self._drawn) > self._most:

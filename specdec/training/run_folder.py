@@ -120,7 +120,8 @@ class RunFolder:
             was, now = (recipe.get(name, "not recorded") for recipe in (theirs, mine))
             change = f"{OPTIONS.get(name, name)} was {was}, is {now}"
             onward = f" (--from {self.head} continues training its head)" if self.head.exists() else ""
-            same = f", or resume with --optimizer {was}" if name == "optimizer" else ""  # its default has changed
+            changed_defaults = {"optimizer": "--optimizer", "draft_vocab": "--draft-vocab"}
+            same = f", or resume with {changed_defaults[name]} {was}" if name in changed_defaults else ""
             raise ValueError(
                 f"{self.path} holds the work of another recipe ({CHANGES.get(name, change)}): choose another folder"
                 f"{onward}{same}"

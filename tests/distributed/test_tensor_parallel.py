@@ -87,6 +87,11 @@ def worker(rank: int, folder: Path):
             found[name] = spec.generate(**inputs, **arguments).tolist()
         except (ZeroDivisionError, RuntimeError) as error:
             found[name] = str(error)
+    if rank == 0:  # one process that probed the model again would wait for passes of the other
+        hook = target.get_decoder().layers[0].register_forward_hook(lambda *given: None)
+    found["hooked"] = spec.generate(**inputs, do_sample=False, max_new_tokens=TOKENS).tolist()
+    if rank == 0:
+        hook.remove()
     broken = SpeculativeGenerator(target, Broken())
     with pytest.raises((ZeroDivisionError, RuntimeError)) as raised:
         broken.generate(**inputs, max_new_tokens=TOKENS)
@@ -164,6 +169,11 @@ def test_drawn_drafts_and_the_verdict_on_them_are_the_first_processs(found):
     assert first == second
     assert after == other_after
     assert drafted > 0
+
+
+def test_a_hook_in_one_process(found):
+    first, second = (process["hooked"] for process in found)
+    assert first == second == found[0]["qwen3_moe", "ngram", "T=0"][0]
 
 
 def test_a_criterion_is_asked_in_the_first_process(found):

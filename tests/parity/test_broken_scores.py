@@ -94,13 +94,47 @@ def test_fewer_scores_than_tokens(llama, proposer):
         assert torch.equal(torch.get_rng_state(), state)
 
 
+class KnownTokensAtFirst(LogitsProcessor):
+    """Drops tokens in texts of an odd length, and in short ones."""
+
+    stateless = True
+
+    def __call__(self, input_ids, scores):
+        length = input_ids.shape[1]
+        return scores[:, :50] if length < 14 or length % 2 else scores
+
+
+@pytest.mark.parametrize("lengths", [(9,), (9, 9), (9, 4)], ids=str)
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_fewer_scores_than_tokens_in_some_places(llama, proposer, lengths):
+    """The rows of a batch are at different places, where plain decoding draws another number of random numbers."""
+    spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), draft_length=4, on_unsupported="error")
+    arguments = {"max_new_tokens": 24, "logits_processor": [KnownTokensAtFirst()], "temperature": 2.0}
+    arguments |= {"return_dict_in_generate": True, "output_scores": True, "pad_token_id": 0, "eos_token_id": None}
+    for sampled in (False, True):
+        for seed in range(4):
+            inputs = tiny.prompts(*lengths)
+            torch.manual_seed(seed)
+            expected, state = llama.generate(**inputs, **arguments, do_sample=sampled), torch.get_rng_state()
+            torch.manual_seed(seed)
+            output = spec.generate(**inputs, **arguments, do_sample=sampled)
+            assert torch.equal(output.sequences, expected.sequences)
+            assert torch.equal(torch.get_rng_state(), state)
+            for mine, its in zip(output.scores, expected.scores, strict=True):
+                size = its.shape[1]  # more if the rows never were at this place together
+                torch.testing.assert_close(mine[:, :size], its, atol=1e-4, rtol=0)
+                assert mine[:, size:].eq(-torch.inf).all()
+
+
 @pytest.mark.parametrize("rule", ["block", "token", "typical", Lenient()], ids=str)
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_fewer_scores_than_tokens_under_other_rules(llama, proposer, rule):
     spec = SpeculativeGenerator(llama, PROPOSERS[proposer](llama), rule=rule, on_unsupported="error")
     drops = LogitsProcessorList([KnownTokens()])
     prompt = tiny.prompts(9, 4)
+    recorded = {"return_dict_in_generate": True, "output_scores": True}
     for seed in range(3):
         torch.manual_seed(seed)
-        output = spec.generate(**prompt, do_sample=True, max_new_tokens=12, logits_processor=drops)
-        assert int(output[:, 9:].max()) < 50
+        output = spec.generate(**prompt, **recorded, do_sample=True, max_new_tokens=12, logits_processor=drops)
+        assert int(output.sequences[:, 9:].max()) < 50
+        assert {scores.shape for scores in output.scores} == {(2, 50)}

@@ -103,10 +103,10 @@ def count_tokens(sequences: Tensor, call: Call) -> int:
     the first one counts.
     """
     new = sequences[:, call.input_ids.shape[1] :]
+    if len(new) == 1 or not any(hasattr(criterion, "eos_token_id") for criterion in call.criteria):
+        return new.numel()  # nothing is padded
     ends = [c.eos_token_id.flatten() for c in call.criteria if isinstance(c, EosTokenCriteria)]
-    if not ends:  # rows are not padded
-        return new.numel()
-    end_tokens, padding = torch.cat(ends).to(new.device), pad_token(call.config)
+    end_tokens, padding = torch.cat([new.new_empty(0), *ends]).to(new.device), pad_token(call.config)
     ended = torch.isin(new, end_tokens).int()
     real = ended.cumsum(1) - ended == 0
     if padding is not None and padding not in end_tokens.tolist():

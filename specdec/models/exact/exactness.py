@@ -38,6 +38,7 @@ from specdec.models.probe import token_ids
 from specdec.models.runner import ModelRunner
 from specdec.models.views import apart, in_eval_mode
 from specdec.sampling.draft_tree import DraftTree
+from specdec.utils.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Exactness:
         return f"exact=True: {self.inexact[0]}{more} may compute drafted tokens otherwise than single ones"
 
 
-_found: WeakKeyDictionary[PreTrainedModel, list[tuple[Any, Exactness]]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedModel, Recent[Exactness]] = WeakKeyDictionary()
 
 
 def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: bool = False) -> Exactness:
@@ -95,14 +96,13 @@ def exactness(model: PreTrainedModel, able: Capability, rows: int = 1, padded: b
         rows: number of rows of a call.
         padded: True if some of them are left-padded.
     """
-    state, known = (settings_of(model), torch.get_num_threads(), rows > 1, padded), _found.setdefault(model, [])
-    for before, found in known:
-        if before == state:
-            return found
-    log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
-    found = _probed(model, able, rows > 1, padded)
-    known[:] = [(state, found), *known[: REMEMBERED - 1]]
-    return found
+
+    def probed() -> Exactness:
+        log.info("probing whether %s gives drafts the bits of plain decoding", type(model).__name__)
+        return _probed(model, able, rows > 1, padded)
+
+    state = settings_of(model), torch.get_num_threads(), rows > 1, padded
+    return _found.setdefault(model, Recent(REMEMBERED)).get(state, probed)
 
 
 @torch.no_grad()

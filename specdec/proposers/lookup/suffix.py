@@ -92,9 +92,10 @@ class SuffixProposer(Lookup):
     def begin(self, context: Context) -> None:
         rows = range(context.batch_size)
         self._numbers = [self.memory.new() for _ in rows]
+        self._batch = frozenset(self._numbers)
         self._known = [0 for _ in rows]  # tokens of each row already written to the memory
         for b in rows:
-            self.memory.write(self._numbers[b], context.source_text(b), self._numbers)
+            self.memory.write(self._numbers[b], context.source_text(b), self._batch)
         self._matches: list[list[Match]] = [[] for _ in rows]
         self._found = [Node(-1, 0, True) for _ in rows]  # this round's trees, by their root nodes
         self._best: list[list[Candidate]] = []
@@ -107,7 +108,7 @@ class SuffixProposer(Lookup):
         for b, tokens in new_tokens(context, self._known).items():
             self._learn(self._found[b], tokens, pacer)
             self._known[b] += len(tokens)
-            self.memory.write(self._numbers[b], tokens, self._numbers)
+            self.memory.write(self._numbers[b], tokens, self._batch)
             near = [(match.text, match.end + len(tokens)) for match in self._matches[b]]
             self._matches[b] = self.memory.matches(self._numbers[b], longest(context, b), near)
             self._found[b] = _grown(self._matches[b], context.vocab_size)
@@ -120,7 +121,7 @@ class SuffixProposer(Lookup):
 
     def end(self, context: Context) -> None:
         for b, tokens in new_tokens(context, self._known, range(context.batch_size)).items():
-            self.memory.write(self._numbers[b], tokens, self._numbers)
+            self.memory.write(self._numbers[b], tokens, self._batch)
 
     @staticmethod
     def _learn(node: Node, tokens: Sequence[int], pacer: Pacer) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -82,7 +82,7 @@ class TextMemory:
         """Return the number for a new text. The text exists from its first `write`."""
         return next(self._numbers)
 
-    def write(self, text: int, tokens: Sequence[int], keep: Sequence[int] = ()) -> None:
+    def write(self, text: int, tokens: Sequence[int], keep: Set[int] = frozenset()) -> None:
         """Append tokens to a text. A text that was dropped in the meantime starts empty.
 
         Args:
@@ -102,11 +102,11 @@ class TextMemory:
                     if len(places) > 2 * PLACES:
                         del places[:-PLACES]
             self._texts.move_to_end(text)
-            while self._size > self.capacity:
-                oldest = next((number for number in self._texts if number != text and number not in keep), None)
-                if oldest is None:
-                    break
-                self._forget(oldest)
+            if self._size > self.capacity:
+                for oldest in [number for number in self._texts if number != text and number not in keep]:
+                    self._forget(oldest)
+                    if self._size <= self.capacity:
+                        break
 
     def matches(self, text: int, length: int, near: Iterable[tuple[int, int]] = ()) -> list[Match]:
         """Find earlier occurrences of the text's end.

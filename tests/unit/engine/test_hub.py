@@ -7,13 +7,14 @@ import pickle
 import subprocess
 import sys
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from specdec import NgramProposer, SpeculativeGenerator
-from specdec.engine.hub import MOST, Generators, generator
+from specdec.engine.hub import KEPT_AT, MOST, generator
 from tests.support import tiny
 from tests.support.fuzz import Recorder
 
@@ -53,7 +54,7 @@ def test_the_folder_generates(model, ragged, settings):
         assert model.generate(**ragged, **ARGUMENTS, **OURS, **settings).tolist() == expected.tolist()
         spec = generator(model, **ours)
         assert (spec.report.num_calls, spec.report.num_plain_calls) == (calls, 0)
-    assert list(vars(model)["_specdec_generators"].values()) == [spec]
+    assert [*vars(model)[KEPT_AT]] == [spec]
     if "draft_length" in ours:
         assert spec.draft_length == ours["draft_length"]
         assert spec.report.num_draft_tokens > 0
@@ -74,6 +75,19 @@ def test_proposers_made_for_each_call_are_not_all_kept(model):
     gc.collect()
     assert generator(model, "ngram") is not first
     assert sum(one() is not None for one in made) < MOST
+
+
+def test_generators_that_are_used_again_are_kept(model):
+    first = generator(model, "ngram")
+    for _ in range(2 * MOST):
+        generator(model, NgramProposer())
+        assert generator(model, "ngram") is first
+
+
+def test_threads_get_the_same_generator(model):
+    with ThreadPoolExecutor(8) as pool:
+        made = [*pool.map(lambda _: generator(model, "ngram"), range(64))]
+    assert len(set(map(id, made))) == 1
 
 
 def test_streams_and_stop_strings(model, single):
@@ -114,7 +128,7 @@ def test_a_copy_makes_its_own(copied):
     assert generator(other, "ngram").model is other
     assert generator(model, "ngram").model is model
     assert spec.model is model
-    assert isinstance(vars(other)["_specdec_generators"], Generators)
+    assert vars(other)[KEPT_AT] is not vars(model)[KEPT_AT] or copied is copy.copy
 
 
 def test_wrong_arguments_are_named(model, single):

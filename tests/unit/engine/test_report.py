@@ -107,6 +107,36 @@ def test_a_plain_call_counts_no_padding_after_rows_that_a_criterion_ends(llama):
     assert counts == [11, 11]
 
 
+def test_a_plain_call_counts_padding_that_a_lone_row_writes_itself(llama):
+    prompt = tiny.prompts(9)
+    last = int(llama.generate(**prompt, do_sample=False, max_new_tokens=8, eos_token_id=None)[0, -1])
+    spec = SpeculativeGenerator(llama, "ngram")
+    end = next(token for token in range(64) if token != last)
+    arguments = {"eos_token_id": end, "pad_token_id": last, "suppress_tokens": [end], "use_cache": False}
+    with tiny.specdec_warnings():
+        spec.generate(**prompt, do_sample=False, max_new_tokens=8, **arguments)
+    assert (spec.last_report.num_plain_calls, spec.last_report.num_output_tokens) == (1, 8)
+
+
+def test_a_plain_call_counts_no_padding_after_a_criterion_with_end_tokens(llama):
+    class Ends(StoppingCriteria):
+        """Ends the first row at once. Transformers pads what ends by criteria that name end tokens."""
+
+        eos_token_id = torch.tensor([63])
+
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.arange(len(input_ids)) < 1
+
+    spec = SpeculativeGenerator(llama, "ngram")
+    arguments = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+    counts = []
+    for cached in (True, False):
+        with tiny.specdec_warnings():
+            spec.generate(**tiny.prompts(9, 4), **arguments, stopping_criteria=[Ends()], use_cache=cached)
+        counts.append(spec.last_report.num_output_tokens)
+    assert counts == [9, 9]
+
+
 def test_a_plain_call_counts_tokens_without_padding(llama):
     prompt = tiny.prompts(9, 4)
     whole = llama.generate(**prompt, do_sample=False, max_new_tokens=8)[:, prompt["input_ids"].shape[1] :]

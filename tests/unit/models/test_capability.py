@@ -5,6 +5,7 @@ import gc
 import threading
 import types
 import weakref
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specdec.models.capability
 from specdec import DraftModelProposer, SpeculativeGenerator
 from specdec.models import compat
-from specdec.models.capability import WINDOW, probe
+from specdec.models.capability import WINDOW, Capability, capability, probe
+from specdec.models.hidden_states import Reference
 from tests.support import tiny
 
 
@@ -200,6 +202,42 @@ def test_hooks_that_come_and_go_are_noticed():
         if handle is not None:
             handle.remove()
     assert plain_calls == [0, 1, 0, 1]
+
+
+def test_hooks_that_equal_each_other_are_different_hooks():
+    """Vectors cannot be compared as one value, and a hook that was probed says nothing about an equal one."""
+
+    @dataclass
+    class Vector:
+        values: torch.Tensor
+
+        def hook(self, module, args, output):
+            return None
+
+    model, inputs = copy.deepcopy(tiny.model("llama")), tiny.prompts(9)
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3)
+    kept = [Vector(torch.ones(16)), Vector(torch.ones(16))]
+    for vector in kept:
+        handle = model.model.layers[0].register_forward_hook(vector.hook)
+        assert torch.equal(
+            spec.generate(**inputs, do_sample=False, max_new_tokens=4),
+            model.generate(**inputs, do_sample=False, max_new_tokens=4),
+        )
+        handle.remove()
+    references = [Reference(vector.hook) for vector in kept]
+    assert references[0] == Reference(kept[0].hook) != references[1]
+
+
+def test_settings_that_come_and_go_are_probed_once(monkeypatch):
+    model, probed = copy.deepcopy(tiny.model("llama")), []
+    monkeypatch.setattr(specdec.models.capability, "probe", lambda *given: probed.append(given) or Capability("dict"))
+    hooks = [lambda *given, index=index: None for index in range(12)]
+    for _ in range(2):
+        for hook in hooks:
+            handle = model.model.layers[0].register_forward_hook(hook)
+            capability(model)
+            handle.remove()
+    assert len(probed) == len(hooks)
 
 
 def test_hooks_do_not_outlive_the_model():
