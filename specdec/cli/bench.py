@@ -57,7 +57,7 @@ def bench(
 
     try:
         model, tokenizer = load(target, dtype=dtype, device=device)
-        used = encoded(questions, tokenizer) or built_in(tokenizer, limit)
+        used = encoded(questions, tokenizer, model, max_new_tokens) or built_in(tokenizer, limit, model, max_new_tokens)
         arguments: dict[str, Any] = {
             "repeats": repeats,
             "max_new_tokens": max_new_tokens,

@@ -47,8 +47,9 @@ def chat(
             except KeyboardInterrupt:
                 console.print("\n[dim](stopped; the conversation continues)[/dim]")
                 continue
-            except (ValueError, TemplateError) as error:  # only this turn fails, the conversation continues
-                print_message(error, "error")
+            except Exception as error:  # only this turn fails, the conversation continues
+                known = isinstance(error, (ValueError, TemplateError))
+                print_message(error if known else f"{type(error).__name__}: {error}", "error")
                 continue
             report = spec.last_report
             passes = f"; {report.tokens_per_round:.2f} per pass of the model" if report.num_row_rounds else ""

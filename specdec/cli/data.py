@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from reprlib import repr as shortened
@@ -16,7 +17,7 @@ from specdec.cli import options
 from specdec.cli.common import check, load, resumable
 from specdec.cli.progress import progress_bar
 from specdec.data.entries import check_text
-from specdec.utils.paths import check_writable
+from specdec.utils.paths import check_writable, locked
 
 
 def regenerate(
@@ -59,8 +60,9 @@ def regenerate(
 
     switches = _switches(template)
     check_writable(out)
-    with resumable(lambda: _stopped(out)):
-        if os.environ.get("RANK", "0") == "0":  # of several processes one reads the files, before it loads the model
+    first_process = os.environ.get("RANK", "0") == "0"
+    with resumable(lambda: _stopped(out)), _locked(out) if first_process else nullcontext():
+        if first_process:  # of several processes one reads the files, before it loads the model
             useless = Skipped("prompts")
             useless.check(sum(1 for _ in asked(prompts, switches, useless)))
             check(target)
@@ -107,7 +109,15 @@ def regenerate(
         return
     left_over = "" if finished else " so far: run the same command again to resume"
     typer.echo(f"the answers are in {out}{left_over}")
-    typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s" if tokens else "all prompts had answers already")
+    if tokens:
+        typer.echo(f"{tokens} tokens in {perf_counter() - started:.0f} s")
+    elif finished:
+        typer.echo("all prompts that can be answered had answers already")
+
+
+def _locked(out: Path) -> AbstractContextManager[None]:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return locked(out.with_name(f".{out.name}.lock"), out)
 
 
 def _stopped(out: Path) -> str:

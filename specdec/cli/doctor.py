@@ -39,7 +39,13 @@ def doctor(
     if fault := installation_fault():
         raise ValueError(fault)
     model, tokenizer = load(target, dtype=dtype)
-    theirs, ours = encoded(questions, tokenizer), built_in(tokenizer, 2)
+    theirs = encoded(questions, tokenizer, model, max_new_tokens)
+    try:
+        ours = built_in(tokenizer, 2 if theirs else min(2, limit), model, max_new_tokens)
+    except ValueError:  # too long for this model
+        if not theirs:
+            raise
+        ours = []
     arguments: dict[str, Any] = {"usual": ours if theirs else (), "repeats": repeats, "max_new_tokens": max_new_tokens}
     with progress_bar("measuring") as progress:
         found = diagnose(model, proposer, theirs or ours, progress=progress, **arguments, **sampling(temperature))

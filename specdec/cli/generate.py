@@ -50,10 +50,15 @@ def generate(
     from specdec.data.prompts import Prompt
     from specdec.engine.report import SPEED_UP, aligned
     from specdec.evaluation.methods import described
+    from specdec.models.text_limits import check_prompt
 
     spec, tokenizer = generator(target, proposer, draft_length, rule, exact, dtype, device)
     print_message(f"drafts come from {described(spec.proposer)}")
     inputs = Prompt("", text).encode(tokenizer, spec.model.device)
+    try:
+        check_prompt(spec.model, inputs["input_ids"][0].tolist(), max_new_tokens)
+    except ValueError as error:
+        raise ValueError(f"the prompt cannot be answered: {error}") from error
     plain_call = _plain_call(spec, inputs, max_new_tokens, temperature, seed) if compare else None
     streamer = PlainStreamer(tokenizer)
     output, stopped = None, False
@@ -71,7 +76,7 @@ def generate(
 
         compared.append((SPEED_UP, compared_once(plain_call, report)))
         if output is not None and rule == COUPLED and (temperature == 0 or seed is not None):
-            tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+            tokens = output[0, -report.num_output_tokens :].tolist()
             compared.append(("same text", compared_texts(plain_call.texts[0], tokens, spec.model.dtype)))
     if as_json:
         print_message(report.to_json())

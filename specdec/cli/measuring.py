@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from specdec.evaluation.diagnosis import Diagnosis
 
 
-def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:
-    """Tokenize conversations up to the answer, (T,) int64 each. Those that the chat template refuses are left out."""
+def encoded(asked: Sequence[Conversation], tokenizer: Any, model: Any, max_new_tokens: int) -> list[Tensor]:
+    """Tokenize conversations up to the answer, (T,) int64 each.
+
+    Those that the chat template refuses, or the model cannot answer, are left out.
+    """
     import torch
 
     from specdec.data.conversations import encode_prompt
     from specdec.data.skipped import Skipped
+    from specdec.models.text_limits import check_prompt
 
     prompts, left_out = [], Skipped("prompts")
     for one in asked:
@@ -29,6 +33,7 @@ def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:
             tokens = encode_prompt(one.messages, tokenizer, **one.template)
             if not tokens:
                 raise ValueError("the tokenizer returns no tokens for it")
+            check_prompt(model, tokens, max_new_tokens)
             prompts.append(torch.tensor(tokens))
         except ValueError as error:
             left_out.add(one.place, error)
@@ -37,11 +42,16 @@ def encoded(asked: Sequence[Conversation], tokenizer: Any) -> list[Tensor]:
     return prompts
 
 
-def built_in(tokenizer: Any, limit: int) -> list[Tensor]:
-    """Tokenize the first `limit` of the built-in prompts, (T,) int64 each."""
+def built_in(tokenizer: Any, limit: int, model: Any, max_new_tokens: int) -> list[Tensor]:
+    """Tokenize the first `limit` of the built-in prompts, (T,) int64 each, as `encoded` does."""
+    from specdec.data.messages import Conversation
     from specdec.data.prompts import PROMPTS
 
-    return [prompt.encode(tokenizer)["input_ids"][0] for prompt in PROMPTS[:limit]]
+    asked = [
+        Conversation([{"role": "user", "content": prompt.text}], place=f"the built-in prompt {prompt.name!r}")
+        for prompt in PROMPTS[:limit]
+    ]
+    return encoded(asked, tokenizer, model, max_new_tokens)
 
 
 def print_results(

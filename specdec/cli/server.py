@@ -91,16 +91,16 @@ def prepared(
     _require_packages()
     sockets = listen(host, port)  # before torch is imported
     try:
-        from specdec.cli.serving.app import Service, vocab_size
+        from specdec.cli.serving.app import Service
         from specdec.cli.serving.prompts import PromptReader
         from specdec.cli.serving.server import Server
         from specdec.cli.serving.settings import context_limit
         from specdec.cli.serving.worker import Worker
-        from specdec.models.introspection import end_tokens_in
+        from specdec.models.introspection import end_tokens_in, require_decoder_only
+        from specdec.models.text_limits import vocab_size
 
         model, tokenizer = load(target, dtype=dtype, device=None if device == "auto" else device)
-        if model.config.is_encoder_decoder:
-            raise ValueError(f"{target} is an encoder-decoder model: the server answers with causal LMs only")
+        require_decoder_only(model.config, target)
         ends = end_tokens_in(model.generation_config)
         if model.generation_config.pad_token_id is None:  # a single row has no padding, but generate() would warn
             model.generation_config.pad_token_id = ends[0] if ends else 0

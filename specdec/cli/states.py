@@ -23,6 +23,7 @@ def serve_states(
     """Serve a target's hidden states to `specdec train --teacher http://HOST:PORT`. Ctrl-C stops it."""
     check(target, tokenizer=False)
     create_server((host, port)).close()  # fail on a port in use before loading the target
+    from specdec.models.introspection import require_decoder_only
     from specdec.models.loading import load as load_model
     from specdec.training.precision import in_fastest_dtype
     from specdec.training.teacher.state_server import StatesServer
@@ -31,6 +32,7 @@ def serve_states(
         model = load_model(target, device_map="auto")
     else:
         model = in_fastest_dtype(load(target, tokenizer=False, device=device)[0])
+    require_decoder_only(model.config, target)
     server = StatesServer(model, (host, port))
     print_message(f"http://{host}:{server.server_port}, target {target!r}: {server.description['fingerprint']}")
     try:

@@ -33,9 +33,7 @@ class Answers:
     def __init__(self, out: Path, share: tuple[int, int] = (0, 1)):
         mine, processes = share
         if out.suffix in (".gz", ".txt"):
-            raise ValueError(
-                f"answers are written as JSON lines: choose a name like {out.with_suffix('').stem}.jsonl"
-            )
+            raise ValueError(f"answers are written as JSON lines: choose a name like {out.with_suffix('').stem}.jsonl")
         self.out = out
         self.own_path = out if processes == 1 else out.with_name(f"{out.name}.{mine}.part")
         out.parent.mkdir(parents=True, exist_ok=True)

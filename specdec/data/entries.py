@@ -82,7 +82,7 @@ def opened(path: Path) -> Iterator[TextIO]:
     """Open a UTF-8 text file, also gzipped; raise ValueError if it turns out to be something else."""
     try:
         open_file = gzip.open if path.suffix == ".gz" else open
-        with open_file(path, "rt", encoding="utf-8") as file:
+        with open_file(path, "rt", encoding="utf-8-sig") as file:
             yield cast(TextIO, file)
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as error:
         packed = " in a complete gzip file, as its name says" if path.suffix == ".gz" else ""

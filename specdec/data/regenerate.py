@@ -21,6 +21,8 @@ from specdec.data.messages import Message, template_arguments
 from specdec.data.resume import LEFT, USELESS, Asked, asked, states_of_prompts
 from specdec.data.sequences import SEQUENCES, TOKENIZER, TokenSequence, extend, fingerprint
 from specdec.data.skipped import Skipped
+from specdec.models.introspection import require_decoder_only
+from specdec.models.text_limits import check_tokens, vocab_size
 
 AHEAD = 16  # batches of prompts that are sorted by length together
 MOST_TURNS = 1000  # distance between the seeds of two conversations
@@ -122,6 +124,7 @@ def regenerate(
     """
     if not temperatures or min(temperatures) < 0:
         raise ValueError(f"temperatures must be at least 0, got {list(temperatures)}")
+    require_decoder_only(target.config, name := str(target.config._name_or_path))
     room = context_of(target.config) - max_new_tokens
     if room < 1:
         raise ValueError(
@@ -131,7 +134,7 @@ def regenerate(
     max_prompt_tokens = min(max_prompt_tokens, room)
     given = prompts if isinstance(prompts, (str, Path)) or hasattr(prompts, "__len__") else list(prompts)  # read twice
     mine, processes = share
-    answers, name = Answers(out, share), str(target.config._name_or_path)
+    answers = Answers(out, share)
 
     def askable(left_out: Skipped) -> Iterator[Asked]:
         return islice(_askable(asked(given, switches or {}, left_out), tokenizer, left_out), limit)
@@ -161,24 +164,26 @@ def regenerate(
         except ValueError as error:
             (early if c.messages else left_out).add(c.place, error)
             return None
+        if prompt is not None:
+            check_tokens(prompt, vocab_size(target))
         temperature = temperatures[c.number % len(temperatures)]
         own_seed = (seed + c.number) * MOST_TURNS + len(c.messages)
         return None if prompt is None else Request(prompt, temperature, own_seed, c)
-
-    def take() -> Request | None:
-        nonlocal handled
-        if further:
-            return further.popleft()
-        while go_on() and (c := next(waiting, None)) is not None:
-            if (first := request(c)) is not None:
-                return first
-            handled += 1
-        return None
 
     written = 0
 
     def proceeds() -> bool:
         return written == 0 or go_on()
+
+    def take() -> Request | None:
+        nonlocal handled
+        if further:
+            return further.popleft()
+        while proceeds() and (c := next(waiting, None)) is not None:
+            if (first := request(c)) is not None:
+                return first
+            handled += 1
+        return None
 
     for answered in BatchedGenerator(target, batch_size, max_new_tokens, tokenizer, proceeds).run(take):
         c = answered.owner
@@ -207,13 +212,11 @@ def regenerate(
 def _askable(prompts: Iterator[Asked], tokenizer: PreTrainedTokenizerBase, left_out: Skipped) -> Iterator[Asked]:
     """Yield the prompts that a target with this tokenizer can answer."""
     for prompt in prompts:
+        if not prompt.messages:
+            left_out.add(prompt.place, "it asks nothing before its first tool call")
+            continue
         if tokenizer.chat_template is None and len(prompt.messages) > 1:
             why = "it has several messages, but the tokenizer has no chat template: only single messages can be used"
-            left_out.add(prompt.place, why)
-            continue
-        if any(message["role"] == "tool" for message in prompt.messages):
-            why = "it has tool results, but the target may not make the same tool calls: remove everything from the "
-            why += "first tool call on (training accepts such conversations as they are)"
             left_out.add(prompt.place, why)
             continue
         yield prompt

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from specdec.data.answer_store import Answers
 from specdec.data.messages import SWITCHES, Message, extra_of, read_prompts, template_arguments
 from specdec.data.skipped import Skipped
+from specdec.utils.paths import named
 
 LEFT, DONE, USELESS = range(3)  # states of a prompt
 
@@ -40,7 +41,9 @@ def asked(prompts: str | Path | Iterable[Any], switches: dict[str, Any], left_ou
     for number, given in read_prompts(prompts, left_out):
         own = switches | given.extra.get(SWITCHES, {})
         extra = given.extra | ({SWITCHES: own} if own else {})
-        messages = [message for message in given.messages if message["role"] != "assistant"]
+        calls = (i for i, one in enumerate(given.messages) if one["role"] == "tool" or one.get("tool_calls"))
+        before = given.messages[: next(calls, None)]  # the target may not make the same calls
+        messages = [message for message in before if message["role"] != "assistant"]
         yield Asked(number, given.place, messages, extra)
 
 
@@ -59,8 +62,8 @@ def states_of_prompts(
     answered: dict[int, tuple[int, int, int]] = {}  # number of messages, and checksums to save memory
     for entry in answers.entries():
         number = entry["id"]
-        if entry.get("target") != target:
-            refuse("of another target or to other prompts")
+        if named(str(entry.get("target"))) != named(target):
+            refuse(f"of {entry.get('target')}")
         usual = {"temperature": temperatures[number % len(temperatures)], "max_new_tokens": max_new_tokens}
         for option, mine in usual.items():
             if entry.get(option, mine) != mine:
@@ -76,7 +79,7 @@ def states_of_prompts(
             continue
         count, given_before, template = answered.pop(prompt.number)
         if _checksum(prompt.messages[:count]) != given_before:
-            refuse("of another target or to other prompts")
+            refuse("to other prompts")
         if _checksum(template_arguments(prompt.extra)) != template:
             refuse("with other chat template arguments")
     return done

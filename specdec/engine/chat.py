@@ -12,6 +12,7 @@ from specdec.engine.generator import SpeculativeGenerator
 from specdec.engine.settings import ONE_ROW
 from specdec.models.compat import CACHE
 from specdec.models.introspection import device_of
+from specdec.models.text_limits import space_after
 from specdec.utils.prefix import common_prefix
 
 SETTINGS = ONE_ROW | {"cache_implementation": None}  # whatever the model's generation config asks for
@@ -72,15 +73,19 @@ class Chat:
             The answer, without special tokens. `spec.last_report` is the report of this turn.
 
         Raises:
-            ValueError: the text contains an invalid character.
+            ValueError: the text contains an invalid character, or the conversation is longer than the model reads.
         """
         messages, answer = [*self.messages, {"role": "user", "content": text}], _Answer(streamer)
         ids = self._encoded(messages)
+        space = space_after(self.spec.model, ids)
         prompt = torch.tensor([ids], device=device_of(self.spec.model))
         try:
             self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
             arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, "tokenizer": self.tokenizer}
-            out = self.spec.generate(prompt, streamer=answer, **arguments | self.options | SETTINGS)
+            arguments |= self.options | SETTINGS
+            if space is not None and (arguments.get("max_new_tokens") or 0) > space:
+                arguments["max_new_tokens"] = space
+            out = self.spec.generate(prompt, streamer=answer, **arguments)
             self._cached = out[0, : self._length].tolist()
         except KeyboardInterrupt:
             self._keep(len(self._cached), interrupted=True)

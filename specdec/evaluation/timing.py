@@ -30,11 +30,13 @@ class Clock(BaseStreamer):
 
     Attributes:
         times: `time.perf_counter()` at each token after the prompt.
+        prompt_length: number of tokens of the prompt, or, of an encoder-decoder model, those before the text. None
+            until they came.
     """
 
     def __init__(self) -> None:
         self.times: list[float] = []
-        self._prompt_seen = False
+        self.prompt_length: int | None = None
 
     def put(self, value: Tensor) -> None:
         """Receive the prompt, then the generated tokens.
@@ -42,10 +44,11 @@ class Clock(BaseStreamer):
         Args:
             value: token ids of any shape, int64.
         """
-        if self._prompt_seen:
-            self.times += [perf_counter()] * value.numel()
-            self.show(value)
-        self._prompt_seen = True
+        if self.prompt_length is None:
+            self.prompt_length = value.shape[-1]
+            return
+        self.times += [perf_counter()] * value.numel()
+        self.show(value)
 
     def show(self, tokens: Tensor) -> None:
         """Show generated tokens."""
@@ -96,7 +99,8 @@ def time_call(method: Method, inputs: Mapping[str, Tensor], streamer: Clock | No
     clock = streamer or Clock()
     start = perf_counter()
     output = method.generate(**inputs, **arguments, streamer=clock)
-    texts = output[:, inputs["input_ids"].shape[1] :].tolist()  # a host sync on accelerators
+    start_of_text = inputs["input_ids"].shape[1] if clock.prompt_length is None else clock.prompt_length
+    texts = output[:, start_of_text:].tolist()  # a host sync on accelerators
     seconds = perf_counter() - start
     report = None if method.spec is None else method.spec.last_report
     return Call(texts, seconds, [moment - start for moment in clock.times], report)

@@ -59,6 +59,12 @@ def marks_of(config: PretrainedConfig) -> list[int]:
     return [mark for name in MARKS if (mark := getattr(config, name, None)) is not None]
 
 
+def require_decoder_only(config: PretrainedConfig, name: str) -> None:
+    """Raise ValueError for an encoder-decoder model."""
+    if config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model, which is not supported here: use a causal LM")
+
+
 def end_tokens(model: PreTrainedModel) -> set[int]:
     """End tokens of a model, from its generation config."""
     return set(end_tokens_in(model.generation_config))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 from specdec.data.conversations import context_of, read_texts
 from specdec.data.survey import survey
 from specdec.data.texts import Text, Texts, load_texts, save_texts
-from specdec.models.introspection import end_tokens_in, marks_of
+from specdec.models.introspection import end_tokens_in, marks_of, require_decoder_only
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.utils.parsing import read_by_library
@@ -22,10 +22,12 @@ def checksum_of_entries(recipe: Recipe) -> str:
     return survey(recipe.data, recipe.held_out_data).checksum
 
 
-def check_length(recipe: Recipe) -> None:
-    """Raise ValueError if rows are longer than the target's context."""
+def check_target(recipe: Recipe) -> None:
+    """Raise ValueError if the target is no decoder-only model, or rows are longer than its context."""
     with read_by_library(f"the config of {recipe.target}"):
-        context = context_of(AutoConfig.from_pretrained(recipe.target))
+        config = AutoConfig.from_pretrained(recipe.target)
+    require_decoder_only(config, recipe.target)
+    context = context_of(config)
     if recipe.length > context:
         raise ValueError(
             f"{recipe.target} reads {context} tokens at most, --length is {recipe.length}: choose a smaller one"

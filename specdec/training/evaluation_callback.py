@@ -52,6 +52,10 @@ LOSS = Kind("loss", "rows", "eval_loss", "eval_rows", "eval_seconds")
 DECODED = Kind("decoding", "texts", "decoder_tree_length", "decoder_texts", "decoder_seconds")
 
 
+class Finished(Exception):
+    """The run that is resumed has all its updates and evaluations."""
+
+
 class EvaluationCallback(TrainerCallback):
     """Evaluate the head at intervals. Writes the folder's `head`, `evaluation.json` and `curve.png`.
 
@@ -94,12 +98,15 @@ class EvaluationCallback(TrainerCallback):
         missing = self._all() * self.at_start
         if state.global_step > 0:
             missing = from_first_process(lambda: self._missing(state))
-        if not missing:
+        if missing:
+            self._run(state, missing, first=True)
+            self._record(state)
+        if state.global_step >= state.max_steps:  # transformers looks only after an update
+            raise Finished
+        if not missing or self.limit.is_zero:
             return
-        self._run(state, missing, first=True)
-        self._record(state)
         update = max((entry.get(UPDATE_SECONDS, 0.0) for entry in state.log_history), default=0.0)
-        if not self.limit.is_zero and not self.limit.allows((args.logging_steps + 1) * update, together=args.device):
+        if not self.limit.allows((args.logging_steps + 1) * update, together=args.device):
             raise OutOfTime
 
     def on_step_begin(
@@ -139,7 +146,8 @@ class EvaluationCallback(TrainerCallback):
         entry = json.loads(self.folder.evaluation.read_text())["best"]
         if "eval_loss" in entry:
             return HeldOut(entry["eval_loss"], entry["eval_simulated_length"], entry.get("eval_rows", 0))
-        rates = tuple(float("nan") if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
+        entry = {name: math.nan if value is None else value for name, value in entry.items()}
+        rates = tuple(math.nan if rate is None else rate for rate in entry["acceptance_rate_per_pos"])
         return Evaluation(**entry | {"acceptance_rate_per_pos": rates})
 
     def _all(self) -> list[Kind]:
@@ -255,8 +263,7 @@ class EvaluationCallback(TrainerCallback):
         self._log(entry | {DECODED.count: found.texts, DECODED.seconds: round(steps.longest, 3)})
         if found.warning:
             print(f"warning: {found.warning}")
-        rates = [rate if rate == rate else None for rate in found.acceptance_rate_per_pos]  # JSON has no NaN
-        self._write(asdict(found) | {"acceptance_rate_per_pos": rates}, state, found.warning)
+        self._write(asdict(found), state, found.warning)
         return found.texts
 
     def _write(self, found: dict[str, Any], state: TrainerState, warning: str = "") -> None:
@@ -267,8 +274,10 @@ class EvaluationCallback(TrainerCallback):
         before = content.get("best", {})
         counted, counted_before = found[count], before.get(count) or whole
         # Only evaluations over the same texts compare: one of more texts is believed instead of one that was cut.
+        # Where nothing could be measured, the newest head is kept.
         better = counted > counted_before or (
-            counted == counted_before and (key not in before or sign * found[key] >= sign * before[key])
+            counted == counted_before
+            and (before.get(key) is None or math.isnan(before[key]) or sign * found[key] >= sign * before[key])
         )
         if key not in before or better:
             self.trainer.save_head(self.folder.head)
@@ -276,6 +285,15 @@ class EvaluationCallback(TrainerCallback):
         dataset: Any = self.trainer.train_dataset
         content |= {"warning": warning, "tokens_per_epoch": dataset.num_tokens, "log": state.log_history}
         partial = self.folder.evaluation.with_suffix(".part")
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.write_text(json.dumps(_without_nan(content), indent=1) + "\n")
         partial.rename(self.folder.evaluation)
         draw(content, self.folder.curve)
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace what was not measured by null: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _without_nan(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(inner) for inner in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

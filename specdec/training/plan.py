@@ -25,7 +25,7 @@ from specdec.heads.eagle3.config import Eagle3Config
 from specdec.models.introspection import decoder_layers
 from specdec.training import precision
 from specdec.training.callbacks import format_size
-from specdec.training.corpus import check_length, corpus, write_corpus
+from specdec.training.corpus import check_target, corpus, write_corpus
 from specdec.training.evaluation_cost import ROWS, EvaluationCost, evaluation_cost
 from specdec.training.head_cost import META, head_cost, parameters
 from specdec.training.initialization.dflash import block_config_for
@@ -134,7 +134,7 @@ def plan(recipe: Recipe) -> Plan:
             "--dry-run does not support --kind mtp: MTP layers have the target's own architecture. Leave out --dry-run"
         )
     found = survey(recipe.data, recipe.held_out_data)  # finds broken data before anything is loaded
-    check_length(recipe)
+    check_target(recipe)
     check_identity(recipe, RunFolder(recipe.out), found.checksum)
     with TemporaryDirectory() as place:
         write_corpus(recipe, RunFolder(Path(place)), load_tokenizer(recipe.target), "")

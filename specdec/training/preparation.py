@@ -22,6 +22,7 @@ from specdec.heads.kinds import Head, StandAlone, save
 from specdec.heads.loading import load as load_head
 from specdec.models.capability import capability
 from specdec.models.loading import load as load_model
+from specdec.models.text_limits import check_tokens, vocab_size
 from specdec.training import precision
 from specdec.training.callbacks import format_size
 from specdec.training.recipe import Recipe
@@ -91,6 +92,8 @@ class Preparation:
         target = self._load()
         if self.recipe.teacher is None and capability(target).masks is None:
             raise ValueError(capability(target).message(f"{self.recipe.target} cannot be decoded speculatively"))
+        for texts in (self.training_texts, self.held_out):
+            self._check_tokens(texts, vocab_size(target))
         identity = self._checked_identity(fingerprint(target))
         head = starting_head(
             self.recipe, self.given, target, (self.training_texts, self.held_out), self.folder, self.processes
@@ -115,6 +118,12 @@ class Preparation:
         if not self._cache_states(target, teacher):
             return None
         return head, teacher if self.recipe.kind == "mtp" else self._cached()
+
+    def _check_tokens(self, texts: Texts, size: int) -> None:
+        try:
+            check_tokens([int(texts.ids.max())], size)
+        except ValueError as error:
+            raise ValueError(f"a text of {self.recipe.data} cannot be read by {self.recipe.target}: {error}") from error
 
     def _load(self) -> PreTrainedModel:
         name, count = self.recipe.target, self.processes.num_processes

@@ -141,9 +141,10 @@ class Recipe:
                 )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
-        for option, number in {"epochs": self.epochs, "learning_rate": self.learning_rate}.items():
-            if not 0 <= number < math.inf:
-                raise ValueError(f"{option} must be a number of at least 0, got {number}")
+        if not 0 < self.epochs < math.inf:
+            raise ValueError(f"epochs must be a number above 0, got {self.epochs}")
+        if not 0 <= self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be a number of at least 0, got {self.learning_rate}")
         if self.start_from_target is not None and self.start_from is None:
             raise ValueError("--from-target names the model that the head of --from drafts for: give --from too")
         check_choice("kind", self.kind, HeadKind)

@@ -20,9 +20,9 @@ from specdec.heads.kinds import Head
 from specdec.models.hardware import started_together
 from specdec.training import precision
 from specdec.training.callbacks import Deadline, print_summaries
-from specdec.training.corpus import check_length, checksum_of_entries, corpus, write_corpus
+from specdec.training.corpus import check_target, checksum_of_entries, corpus, write_corpus
 from specdec.training.evaluate import Measured
-from specdec.training.evaluation_callback import EvaluationCallback
+from specdec.training.evaluation_callback import EvaluationCallback, Finished
 from specdec.training.preparation import Preparation
 from specdec.training.processes import from_first_process
 from specdec.training.recipe import Recipe
@@ -85,7 +85,7 @@ def check_recipe(recipe: Recipe) -> tuple[RunFolder, PartialState]:
 
 def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: TimeLimit) -> Measured | None:
     checksum = from_first_process(lambda: checksum_of_entries(recipe))  # finds broken data before anything is loaded
-    check_length(recipe)
+    check_target(recipe)
     check_identity(recipe, folder, checksum)  # before texts are overwritten; the target's weights are checked later
     checkpoint = from_first_process(folder.last_checkpoint)  # damaged ones are named before a model is loaded
     if processes.is_local_main_process:
@@ -117,7 +117,7 @@ def _train(recipe: Recipe, folder: RunFolder, processes: PartialState, limit: Ti
     trainer.add_callback(evaluation)
     if checkpoint is not None:
         processes.print(f"resuming from {checkpoint}")
-    with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime):
+    with folder.readable_errors("use fewer --rows-at-once"), suppress(OutOfTime, Finished):
         trainer.train(resume_from_checkpoint=checkpoint)
     if not evaluation.is_finished():
         return None

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from specdec.training.checkpoints import newest_whole
-from specdec.utils.paths import check_writable, lasting_files
+from specdec.utils.paths import check_writable, lasting_files, locked
 
 # Command-line options whose names differ from the recipe's fields.
 OPTIONS = {"start_from": "--from", "start_from_target": "--from-target"}
@@ -75,11 +73,8 @@ class RunFolder:
         Raises:
             ValueError: Another run holds the lock.
         """
-        try:
-            with FileLock(self.path / ".lock", timeout=0):
-                yield
-        except Timeout as error:
-            raise ValueError(f"another run is using {self.path}: wait for it, or choose another folder") from error
+        with locked(self.path / ".lock", self.path):
+            yield
 
     def mark(self) -> None:
         """Mark the folder as a training run's, before anything else is written to it.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # Files of systems and tools, and of our own locks: a folder with nothing else counts as empty.
@@ -74,6 +76,26 @@ def lasting_files(folder: str | Path) -> list[str]:
     """
     names = (path.name for path in Path(folder).iterdir())
     return sorted(name for name in names if name not in HARMLESS and not name.startswith(("._", ".nfs")))
+
+
+@contextmanager
+def locked(lock: Path, used: Path) -> Iterator[None]:
+    """Hold the lock file of something that two runs must not write at once.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(lock, timeout=0):
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # Windows removes no open file
+                    lock.unlink()
+    except Timeout as error:
+        raise ValueError(f"another run is using {used}: wait for it, or choose another one") from error
 
 
 def check_writable(path: str | Path, folder: bool = False) -> None:

@@ -12,16 +12,18 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import Model
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response as HttpResponse
 
 from specdec.cli.serving import requests
 from specdec.cli.serving.answer import Delta, Finish
-from specdec.cli.serving.errors import ApiError
+from specdec.cli.serving.errors import ApiError, hung_up
 from specdec.cli.serving.job import Done, Job
 from specdec.cli.serving.prompts import PromptReader
 from specdec.cli.serving.responses import Response
 from specdec.cli.serving.settings import check_bias, check_options, new_tokens
 from specdec.cli.serving.worker import Worker
+from specdec.models.text_limits import vocab_size
 
 MAX_BODY = 16 * 2**20  # bytes
 STREAM = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -126,17 +128,12 @@ class Service:
         while (await http.receive())["type"] != "http.disconnect":
             pass
         self.worker.cancel(job)
-        job.send(ApiError(499, "the client closed the connection"))
+        job.send(hung_up())
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
             problem = f"The model {name!r} does not exist: this server has {self.name!r}"
             raise ApiError(404, problem, "model", "model_not_found")
-
-
-def vocab_size(model: Any) -> int:
-    """Number of tokens that a model has embeddings for."""
-    return model.get_input_embeddings().weight.shape[0]
 
 
 async def _events(job: Job) -> AsyncIterator[Delta | Finish]:
@@ -146,10 +143,13 @@ async def _events(job: Job) -> AsyncIterator[Delta | Finish]:
 
 async def _body(http: Request) -> bytes:
     body = bytearray()
-    async for part in http.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"the body has more than {MAX_BODY} bytes", code="request_too_large")
+    try:
+        async for part in http.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise ApiError(413, f"the body has more than {MAX_BODY} bytes", code="request_too_large")
+    except ClientDisconnect:
+        raise hung_up() from None
     return bytes(body)
 
 

@@ -52,3 +52,8 @@ def too_long(message: str, param: str) -> ApiError:
 def shutting_down() -> ApiError:
     """Make the error of requests that the server can no longer answer."""
     return ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+def hung_up() -> ApiError:
+    """Make the error of a request whose client is gone. Nobody reads it."""
+    return ApiError(499, "the client closed the connection")

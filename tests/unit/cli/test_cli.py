@@ -74,7 +74,7 @@ def test_help_is_wrapped_to_the_terminal():
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--seed", str(2**70)], "Invalid value for '--seed': "),
         (["generate", "TARGET", "a", "--seed", str(2**70)], "Invalid value for '--seed': "),
         (["train", "TARGET", "PROMPTS", "OUT", "--seed", str(2**32)], "Invalid value for '--seed': "),
-        (["train", "TARGET", "PROMPTS", "OUT", "--epochs", "inf"], "epochs must be a number of at least 0, got inf"),
+        (["train", "TARGET", "PROMPTS", "OUT", "--epochs", "inf"], "epochs must be a number above 0, got inf"),
         (["train", "TARGET", "PROMPTS", "OUT", "--flex", "--device", "cpu"], "is trained on CUDA devices only"),
         (["generate", "TARGET", "a", "--temperature", "1e-320"], "neither 0, which means greedy, nor at least 0.0001"),
         (["regenerate", "TARGET", "PROMPTS", "OUT", "--temperature", "inf"], "Invalid value for '--temperature': "),
@@ -312,6 +312,76 @@ def test_a_line_that_is_no_text_ends_no_conversation(errors, tmp_path, chat_toke
         result.stderr.count("error: the text contains" if errors == "surrogateescape" else "bytes that are not text")
         == 1
     )
+
+
+@pytest.fixture
+def short(tmp_path, chat_tokenizer):
+    """A model with 40 learned positions, and a tokenizer with a token that it lacks."""
+    tiny.model("gpt2", max_position_embeddings=40).save_pretrained(tmp_path)
+    longer = copy.deepcopy(chat_tokenizer)
+    longer.add_tokens(["zebra"])
+    longer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def said(result):
+    return " ".join((result.output + result.stderr).split())
+
+
+def test_a_text_that_the_model_cannot_read_is_an_error_before_it_is_run(short):
+    usual = ["--proposer", "ngram", "--dtype", "float32", "--max-new-tokens"]
+    for text, tokens, message in (
+        ("ab", "60", "use --max-new-tokens 33 or less"),
+        ("a" * 50, "4", "the model reads 40 at most: use a shorter one"),
+        ("zebra", "4", f"it has token {tiny.VOCAB}, but the model has {tiny.VOCAB}"),
+    ):
+        result = CliRunner().invoke(app, ["generate", str(short), text, *usual, tokens])
+        assert result.exit_code == 2, result.output
+        assert message in said(result)
+
+
+def test_a_turn_that_the_model_cannot_read_ends_no_conversation(short):
+    asked = ["chat", str(short), "--proposer", "ngram", "--max-new-tokens", "30", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="ab\n" + "c" * 50 + "\nzebra\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.count("tokens in ") == 1
+    assert "the model reads 40 at most" in said(result)
+    assert f"it has token {tiny.VOCAB}" in said(result)
+
+
+def test_an_error_of_the_model_ends_no_conversation(tmp_path, chat_tokenizer, monkeypatch):
+    tiny.model("llama").save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
+    generate, calls = SpeculativeGenerator.generate, []
+
+    def out_of_memory_at_first(self, *given, **options):
+        calls.append(given)
+        if len(calls) == 1:
+            raise RuntimeError("not enough memory")
+        return generate(self, *given, **options)
+
+    monkeypatch.setattr(SpeculativeGenerator, "generate", out_of_memory_at_first)
+    asked = ["chat", str(tmp_path), "--proposer", "ngram", "--max-new-tokens", "5", "--dtype", "float32"]
+    result = CliRunner().invoke(app, asked, input="abc\nno\n")
+    assert result.exit_code == 0, result.output
+    assert "error: RuntimeError: not enough memory" in said(result)
+    assert result.stdout.count("5 tokens in ") == 1
+
+
+def test_prompts_that_the_model_cannot_read_are_not_measured(short):
+    (short / "prompts.txt").write_text("ab\n" + "c" * 50 + "\n")
+    for command in (["bench", str(short), "ngram"], ["doctor", str(short), "ngram"]):
+        options = ["--prompts", str(short / "prompts.txt"), "--max-new-tokens", "8", "--repeats", "1"]
+        with pytest.warns(UserWarning, match="1 of 2 prompts were left out"):
+            result = CliRunner().invoke(app, [*command, *options])
+        assert result.exit_code == 0, said(result)
+
+
+def test_the_doctor_takes_so_many_of_its_own_prompts(files):
+    asked = ["doctor", str(files / "model"), "ngram", "--max-new-tokens", "8", "--repeats", "1", "--limit", "1"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 0, result.output
+    assert "measured on 1 prompts of the built-in ones" in said(result)
 
 
 def test_a_model_that_cannot_chat(tmp_path, chat_tokenizer):

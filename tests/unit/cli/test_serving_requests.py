@@ -1,5 +1,6 @@
 """Requests that are refused: status, field and message, in the shape of OpenAI's errors. The server goes on."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -237,6 +238,29 @@ def test_the_page_has_the_table_of_the_code():
         rows = {"both": CHAT[name]} if same else uses
         expected += [f"| `{name}` | {kind} | {field.use} | {field.note} |" for kind, field in rows.items()]
     assert re.findall(r"^\| `\w+` \| (?:both|chat|completions) \|.*$", page, re.M) == expected
+
+
+def test_a_client_that_leaves_while_it_sends_its_request_is_no_error(served):
+    """The log would hold a traceback."""
+    parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+    path, sent = "/v1/chat/completions", []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [],
+    }
+
+    async def receive():
+        return next(parts)
+
+    async def send(part):
+        sent.append(part.get("status"))
+
+    asyncio.run(served.server._uvicorn.config.app(scope, receive, send))
+    assert sent[0] == 499
 
 
 def test_the_server_goes_on(served):

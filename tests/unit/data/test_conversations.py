@@ -247,7 +247,7 @@ def test_prompts_of_no_tokens_are_refused(tokenizer):
         Prompt("blank", " ").encode(plain)
     blank, usual = (Conversation([{"role": "user", "content": text}], place=text) for text in ("\t", "a b"))
     with pytest.warns(UserWarning, match="1 of 2 prompts were left out:\n  \t: the tokenizer returns no tokens for it"):
-        assert len(encoded([blank, usual], plain)) == 1
+        assert len(encoded([blank, usual], plain, tiny.model("llama"), 4)) == 1
 
 
 def test_a_file_cut_short_is_named(tokenizer, tmp_path):
@@ -255,6 +255,15 @@ def test_a_file_cut_short_is_named(tokenizer, tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"data\.jsonl\.gz is not text .* in a complete gzip file"):
         list(read_texts(path, tokenizer, 100))
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer, tmp_path):
+    """Editors of Windows write one."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "p.txt").write_bytes(mark + b"one\n")
+    (tmp_path / "p.jsonl").write_bytes(mark + b'{"prompt": "one"}\n')
+    for name in ("p.txt", "p.jsonl"):
+        assert [asked.messages[0]["content"] for _, asked in read_prompts(tmp_path / name)] == ["one"]
 
 
 def test_prompts_may_be_lines(tmp_path):

@@ -7,7 +7,7 @@ from transformers.generation.streamers import BaseStreamer
 from specdec import DraftModelProposer, NgramProposer, SpeculativeGenerator, SuffixProposer, TextMemory
 from specdec.evaluation.methods import plain, speculative
 from specdec.evaluation.timing import Call, Clock, Runs, Speed, pooled, take_turns, time_call, warm_up
-from tests.support import tiny
+from tests.support import encoded, tiny
 
 NEW = 8
 
@@ -37,6 +37,18 @@ def test_both_kinds_of_method_are_timed_alike(llama, rows):
     assert calls[0].report is None
     assert calls[1].report.num_output_tokens == rows * NEW
     assert pooled(call.report for call in calls).num_calls == 1
+
+
+def test_the_text_of_an_encoder_decoder_model_does_not_begin_with_its_prompt():
+    model = encoded.model("t5")
+    inputs = {"input_ids": encoded.inputs("t5")["input_ids"].repeat(1, 3)}  # a prompt longer than the text
+    model.generation_config.eos_token_id = None
+    calls = [
+        time_call(method, inputs, max_new_tokens=NEW, do_sample=False)
+        for method in (plain(model), speculative("ngram", model, NgramProposer()))
+    ]
+    assert calls[0].texts == calls[1].texts
+    assert len(calls[0].texts[0]) == len(calls[0].times) == NEW
 
 
 def test_the_code_of_a_method_names_its_settings(llama):

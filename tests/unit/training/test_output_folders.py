@@ -87,7 +87,7 @@ def test_answers_go_into_no_file_of_others(files, tmp_path, unloaded):
     other = {"id": 0, "target": "another/model", "messages": [{"role": "user", "content": "a"}]}
     for content, message in (
         ("my notes\n", "is not a file of answers: choose another output file"),
-        (json.dumps(other) + "\n", "holds answers of another target or to other prompts: choose another output file"),
+        (json.dumps(other) + "\n", "holds answers of another/model: choose another output file"),
         (json.dumps(other | {"target": str(files / "model"), "temperature": 1.0}) + "\n", "with temperature 1.0"),
     ):
         (tmp_path / "out.jsonl").write_text(content)

@@ -19,7 +19,7 @@ from specdec.training.initialization.eagle3 import initialize
 from specdec.training.recipe import Recipe
 from specdec.training.run_folder import RunFolder
 from specdec.training.teacher.base import fingerprint
-from tests.support import tiny
+from tests.support import encoded, tiny
 from tests.support.training import (
     SMALL,
     TEMPLATE,
@@ -245,6 +245,30 @@ def test_two_runs_do_not_share_a_folder(files, tmp_path):
         result = run(files, tmp_path)
     assert result.exit_code == 2
     assert f"another run is using {tmp_path}" in result.output
+
+
+def test_texts_with_tokens_that_the_target_lacks(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    tiny.model("llama", num_hidden_layers=4, vocab_size=8).save_pretrained(tmp_path / "model")
+    shutil.copy(files / "data.jsonl", tmp_path)
+    result = run(tmp_path, tmp_path / "out", "--draft-vocab", "4")
+    assert result.exit_code == 2
+    assert "but the model has 8: use the model's own tokenizer" in " ".join(result.output.split())
+
+
+def test_an_encoder_decoder_model_is_no_target(files, tmp_path):
+    shutil.copytree(files / "model", tmp_path / "model")
+    encoded.model("t5").save_pretrained(tmp_path / "model")
+    shutil.copy(files / "data.jsonl", tmp_path)
+    result = run(tmp_path, tmp_path / "out")
+    assert result.exit_code == 2
+    assert "is an encoder-decoder model" in " ".join(result.output.split())
+
+
+def test_no_epochs_are_refused(files, tmp_path):
+    result = run(files, tmp_path / "out", "--epochs", "0")
+    assert result.exit_code == 2
+    assert "epochs must be a number above 0" in " ".join(result.output.split())
 
 
 def test_a_trainings_folder_is_no_head_but_holds_one(files, tmp_path):

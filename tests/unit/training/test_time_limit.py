@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from specdec.data.batched_generation import BatchedGenerator, Request
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.training import evaluation_callback
 from specdec.training.checkpoints import checkpoints
-from specdec.training.evaluate import evaluate
+from specdec.training.evaluate import Evaluation, evaluate
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.recipe import Recipe
 from specdec.training.run import train
@@ -112,6 +113,36 @@ def test_every_part_of_a_run_ends_before_the_limit(recipe, clock, seconds):
     assert found is not None
     assert max(late) <= 0, late
     assert losses(recipe.out) == losses(recipe.out.with_name("whole"))
+
+
+def test_a_finished_run_that_ended_within_an_epoch_stays_as_it_is(recipe):
+    """The trainer's own loop looks for the last update only after one more."""
+    recipe = replace(recipe, epochs=1.5, evaluate_every=0)
+    whole = train(recipe)
+    evaluation, kept = RunFolder(recipe.out).evaluation.read_text(), checkpoints(RunFolder(recipe.out).checkpoints)
+    assert train(recipe) == whole
+    assert RunFolder(recipe.out).evaluation.read_text() == evaluation
+    assert checkpoints(RunFolder(recipe.out).checkpoints) == kept
+    sliced = replace(recipe, out=recipe.out.with_name("sliced"), max_minutes=0.0)
+    found = next(found for _ in range(40) if (found := train(sliced)) is not None)
+    assert found == whole
+
+
+def test_texts_for_which_nothing_is_drafted_measure_no_head(recipe, monkeypatch, capsys):
+    """Answers of one token: the newest head is kept, and the files are JSON."""
+    unmeasured = Evaluation(math.nan, math.nan, (), math.nan, math.nan, 4)
+    monkeypatch.setattr(evaluation_callback, "evaluate", lambda *given, **options: unmeasured)
+    found = train(recipe)
+    assert math.isnan(found.tree_length)
+    assert "nothing was drafted for the held-out texts" in capsys.readouterr().out
+    folder = RunFolder(recipe.out)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    content = json.loads(folder.evaluation.read_text(), parse_constant=refuse)
+    assert content["best"]["tree_length"] is None
+    assert content["best_update"] == 12
 
 
 def test_a_slice_that_ends_in_an_evaluation_is_where_the_next_begins(recipe, clock, capsys):
