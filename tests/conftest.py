@@ -51,15 +51,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skipif(True, reason=reason), append=False)  # before a module's own reason
 
 
-def pytest_collection_finish():
-    gc.collect()
-    gc.freeze()  # a million objects of imported modules, which no collection has to look through
-
-
-def pytest_unconfigure():
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="session")
 def models():
     """`models(name, seed=0, **config)`: a tiny random model, made once."""
