@@ -26,6 +26,7 @@ from specdec.engine.stopwatch import Stopwatch
 from specdec.engine.tensor_parallel import group_of
 from specdec.engine.transcript import Transcript
 from specdec.models.capability import Capability
+from specdec.models.compat import prepare_to_capture
 from specdec.models.cuda_graphs import Recorder
 from specdec.models.exact.exactness import Exactness
 from specdec.models.exact.row_kernels import has_row_kernels
@@ -103,6 +104,8 @@ class Speculation:
         7. Costs are stored, processes that ran fewer passes catch up, and the caller's cache gets the rows back.
         """
         call = self._agreed()
+        if call.config.output_hidden_states:
+            prepare_to_capture(self.model)
         layout = prompt_layout(self.model, call.input_ids, call.config, call.text_kwargs)
         text = transcript(call, layout, self.model, self.able.positions)
         media = shown(call.text_kwargs)

@@ -52,6 +52,8 @@ class Transcript:
 
     def __post_init__(self) -> None:
         B, T = self.prompt.shape
+        if self.max_length is not None:
+            self.max_length = max(self.max_length, T + 1)  # plain decoding writes a token before it asks its criteria
         self._prompt = None if self.order is None else self.prompt.gather(1, self.order.to(self.prompt.device))
         self.start = self.settled = T
         self.tokens = self.prompt  # (B, columns), padded after each row's end

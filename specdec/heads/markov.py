@@ -9,6 +9,16 @@ import torch
 from torch import Tensor, nn
 
 
+def biased(logits: Tensor, bias: Tensor) -> Tensor:
+    """Add a bias (B, n, K) to logits (B, 1, V). A target may have more tokens than a head, or fewer.
+
+    Examples:
+        >>> biased(torch.zeros(1, 1, 3), torch.ones(1, 1, 2))
+        tensor([[[1., 1., 0.]]])
+    """
+    return logits + nn.functional.pad(bias, (0, logits.shape[-1] - bias.shape[-1]))
+
+
 class MarkovHead(nn.Module):
     """Low-rank bias on a token's logits, computed from the previous token: `markov_w2(markov_w1[before])`.
 
@@ -58,7 +68,7 @@ class MarkovHead(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """See `Correction.corrected`."""
         bias, state = self(before, hidden, state)
-        return logits + bias, state
+        return biased(logits, bias), state
 
     def read(self, before: Tensor, hidden: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Compute the input (B, n, r) of `markov_w2` and the new recurrent state. See `forward`."""

@@ -65,6 +65,7 @@ class Capability:
 
 REMEMBERED = 32  # results kept per model: training switches between two settings, and hooks may come and go
 _found: WeakKeyDictionary[PreTrainedModel, Recent[Capability]] = WeakKeyDictionary()
+_usual_states: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 _known_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
 
 
@@ -142,6 +143,18 @@ def draft_positions(model: PreTrainedModel) -> int | None:
         with _same_random_numbers(model):
             _known_positions[model] = positions_of(apart(in_eval_mode(model)))
     return _known_positions[model]
+
+
+@torch.no_grad()
+def has_usual_hidden_states(model: PreTrainedModel) -> bool:
+    """Return True if all of a model's hidden states are (B, T, H), found once per model."""
+    if model.config.is_encoder_decoder or is_sharded(model):
+        return True
+    if model not in _usual_states:
+        with _same_random_numbers(model):
+            output = apart(model)(token_ids(model, 2)[None], output_hidden_states=True, use_cache=False)
+        _usual_states[model] = all(states.dim() == 3 for states in output.hidden_states)
+    return _usual_states[model]
 
 
 def _same_random_numbers(model: PreTrainedModel) -> AbstractContextManager[None]:

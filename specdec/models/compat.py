@@ -45,6 +45,23 @@ def captures_outputs(hook: Any) -> bool:
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
+def prepare_to_capture(model: PreTrainedModel) -> None:
+    """Register transformers' hooks for hidden states. A view would register its own on layers that it shares."""
+    from transformers.utils import output_capturing
+
+    install = output_capturing.maybe_install_capturing_hooks
+    for module in model.modules():
+        function: Any = type(module).forward
+        while function is not None and install.__name__ not in _names_in(function):
+            function = getattr(function, "__wrapped__", None)
+        if function is not None:
+            install(module)
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    return function.__code__.co_names if hasattr(function, "__code__") else ()
+
+
 def cache_argument(model: nn.Module) -> str | None:
     """Name under which `model.forward` takes and returns its cache; None if it takes none."""
     parameters = inspect.signature(model.forward).parameters

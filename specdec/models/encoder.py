@@ -59,8 +59,15 @@ class EncoderOutputs:
         return named
 
     def readable_by(self, model: PreTrainedModel) -> bool:
-        """Return False if a draft model's own encoder needs the input, but the call passed `encoder_outputs` alone."""
-        return self.given is not None or not model.config.is_encoder_decoder
+        """Return False if a draft model's own encoder needs the input, but the call passed `encoder_outputs` alone.
+
+        The same for embeddings, which are the target's.
+        """
+        if not model.config.is_encoder_decoder:
+            return True
+        return self.given is not None and not (
+            self.given.is_floating_point() and model.get_encoder().main_input_name == "input_ids"
+        )
 
     def for_model(self, model: PreTrainedModel) -> EncoderOutputs | None:
         """The encoder outputs that a draft model reads for the same input; None if it reads none.

@@ -271,7 +271,9 @@ class ModelRunner(CachedRows):
             )
         self.row_positions.visible_slots = visible_slots
         if self._takes_logits_to_keep:
-            inputs["logits_to_keep"] = keep
+            # Given a number, Gemma 4 runs its last layers over these tokens alone, but features are read of all.
+            sliced = self.taps is not None and getattr(self.config, "num_kv_shared_layers", None)
+            inputs["logits_to_keep"] = torch.arange(-keep, 0, device=self.device) if sliced else keep
         if self.static_forward is not None and draft and not hidden:
             written = self.cache.written(self.device)
             logits, features = self.static_forward(written, inputs, lambda: self._pass(self.draft_model, inputs)[::2])

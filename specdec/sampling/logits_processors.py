@@ -271,8 +271,9 @@ def follows_the_text(processor: Any) -> bool:
     """Return whether a processor may keep state, so that a call on drafted text could change its later results.
 
     False for transformers' stateless processors. True for all others, functions included, unless their attribute
-    `stateless` is True, which declares that a row's results depend on that row of the arguments only. Other rows may
-    be at another length: what is passed for them is an earlier text, or another row's.
+    `stateless` is True, and for a `prefix_allowed_tokens_fn` whose attribute `stateless` is False. True declares that a
+    row's results depend on that row of the arguments only. Other rows may be at another length: what is passed for them
+    is an earlier text, or another row's.
 
     Examples:
         >>> follows_the_text(hf.TemperatureLogitsWarper(0.7))
@@ -280,7 +281,8 @@ def follows_the_text(processor: Any) -> bool:
         >>> follows_the_text(lambda input_ids, scores: scores)
         True
     """
-    declared = getattr(processor, "stateless", None)
+    of_the_user = getattr(processor, "_prefix_allowed_tokens_fn", processor)
+    declared = getattr(of_the_user, "stateless", None)
     if declared is not None:
         return not declared
     return type(processor) not in CONTEXT_FREE + PURE

@@ -337,3 +337,14 @@ def test_the_speech_pipeline(tmp_path):
     assert len(plain[0]["text"]) > 5
     assert spec.report.draft_acceptance_rate > 0.9
     assert spec.report.tokens_per_round > 3
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_embeddings_beside_a_draft_model(name):
+    """They are the target's, which the draft model's encoder cannot read."""
+    model, inputs = encoded.model(name), encoded.inputs(name)
+    spec = SpeculativeGenerator(model, encoded.model(name, 1))
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    given = {"inputs_embeds": embedded, "attention_mask": inputs["attention_mask"], **GREEDY}
+    with pytest.warns(UserWarning, match="draft with n-grams"):
+        assert spec.generate(**given).tolist() == model.generate(**given).tolist()

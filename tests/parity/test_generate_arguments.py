@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
     GenerationConfig,
+    LlamaForCausalLM,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
@@ -39,7 +40,7 @@ from specdec.heads.eagle3.export import save
 from specdec.models.compat import CACHE, cache_in
 from specdec.sampling.results import RoundResult
 from specdec.utils.choices import HeadLayout
-from tests.support import eagle3, tiny
+from tests.support import eagle3, families, tiny
 from tests.support.fuzz import AllTogether, EndsAfter, NoTokenTwice, Recorder, difference
 
 NEW = 20
@@ -1043,3 +1044,89 @@ def test_what_is_no_tensor_is_told_how_to_become_one(inputs):
     spec = SpeculativeGenerator(tiny.model("llama"), "ngram")
     with pytest.raises(TypeError, match=r"takes a tensor of token ids, got a (str|list): generate\(\*\*tokenizer"):
         spec.generate(inputs)
+
+
+class Limited(LlamaForCausalLM):
+    """Reads other tokens than it is given."""
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+        return inputs | {"input_ids": inputs["input_ids"].clamp(max=40)}
+
+
+class Usual(LlamaForCausalLM):
+    """Overrides the method, but changes nothing."""
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
+        return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+
+
+@pytest.mark.parametrize(("kind", "plain_calls"), [(Limited, 1), (Usual, 0)])
+def test_a_class_that_prepares_its_inputs_itself(kind, plain_calls, ragged):
+    model = copy.deepcopy(tiny.model("llama"))
+    model.__class__ = kind
+    spec = SpeculativeGenerator(model, "ngram", draft_length=4)
+    arguments = {**ragged, "do_sample": False, "max_new_tokens": NEW}
+    with tiny.specdec_warnings():
+        assert spec.generate(**arguments).tolist() == model.generate(**arguments).tolist()
+    assert spec.report.num_plain_calls == plain_calls
+
+
+def test_a_length_that_the_prompt_has_already(spec, inputs):
+    """Plain decoding writes one token before it asks its criteria."""
+    length = inputs["input_ids"].shape[1]
+    arguments = {**inputs, "do_sample": False, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(length)])}
+    expected = spec.model.generate(**arguments)
+    assert expected.shape[1] == length + 1
+    assert spec.generate(**arguments).tolist() == expected.tolist()
+
+
+def test_a_function_of_allowed_tokens_may_declare_a_state(single):
+    """It is called in plain decoding's order, and as often."""
+
+    def counting():
+        calls = []
+
+        def allowed(row, ids):
+            calls.append(row)
+            return [token for token in range(tiny.VOCAB) if token % 3 != len(calls) % 3]
+
+        allowed.stateless = False
+        return allowed
+
+    model = tiny.model("llama")
+    spec = SpeculativeGenerator(model, tiny.model("llama", seed=1), draft_length=4, on_unsupported="error")
+    arguments = {**single, "do_sample": False, "max_new_tokens": NEW}
+    expected = model.generate(**arguments, prefix_allowed_tokens_fn=counting())
+    assert spec.generate(**arguments, prefix_allowed_tokens_fn=counting()).tolist() == expected.tolist()
+
+
+def test_queries_that_are_scaled_by_their_column():
+    """Llama 4's, from a length on: rows of a batch and nodes of a tree are not in plain decoding's columns."""
+    config = families.tiny_config("llama4_text")
+    changed = families.OVERRIDES["llama4_text"] | {"floor_scale": 40}
+    model = tiny.randomised(families._shrunk(type(config), changed), 0)
+    spec, prompt = SpeculativeGenerator(model, "ngram", draft_length=6), tiny.prompts(3, 17, 8, vocab=90)
+    for new_tokens, plain_calls in ((22, 0), (60, 1)):
+        arguments = {**prompt, "do_sample": False, "max_new_tokens": new_tokens}
+        with tiny.specdec_warnings():
+            assert spec.generate(**arguments).tolist() == model.generate(**arguments).tolist()
+        assert spec.last_report.num_plain_calls == plain_calls
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "gemma3", "gemma3n_text"])
+def test_hidden_states_of_later_calls(name):
+    """The hooks that keep them are those of the model, also if its first call is not plain decoding."""
+    model = families.tiny_model(name) if name == "gemma3n_text" else tiny.model.__wrapped__(name)
+    spec = SpeculativeGenerator(model, "ngram", draft_length=3)
+    arguments = {**tiny.prompts(9), "do_sample": False, "max_new_tokens": 6}
+    arguments |= {"return_dict_in_generate": True, "output_hidden_states": True}
+    with tiny.specdec_warnings():
+        found = [spec.generate(**arguments) for _ in range(3)]
+    expected = model.generate(**arguments)
+    for output in found:
+        assert output.sequences.tolist() == expected.sequences.tolist()
+        for mine, its in zip(output.hidden_states, expected.hidden_states, strict=True):
+            assert [states.shape for states in mine] == [states.shape for states in its]
+    passed = model(tiny.prompts(9)["input_ids"], output_hidden_states=True)
+    assert len(passed.hidden_states) == len(expected.hidden_states[0])

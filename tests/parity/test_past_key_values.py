@@ -408,3 +408,21 @@ def test_a_ragged_prefill_makes_no_matrix_of_positions():
     with Largest() as largest:
         spec.generate(**inputs, max_new_tokens=3, do_sample=False)
     assert 0 < largest.numbers < 200 * 200
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_columns_that_a_later_turn_shows_again(name, rows):
+    """A mask hides a part of the cache in one turn only."""
+    model = tiny.model(name)
+    texts = []
+    for generate in (model.generate, SpeculativeGenerator(model, "ngram", on_unsupported="error").generate):
+        ids, cache = tiny.prompts(*[14] * rows)["input_ids"], DynamicCache(config=model.config)
+        for hidden in ((), (3, 4, 5), ()):
+            mask = torch.ones_like(ids)
+            mask[0, list(hidden)] = 0
+            arguments = {"do_sample": False, "max_new_tokens": 8, CACHE: cache}
+            ids = generate(input_ids=ids, attention_mask=mask, **arguments)
+            texts.append(ids[:, -8:].tolist())
+            ids = torch.cat([ids, torch.tensor([[5, 6]] * rows, device=ids.device)], 1)
+    assert texts[:3] == texts[3:]

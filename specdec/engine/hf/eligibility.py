@@ -12,10 +12,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from specdec.engine.hf import multimodal, prompt_layout
 from specdec.engine.hf.call import Call
 from specdec.engine.hf.grammars import is_grammar
+from specdec.engine.hf.preparation import prepares_otherwise
 from specdec.engine.settings import Settings
 from specdec.models.attention_masks import known_at_once, spans
 from specdec.models.cache.buffers import Span
-from specdec.models.capability import Capability
+from specdec.models.capability import Capability, has_usual_hidden_states
 from specdec.models.compat import CACHE, CACHE_NAMES, cache_in, is_pipeline_parallel, requested
 from specdec.models.exact.exactness import Exactness, exactness
 from specdec.models.exact.row_kernels import has_row_kernels, on_device
@@ -154,12 +155,16 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         return capability.message(type(model).__name__)
     if getattr(model.prepare_inputs_for_generation, "__func__", None) is not type(model).prepare_inputs_for_generation:
         return "something replaced the model's prepare_inputs_for_generation, as PEFT's prompt tuning does"
+    if prepares_otherwise(model):
+        return f"{type(model).__name__} prepares the inputs of its passes itself (prepare_inputs_for_generation)"
     if not config.use_cache:
         return "use_cache=False (some configs set it; pass use_cache=True to generate())"
     if is_pipeline_parallel(model):
         return "the model's layers are distributed over several processes (pipeline parallelism)"
     if config.output_attentions:
         return "output_attentions: attention weights of a draft pass are not those of single tokens"
+    if config.output_hidden_states and not has_usual_hidden_states(model):
+        return "output_hidden_states: the states of this model have more dimensions than rows, tokens and features"
     if (config.cache_implementation or "").startswith(("quantized", "offloaded")):
         return f"cache_implementation={config.cache_implementation!r} stores keys and values in its own format"
     media = multimodal.shown(model_kwargs)
@@ -176,6 +181,7 @@ def why_plain(model: PreTrainedModel, capability: Capability, call: Call, uses_t
         or prompt_layout.problem(input_ids, config, model_kwargs, windows, states)
         or _counting_problem(model, input_ids, config, model_kwargs)
         or _rope_problem(model, input_ids, config, model_kwargs)
+        or _scale_problem(model, input_ids, config, model_kwargs)
     )
     if reason:
         return reason
@@ -285,6 +291,24 @@ def _rope_problem(
         f"the text may grow from {longest} to {longest + new} tokens, and the model's RoPE changes its frequencies "
         f"after {limit}"
     )
+
+
+def _scale_problem(
+    model: PreTrainedModel, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> str | None:
+    """Return the reason if the text may reach the length from which a model scales its queries by column, or None.
+
+    Llama 4 does so in layers without rotary embeddings. A draft's nodes are not in the columns of their tokens.
+    """
+    text = model.config.get_text_config(decoder=True)
+    start = getattr(text, "floor_scale", None)
+    if start is None or not getattr(text, "attn_temperature_tuning", False):
+        return None
+    columns = prompt_layout.real_columns(input_ids, config, model_kwargs).shape[1]
+    longest = columns + config.max_length - input_ids.shape[1]
+    if longest < start:
+        return None
+    return f"the text may grow to {longest} tokens, and the model scales its queries by their column from {start} on"
 
 
 def _rope_limit(config: Any) -> tuple[int | None, bool]:

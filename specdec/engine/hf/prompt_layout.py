@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +29,40 @@ from specdec.models.compat import (
 
 
 @dataclass(frozen=True)
+class _Hidden:
+    """Cached keys and values that a call's mask excludes. They are not in its rows, but a later call may show them.
+
+    Attributes:
+        columns: (n,) int64, columns that are excluded in some rows.
+        rows: (B, n) bool, True where they are.
+        keys: (B, heads, n, dim); `values` likewise.
+    """
+
+    columns: Tensor
+    rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor, real: Tensor) -> _Hidden:
+        """Copy them from a layer's last columns, (B, heads, <= C, dim), where the mask `real` (B, C) is False."""
+        first = real.shape[1] - keys.shape[2]
+        columns = (~real[:, first:]).any(0).nonzero()[:, 0]
+        at = columns.to(keys.device)
+        rows = ~real[:, first + columns]
+        return cls(first + columns, rows, keys.index_select(2, at), values.index_select(2, at))
+
+    def restore(self, keys: Tensor, values: Tensor, first: int) -> None:
+        """Write them into a layer's columns from `first` on, (B, heads, C, dim)."""
+        seen = self.columns >= first
+        if not bool(seen.any()):
+            return
+        at, hides = (self.columns[seen] - first).to(keys.device), self.rows[:, seen].to(keys.device)[:, None, :, None]
+        for ours, theirs in ((keys, self.keys), (values, self.values)):
+            ours[:, :, at] = torch.where(hides, theirs[:, :, seen.to(theirs.device)].to(ours.device), ours[:, :, at])
+
+
+@dataclass(frozen=True)
 class PromptLayout:
     """B rows of C columns, of which the first `cached` are in `cache` and the others are still to be read.
 
@@ -43,6 +77,7 @@ class PromptLayout:
     cached: int
     text: int
     cache: DynamicCache | None = None
+    _hidden: dict[int, _Hidden] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def fresh(self) -> list[int]:
@@ -135,6 +170,7 @@ class PromptLayout:
                 indexed = getattr(layer, "indexer_keys", None)
                 if getattr(layer, "indexer_position_ids", None) is not None:
                     rows.cache.indexer_position_ids = layer.indexer_position_ids
+                self._hidden[index] = _Hidden.of(keys, values, real)
                 rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]), indexed)
                 layer.keys = layer.values = None
 
@@ -145,7 +181,10 @@ class PromptLayout:
             layer = _layer(cache, index)
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             indexed = rows.cache.take_indexed(index, positions[:, first:])
-            fill_attention_layer(layer, *rows.cache.take(index, positions[:, first:]), columns)
+            keys, values = rows.cache.take(index, positions[:, first:])
+            if index in self._hidden:
+                self._hidden.pop(index).restore(keys, values, first)
+            fill_attention_layer(layer, keys, values, columns)
             if indexed is not None:
                 layer.lazy_initialization_indexer(indexed)
                 layer.indexer_keys = indexed

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from specdec.heads.markov import biased
+
 
 @dataclass(frozen=True)
 class DominoShape:
@@ -60,7 +62,7 @@ class DominoHead(nn.Module):
         if depth < self.shape.uncorrected:
             return logits, state
         inner = nn.functional.silu(self.down_proj(torch.cat([hidden, state], -1)))
-        return logits + self.up_proj(inner).to(logits.dtype), state
+        return biased(logits, self.up_proj(inner).to(logits.dtype)), state
 
     def _advanced(self, before: Tensor, state: Tensor) -> Tensor:
         """Return the state (B, n, r) after the tokens embedded as before (B, n, H)."""

@@ -78,12 +78,16 @@ class SuffixProposer(Lookup):
 
     def __init__(self, memory: TextMemory | None = None, *, chains_only: bool = False):
         self.memory, self.chains_only = TextMemory() if memory is None else memory, chains_only
+        self._own_memory = memory is None
 
     def check(self, target: PreTrainedModel) -> None:
         size = target.config.get_text_config().vocab_size
         largest = max((max(text, default=0) for text in self.memory.texts()), default=0)
         # Placeholders of images may lie beyond the vocabulary.
         if largest >= size and largest >= len(target.get_input_embeddings().weight):
+            if self._own_memory:  # the vocabulary has shrunk
+                self.memory = TextMemory()
+                return
             raise ValueError(
                 f"the memory's texts contain token {largest}, but the target's vocabulary has {size} tokens: they are "
                 "from another tokenizer. Use a new TextMemory()."

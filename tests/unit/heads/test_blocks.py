@@ -1,5 +1,7 @@
 """Block-parallel drafters: against naive ones, and through the decoder."""
 
+import copy
+
 import pytest
 import torch
 
@@ -423,3 +425,16 @@ def test_windows_hold_no_more_than_they_show():
     rows.check_rounds()
     small, whole = sorted(rows.runner.cache.nbytes.values())
     assert small < whole / 2
+
+
+@pytest.mark.parametrize("size", [tiny.VOCAB + 6, tiny.VOCAB + 1])
+@pytest.mark.parametrize("name", ["DSpark", "rnn", "Domino"])
+def test_drafters_of_a_target_with_added_tokens(name, size):
+    """Their corrections are of the tokens that they were trained with."""
+    model, prompt = copy.deepcopy(tiny.model("llama")), tiny.prompts(9)
+    model.resize_token_embeddings(size)
+    head = blocks.head(name)
+    spec = SpeculativeGenerator(model, BlockProposer(head), draft_length=3)
+    arguments = {**prompt, "do_sample": False, "max_new_tokens": 12}
+    assert spec.generate(**arguments).tolist() == model.generate(**arguments).tolist()
+    assert spec.report.num_draft_tokens

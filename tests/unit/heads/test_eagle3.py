@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from specdec import DynamicTree, Eagle3Proposer, SpeculativeGenerator
 from specdec.heads.eagle3.config import Eagle3Config
@@ -18,7 +18,7 @@ from specdec.proposers.pacing.estimates import Acceptance
 from specdec.proposers.pacing.pacer import Pacer
 from specdec.training.evaluate import accepted_lengths, evaluate
 from specdec.training.objectives.unroll import unroll
-from tests.support import eagle3, tiny
+from tests.support import eagle3, families, tiny
 from tests.support.diagonal import diagonal
 from tests.support.naive_eagle3 import NaiveHead
 
@@ -448,3 +448,15 @@ def test_drafts_that_come_to_nothing_are_not_started_for_long(monkeypatch):
     spec.generate(**inputs, do_sample=False, max_new_tokens=200, min_new_tokens=200)
     assert spec.report.num_drafts <= 2  # to see what verifying one costs
     assert spec.report.num_draft_passes < 100
+
+
+def test_features_of_layers_that_share_their_keys():
+    """Gemma 4 runs these over the tokens alone whose logits are wanted, if it is given their number."""
+    changed = families.OVERRIDES["gemma4_text"] | {"vocab_size": tiny.VOCAB, "vocab_size_per_layer_input": tiny.VOCAB}
+    config = families._shrunk(Gemma4TextConfig, changed)
+    assert config.num_kv_shared_layers
+    model = tiny.randomised(config, 0)
+    spec = SpeculativeGenerator(model, Eagle3Proposer(eagle3.head("plain", tap_ids=(1, 2, 3))), draft_length=3)
+    arguments = {**tiny.prompts(9, 4), "do_sample": False, "max_new_tokens": 12}
+    assert spec.generate(**arguments).tolist() == model.generate(**arguments).tolist()
+    assert spec.report.num_draft_tokens

@@ -1,5 +1,6 @@
 """Drafts from a memory of texts: what is found, what is forgotten, what other calls gain from it."""
 
+import copy
 import random
 import threading
 
@@ -244,6 +245,15 @@ def test_threads_share_one_memory(llama):
 def test_another_tokenizers_texts_are_refused(llama):
     with pytest.raises(ValueError, match="another tokenizer"):
         SpeculativeGenerator(llama, SuffixProposer(remembering([1, 10_000])))
+
+
+def test_a_memory_of_its_own_ends_with_the_vocabulary():
+    model = copy.deepcopy(tiny.model("llama"))
+    spec = SpeculativeGenerator(model, "suffix")
+    spec.generate(torch.tensor([[3, 4, 50, 60, 63, 3, 4]]), do_sample=False, max_new_tokens=8)
+    model.resize_token_embeddings(40)
+    arguments = {"input_ids": torch.tensor([[3, 4, 5, 3, 4]]), "do_sample": False, "max_new_tokens": 8}
+    assert spec.generate(**arguments).tolist() == model.generate(**arguments).tolist()
 
 
 def test_placeholders_beyond_the_vocabulary_stay_in_the_memory():
