@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 
 from specdec import SpeculativeGenerator, Unsupported
-from specdec.engine.hf import eligibility, multimodal, prompt_layout
+from specdec.engine.hf import eligibility, length_limits, multimodal, prompt_layout
 from specdec.models.exact.exactness import Exactness
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "plain-calls.md").read_text(encoding="utf-8")
@@ -22,7 +22,8 @@ DECIDING = (
     Exactness.problem.fget,
     eligibility._padding_problem,
     eligibility._counting_problem,
-    eligibility._rope_problem,
+    length_limits.rope_problem,
+    length_limits.scale_problem,
     multimodal.problem,
     prompt_layout.problem,
     SpeculativeGenerator._decode,
