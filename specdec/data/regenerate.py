@@ -160,12 +160,10 @@ def regenerate(
 
     def request(c: ActiveConversation) -> Request | None:
         try:
-            prompt = _next_prompt(c, tokenizer, max_prompt_tokens)
+            prompt = _next_prompt(c, tokenizer, max_prompt_tokens, vocab_size(target))
         except ValueError as error:
             (early if c.messages else left_out).add(c.place, error)
             return None
-        if prompt is not None:
-            check_tokens(prompt, vocab_size(target))
         temperature = temperatures[c.number % len(temperatures)]
         own_seed = (seed + c.number) * MOST_TURNS + len(c.messages)
         return None if prompt is None else Request(prompt, temperature, own_seed, c)
@@ -231,7 +229,7 @@ def _sorted_by_length(conversations: Iterator[ActiveConversation], window: int) 
 
 
 def _next_prompt(
-    conversation: ActiveConversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
+    conversation: ActiveConversation, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int, size: int
 ) -> list[int] | None:
     """Return the tokens up to the next answer; None if the conversation is finished.
 
@@ -246,6 +244,7 @@ def _next_prompt(
             raise ValueError("the tokenizer returns no tokens for it")
         if len(prompt) > max_prompt_tokens:
             raise ValueError(f"its prompt is longer than {max_prompt_tokens} tokens")
+        check_tokens(prompt, size)
     except ValueError:
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()

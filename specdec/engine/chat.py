@@ -83,8 +83,12 @@ class Chat:
             self._keep(common_prefix(self._cached, ids[:-1]))  # the last token must be read
             arguments = {"attention_mask": torch.ones_like(prompt), CACHE: self._cache, "tokenizer": self.tokenizer}
             arguments |= self.options | SETTINGS
-            if space is not None and (arguments.get("max_new_tokens") or 0) > space:
-                arguments["max_new_tokens"] = space
+            if space is not None:
+                limit = arguments.get("max_new_tokens") or self.spec.model.generation_config.max_new_tokens
+                if limit is None and "max_length" in arguments:
+                    limit = arguments.pop("max_length") - len(ids)
+                if limit is not None:
+                    arguments["max_new_tokens"] = min(limit, space)
             out = self.spec.generate(prompt, streamer=answer, **arguments)
             self._cached = out[0, : self._length].tolist()
         except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from specdec.engine.generator import SpeculativeGenerator
 from specdec.models.compat import REPOSITORY_ARGUMENTS
+from specdec.models.fingerprint import Same
 from specdec.proposers.base import Proposer
 from specdec.utils.choices import COUPLED, OnUnsupported, ProposerName, RuleName
 from specdec.utils.recent import Recent
@@ -67,4 +68,5 @@ def generator(
 
     kept: Recent[SpeculativeGenerator] = vars(model).setdefault(KEPT_AT, Recent(MOST))
     # A shallow copy of the model shares its attributes.
-    return kept.get((proposer, draft_length, rule, on_unsupported), make, lambda found: found.model is model)
+    key = Same(proposer) if isinstance(proposer, (Proposer, PreTrainedModel)) else proposer
+    return kept.get((key, draft_length, rule, on_unsupported), make, lambda found: found.model is model)

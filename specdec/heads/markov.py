@@ -16,7 +16,8 @@ def biased(logits: Tensor, bias: Tensor) -> Tensor:
         >>> biased(torch.zeros(1, 1, 3), torch.ones(1, 1, 2))
         tensor([[[1., 1., 0.]]])
     """
-    return logits + nn.functional.pad(bias, (0, logits.shape[-1] - bias.shape[-1]))
+    missing = logits.shape[-1] - bias.shape[-1]
+    return logits + (nn.functional.pad(bias, (0, missing)) if missing else bias)
 
 
 class MarkovHead(nn.Module):

@@ -121,8 +121,9 @@ def settings_of(model: PreTrainedModel, drafts: bool = False) -> Any:
         for module in modules
         if module.training
     ]
-    shared = is_sharded(model) or compat.tensor_parallel_mesh(model) is not None
-    code = [(type(module), foreign_code(module)) for module in modules if not shared]
+    code = [(type(module), foreign_code(module)) for module in modules]
+    if any(foreign for _, foreign in code) and (is_sharded(model) or compat.tensor_parallel_mesh(model) is not None):
+        code = [(kind, ()) for kind, _ in code]
     return drafts, model.dtype, device_of(model), _said(model.config), modes, code
 
 
@@ -153,7 +154,8 @@ def has_usual_hidden_states(model: PreTrainedModel) -> bool:
     if model not in _usual_states:
         with _same_random_numbers(model):
             output = apart(model)(token_ids(model, 2)[None], output_hidden_states=True, use_cache=False)
-        _usual_states[model] = all(states.dim() == 3 for states in output.hidden_states)
+        states = output.get("hidden_states")
+        _usual_states[model] = states is not None and all(each.dim() == 3 for each in states)
     return _usual_states[model]
 
 

@@ -20,13 +20,13 @@ LONGEST = 1024  # entries of such a container; a longer one is no setting, but f
 
 
 @dataclass(frozen=True, eq=False)
-class _Same:
+class Same:
     """An object that equals only itself. It is kept alive, so that no other object gets its id."""
 
     value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
+        return isinstance(other, Same) and other.value is self.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -85,17 +85,17 @@ class _Descriptions:
                 self._seen[id(value)] = self.of(vars(value), level)
             return self._seen[id(value)]
         if level == DEEPEST or (isinstance(value, Sized) and len(value) > LONGEST):
-            return _Same(value)
+            return Same(value)
         if isinstance(value, dict):  # no other mapping is a setting, and threads fill those with weak keys
             return tuple((name, self.of(each, level + 1)) for name, each in value.copy().items())
         if isinstance(value, (Sequence, Set)):
             return kind, tuple(self.of(each, level + 1) for each in value)
-        return _Same(value)
+        return Same(value)
 
     def _of_module(self, module: nn.Module, level: int) -> Hashable:
         if id(module) in self._seen:
             return self._seen[id(module)]
-        same = self._seen[id(module)] = _Same(module)
+        same = self._seen[id(module)] = Same(module)
         own = vars(module)
         replaced = [*foreign_hooks(module), own.get("forward"), own.get("_compiled_call_impl")]
         if not self._hooks and any(code is not None for code in replaced):
@@ -103,9 +103,9 @@ class _Descriptions:
         held = [*module._parameters.values(), *module._buffers.values()]
         tensors = [tensor is not None and self._memory(tensor) for tensor in held]
         settings = [(name, self.of(each, level + 1)) for name, each in [*own.items()] if name not in INTERNAL]
-        code = [_Same(code) for code in (getattr(type(module), "forward", None), *replaced)]
-        children = [(name, _Same(child)) for name, child in module._modules.items()]
-        return same, _Same(type(module)), module.training, *code, *tensors, *children, *settings
+        code = [Same(code) for code in (getattr(type(module), "forward", None), *replaced)]
+        children = [(name, Same(child)) for name, child in module._modules.items()]
+        return same, Same(type(module)), module.training, *code, *tensors, *children, *settings
 
     def _memory(self, tensor: Tensor) -> Hashable:
         """Describe where a graph reads a tensor, and how."""
@@ -113,7 +113,7 @@ class _Descriptions:
         if not address and tensor.numel():  # it consists of others, for example quantised weights
             if not self._hooks:
                 raise _Unknown
-            return _Same(tensor)
+            return Same(tensor)
         return address, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
@@ -125,5 +125,5 @@ def settings(value: object) -> Hashable | None:
         >>> settings(TemperatureLogitsWarper(0.7)) == settings(TemperatureLogitsWarper(0.8))
         False
     """
-    described = fingerprint(vars(value)) if hasattr(value, "__dict__") else _Same(value)
+    described = fingerprint(vars(value)) if hasattr(value, "__dict__") else Same(value)
     return None if described is None else (type(value), described)

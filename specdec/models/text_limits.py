@@ -14,7 +14,8 @@ from specdec.models.capability import capability
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Number of tokens that a model has embeddings for."""
-    return model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().weight.shape[0]
+    return rows or model.config.get_text_config(decoder=True).vocab_size  # no rows: DeepSpeed has taken them
 
 
 def check_tokens(tokens: Sequence[int], size: int) -> None:
@@ -43,9 +44,9 @@ def space_after(model: PreTrainedModel, tokens: Sequence[int]) -> int | None:
     positions = capability(model).positions
     if positions is None or model.config.is_encoder_decoder:
         return None
-    if len(tokens) >= positions:
+    if len(tokens) > positions:
         raise ValueError(f"it has {len(tokens)} tokens, and the model reads {positions} at most: use a shorter one")
-    return positions - len(tokens)
+    return positions - len(tokens) + 1  # the last token is written, but not read
 
 
 def check_prompt(model: PreTrainedModel, tokens: Sequence[int], max_new_tokens: int) -> None:
@@ -53,6 +54,6 @@ def check_prompt(model: PreTrainedModel, tokens: Sequence[int], max_new_tokens: 
     space = space_after(model, tokens)
     if space is not None and max_new_tokens > space:
         raise ValueError(
-            f"it has {len(tokens)} tokens, and the model reads {len(tokens) + space} at most: use --max-new-tokens "
+            f"it has {len(tokens)} tokens, and the model reads {len(tokens) + space - 1} at most: use --max-new-tokens "
             f"{space} or less"
         )

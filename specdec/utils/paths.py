@@ -87,15 +87,17 @@ def locked(lock: Path, used: Path) -> Iterator[None]:
     """
     from filelock import FileLock, Timeout
 
+    held = FileLock(lock, timeout=0)
     try:
-        with FileLock(lock, timeout=0):
-            try:
-                yield
-            finally:
-                with suppress(OSError):  # Windows removes no open file
-                    lock.unlink()
+        held.acquire()
     except Timeout as error:
         raise ValueError(f"another run is using {used}: wait for it, or choose another one") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            lock.unlink()
+        held.release()
 
 
 def check_writable(path: str | Path, folder: bool = False) -> None:

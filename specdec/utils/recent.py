@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from threading import RLock
+from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -24,19 +24,34 @@ class Recent(Generic[Value]):
     def __init__(self, most: int):
         self.most = most
         self._kept: list[tuple[Any, Value]] = []  # the last used first
-        self._lock = RLock()
+        self._lock = Lock()
 
     def get(self, key: Any, make: Callable[[], Value], usable: Callable[[Value], bool] = lambda value: True) -> Value:
-        """Return the value of a key. It is made if there is none yet, or none that is `usable`."""
+        """Return the value of a key. It is made if there is none yet, or none that is `usable`.
+
+        Threads that make it at the same time, which may take long, get one value.
+        """
+        found = self._found(key, usable)
+        if found is None:
+            made = make()
+            found = self._found(key, usable, [made])
+        assert found is not None
+        return found[0]
+
+    def _found(self, key: Any, usable: Callable[[Value], bool], made: list[Value] | None = None) -> list[Value] | None:
+        """Return the key's value, or else the one that was `made`, in a list; None if there is none."""
         with self._lock:
             place = next((i for i, (known, _) in enumerate(self._kept) if known == key), None)
-            kept = () if place is None else (self._kept.pop(place),)
-            value = kept[0][1] if kept and usable(kept[0][1]) else make()
-            self._kept.insert(0, (key, value))
-            del self._kept[self.most :]
-            return value
+            found = made
+            if place is not None:
+                kept = self._kept.pop(place)[1]
+                found = [kept] if usable(kept) else made
+            if found is not None:
+                self._kept.insert(0, (key, found[0]))
+                del self._kept[self.most :]
+            return found
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Value]:
         return iter([value for _, value in self._kept])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recent[Value]:

@@ -1054,14 +1054,26 @@ class Limited(LlamaForCausalLM):
         return inputs | {"input_ids": inputs["input_ids"].clamp(max=40)}
 
 
-class Usual(LlamaForCausalLM):
-    """Overrides the method, but changes nothing."""
+class Later(LlamaForCausalLM):
+    """Changes the positions of all passes but the first."""
 
     def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
-        return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+        if not others.get("is_first_iteration"):
+            inputs["position_ids"] = inputs["position_ids"] * 2
+        return inputs
 
 
-@pytest.mark.parametrize(("kind", "plain_calls"), [(Limited, 1), (Usual, 0)])
+class Counting(LlamaForCausalLM):
+    """Overrides the method, as many models of hubs do, but gives the usual inputs."""
+
+    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **others):
+        inputs = super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **others)
+        positions = (attention_mask.cumsum(-1) - 1).masked_fill(attention_mask == 0, 1)
+        return inputs | {"position_ids": positions[:, -inputs["input_ids"].shape[1] :]}
+
+
+@pytest.mark.parametrize(("kind", "plain_calls"), [(Limited, 1), (Later, 1), (Counting, 0)])
 def test_a_class_that_prepares_its_inputs_itself(kind, plain_calls, ragged):
     model = copy.deepcopy(tiny.model("llama"))
     model.__class__ = kind

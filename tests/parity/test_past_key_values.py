@@ -11,7 +11,7 @@ from specdec import DraftModelProposer, Eagle3Proposer, HybridProposer, NgramPro
 from specdec.models.cache.buffers import Slots
 from specdec.models.cache.kv_cache import SpeculativeCache
 from specdec.models.compat import CACHE, cache_in
-from tests.support import eagle3, tiny
+from tests.support import eagle3, families, tiny
 from tests.support.diagonal import diagonal
 
 MODELS = ["llama", "qwen3", "gemma3", "mistral", "gpt2"]
@@ -411,10 +411,10 @@ def test_a_ragged_prefill_makes_no_matrix_of_positions():
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "deepseek_v32"])
 def test_columns_that_a_later_turn_shows_again(name, rows):
     """A mask hides a part of the cache in one turn only."""
-    model = tiny.model(name)
+    model = families.tiny_model(name) if name == "deepseek_v32" else tiny.model(name)
     texts = []
     for generate in (model.generate, SpeculativeGenerator(model, "ngram", on_unsupported="error").generate):
         ids, cache = tiny.prompts(*[14] * rows)["input_ids"], DynamicCache(config=model.config)

@@ -30,36 +30,38 @@ from specdec.models.compat import (
 
 @dataclass(frozen=True)
 class _Hidden:
-    """Cached keys and values that a call's mask excludes. They are not in its rows, but a later call may show them.
+    """Cached states of columns that a call's mask excludes. They are not in its rows, but a later call may show them.
 
     Attributes:
-        columns: (n,) int64, columns that are excluded in some rows.
+        columns: (n,) int64, columns that are excluded in some rows, but lie after the row's padding on the left.
         rows: (B, n) bool, True where they are.
-        keys: (B, heads, n, dim); `values` likewise.
+        states: keys and values (B, heads, n, dim), and the indexer's keys (B, n, dim), of each layer by its index.
     """
 
     columns: Tensor
     rows: Tensor
-    keys: Tensor
-    values: Tensor
+    states: dict[int, list[Tensor]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, real: Tensor) -> _Hidden:
-        """Copy them from a layer's last columns, (B, heads, <= C, dim), where the mask `real` (B, C) is False."""
-        first = real.shape[1] - keys.shape[2]
-        columns = (~real[:, first:]).any(0).nonzero()[:, 0]
-        at = columns.to(keys.device)
-        rows = ~real[:, first + columns]
-        return cls(first + columns, rows, keys.index_select(2, at), values.index_select(2, at))
+    def of(cls, real: Tensor) -> _Hidden | None:
+        """Find them in the mask `real` (B, C) of the cached columns; None if there are none."""
+        hidden = ~real & (real.cumsum(1) > 0)
+        columns = hidden.any(0).nonzero()[:, 0]
+        return cls(columns, hidden[:, columns]) if len(columns) else None
 
-    def restore(self, keys: Tensor, values: Tensor, first: int) -> None:
-        """Write them into a layer's columns from `first` on, (B, heads, C, dim)."""
-        seen = self.columns >= first
-        if not bool(seen.any()):
-            return
-        at, hides = (self.columns[seen] - first).to(keys.device), self.rows[:, seen].to(keys.device)[:, None, :, None]
-        for ours, theirs in ((keys, self.keys), (values, self.values)):
-            ours[:, :, at] = torch.where(hides, theirs[:, :, seen.to(theirs.device)].to(ours.device), ours[:, :, at])
+    def keep(self, index: int, *held: Tensor | None) -> None:
+        """Copy them from what a layer holds of all columns, (B, heads, C, dim) or (B, C, dim)."""
+        self.states[index] = [
+            states.index_select(-2, self.columns.to(states.device)) for states in held if states is not None
+        ]
+
+    def restore(self, index: int, *held: Tensor | None) -> None:
+        """Write them into what a layer holds."""
+        ours = [states for states in held if states is not None]
+        for states, kept in zip(ours, self.states.get(index, ours), strict=True):
+            at, hides = self.columns.to(states.device), self.rows.to(states.device)
+            hides = hides[:, None, :, None] if states.dim() == 4 else hides[..., None]
+            states[..., at, :] = torch.where(hides, kept.to(states.device), states[..., at, :])
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ class PromptLayout:
     cached: int
     text: int
     cache: DynamicCache | None = None
-    _hidden: dict[int, _Hidden] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def fresh(self) -> list[int]:
@@ -138,14 +139,16 @@ class PromptLayout:
         """
         cache = self.cache
         columns: list[int] = []
+        # Sliding windows hold no such columns: a call with them runs plain.
+        hidden = _Hidden.of(self.real[:, : self.cached]) if self._keeps_all else None
         rows.start(len(self.real), keeps_all=self._keeps_all)
         try:
             if self.cached:
-                self._hand_over(rows)
+                self._hand_over(rows, hidden)
             yield columns
         finally:
             if cache is not None:
-                self._give_back(rows, cache, columns[0] if columns else self.cached)
+                self._give_back(rows, cache, columns[0] if columns else self.cached, hidden)
                 if not columns and any(isinstance(layer, DynamicSlidingWindowLayer) for layer in cache.layers):
                     for layer in cache.layers:
                         fill_attention_layer(layer, None, None, 0)
@@ -158,7 +161,7 @@ class PromptLayout:
         user_defined = getattr(self.cache, "_is_user_defined", False)
         return user_defined and not any(isinstance(layer, DynamicSlidingWindowLayer) for layer in self.cache.layers)
 
-    def _hand_over(self, rows: CachedRows) -> None:
+    def _hand_over(self, rows: CachedRows, hidden: _Hidden | None) -> None:
         assert self.cache is not None
         real = self.real[:, : self.cached]
         rows.cache.begin_at(real.sum(1).tolist())
@@ -170,11 +173,12 @@ class PromptLayout:
                 indexed = getattr(layer, "indexer_keys", None)
                 if getattr(layer, "indexer_position_ids", None) is not None:
                     rows.cache.indexer_position_ids = layer.indexer_position_ids
-                self._hidden[index] = _Hidden.of(keys, values, real)
+                if hidden is not None:
+                    hidden.keep(index, keys, values, indexed)
                 rows.cache.put(index, keys, values, columns - (self.cached - keys.shape[2]), indexed)
                 layer.keys = layer.values = None
 
-    def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int) -> None:
+    def _give_back(self, rows: CachedRows, cache: DynamicCache, columns: int, hidden: _Hidden | None) -> None:
         grown = torch.arange(max(0, columns - self.real.shape[1]), device=self.real.device)
         positions = torch.cat([self.real.cumsum(1) - 1, self.real.sum(1, keepdim=True) + grown], 1)[:, :columns]
         for index in rows.cache.filled:
@@ -182,8 +186,8 @@ class PromptLayout:
             first = max(0, columns - layer.sliding_window + 1) if isinstance(layer, DynamicSlidingWindowLayer) else 0
             indexed = rows.cache.take_indexed(index, positions[:, first:])
             keys, values = rows.cache.take(index, positions[:, first:])
-            if index in self._hidden:
-                self._hidden.pop(index).restore(keys, values, first)
+            if hidden is not None:
+                hidden.restore(index, keys, values, indexed)
             fill_attention_layer(layer, keys, values, columns)
             if indexed is not None:
                 layer.lazy_initialization_indexer(indexed)

@@ -331,7 +331,7 @@ def said(result):
 def test_a_text_that_the_model_cannot_read_is_an_error_before_it_is_run(short):
     usual = ["--proposer", "ngram", "--dtype", "float32", "--max-new-tokens"]
     for text, tokens, message in (
-        ("ab", "60", "use --max-new-tokens 33 or less"),
+        ("ab", "60", "use --max-new-tokens 34 or less"),
         ("a" * 50, "4", "the model reads 40 at most: use a shorter one"),
         ("zebra", "4", f"it has token {tiny.VOCAB}, but the model has {tiny.VOCAB}"),
     ):

@@ -84,6 +84,18 @@ def test_generators_that_are_used_again_are_kept(model):
         assert generator(model, "ngram") is first
 
 
+def test_a_proposer_that_is_slow_to_check_holds_up_no_other_thread(model):
+    """Here it would wait forever."""
+
+    class Slow(NgramProposer):
+        def check(self, target):
+            with ThreadPoolExecutor(1) as pool:
+                assert pool.submit(generator, target, "ngram").result(60) is not None
+            super().check(target)
+
+    assert generator(model, Slow()) is not generator(model, "ngram")
+
+
 def test_threads_get_the_same_generator(model):
     with ThreadPoolExecutor(8) as pool:
         made = [*pool.map(lambda _: generator(model, "ngram"), range(64))]
