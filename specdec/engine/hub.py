@@ -67,6 +67,6 @@ def generator(
         )
 
     kept: Recent[SpeculativeGenerator] = vars(model).setdefault(KEPT_AT, Recent(MOST))
-    # A shallow copy of the model shares its attributes.
     key = Same(proposer) if isinstance(proposer, (Proposer, PreTrainedModel)) else proposer
+    # A shallow copy of the model shares its attributes.
     return kept.get((key, draft_length, rule, on_unsupported), make, lambda found: found.model is model)

@@ -58,7 +58,7 @@ class _Hidden:
     def restore(self, index: int, *held: Tensor | None) -> None:
         """Write them into what a layer holds."""
         ours = [states for states in held if states is not None]
-        for states, kept in zip(ours, self.states.get(index, ours), strict=True):
+        for states, kept in zip(ours, self.states.get(index, ()), strict=False):  # none of a layer that held nothing
             at, hides = self.columns.to(states.device), self.rows.to(states.device)
             hides = hides[:, None, :, None] if states.dim() == 4 else hides[..., None]
             states[..., at, :] = torch.where(hides, kept.to(states.device), states[..., at, :])
